@@ -13,9 +13,9 @@ import grpc
 
 from baton.errors import InternalError
 from baton.results import CompletionChunk, Generation, ModelDescription
-from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import (
+    Params,
     RequestOptions,
     build_request,
     parse_chunk,
@@ -26,8 +26,6 @@ from rpc.channels import CHANNEL_OPTIONS, open_channel
 from rpc.errors import from_rpc_error
 
 __all__ = ["AsyncClient", "Client"]
-
-_DEFAULT_PARAMS = SamplingParams()
 
 
 @contextmanager
@@ -66,14 +64,14 @@ class Client:
     def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams = _DEFAULT_PARAMS,
+        params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
-        `baton.wire.RequestOptions` documents `options`.
+        `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -83,7 +81,7 @@ class Client:
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams = _DEFAULT_PARAMS,
+        params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
@@ -173,14 +171,14 @@ class AsyncClient:
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams = _DEFAULT_PARAMS,
+        params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
-        `baton.wire.RequestOptions` documents `options`.
+        `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -190,7 +188,7 @@ class AsyncClient:
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams = _DEFAULT_PARAMS,
+        params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],

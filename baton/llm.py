@@ -21,13 +21,15 @@ from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
+from router.generation_config import load_default_params
+from router.request import truncated
+from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
+from router.validation import fitting_params
 
 __all__ = ["LLM"]
 
 Prompt = str | Sequence[int]
-
-_DEFAULT_PARAMS = SamplingParams()
 
 _logger = logging.getLogger("baton")
 
@@ -37,6 +39,8 @@ class LLM:
 
     Args:
         model: checkpoint folder or Hugging Face Hub name.
+        generation_config: whether `get_default_sampling_params` has the values of the
+            checkpoint's generation_config.json ("auto") or only Baton's own ("none").
         engine_arguments: fields of `engine.config.EngineConfig`, named like
             the flags: `dtype`, `max_num_seqs`, `block_size` ...
 
@@ -45,17 +49,22 @@ class LLM:
         TypeError: an argument that `EngineConfig` does not have.
     """
 
-    def __init__(self, model: str, **engine_arguments: Any) -> None:
+    def __init__(
+        self, model: str, *, generation_config: str = "auto", **engine_arguments: Any
+    ) -> None:
         config = EngineConfig(model=model, role="both", **engine_arguments)
+        self._default_params = load_default_params(model, generation_config)
         self._tokenizer = Tokenizer.load(model)
         self._core = EngineCore.build(config)
+        self._limits = _limits_of(self._core)
         self._numbers = count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = _DEFAULT_PARAMS,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[Generation]:
         """Completes the prompts together and returns the results in their order.
@@ -65,14 +74,22 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt. Default:
+                `get_default_sampling_params`.
+            params: another name of `sampling_params`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
             InvalidArgumentError: the model cannot take a prompt or a parameter;
                 raised before anything is computed.
         """
-        requests = self._make_requests(_as_list(prompts), params)
+        if sampling_params is not None and params is not None:
+            raise InvalidArgumentError("sampling_params and params are both set; set one of them")
+        chosen = next(
+            (given for given in (sampling_params, params) if given is not None),
+            self.get_default_sampling_params(),
+        )
+        requests = self._make_requests(_as_list(prompts), chosen)
         for request in requests.values():
             self._check(request)
         try:
@@ -82,6 +99,12 @@ class LLM:
                 [name for name, request in requests.items() if not request.is_finished]
             )
         return [request.result() for request in requests.values()]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters that hold if none are given: those that the checkpoint's
+        generation_config.json states, and Baton's defaults for the others.
+        """
+        return SamplingParams(**self._default_params)
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many KV blocks were cached."""
@@ -118,11 +141,15 @@ class LLM:
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = truncated(token_ids, params.truncate_prompt_tokens, self._limits)
+        if len(token_ids) < self._limits.max_total_tokens:
+            params = fitting_params(params, len(token_ids), self._limits)
         spec = RequestSpec.with_defaults(
             f"offline-{next(self._numbers)}",
             tuple(token_ids),
             params,
             eos_token_ids=self._core.info.eos_token_ids,
+            bad_words_token_ids=self._tokenizer.bad_words_token_ids(params.bad_words),
         )
         return OfflineRequest(spec, self._tokenizer)
 
@@ -161,6 +188,17 @@ class LLM:
                 del unfinished[output.request_id]
                 if not output.is_last:
                     self._core.abort([output.request_id])
+
+
+def _limits_of(core: EngineCore) -> RequestLimits:
+    """Returns the limits of an engine's requests. Its pool holds the longest one."""
+    max_model_len = core.info.max_model_len
+    return RequestLimits(
+        vocab_size=core.info.vocab_size,
+        max_model_len=max_model_len,
+        max_pool_tokens=max_model_len,
+        max_candidates=core.config.max_running,
+    )
 
 
 def _ignore(request: OfflineRequest, error: BatonError) -> None:

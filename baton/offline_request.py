@@ -28,7 +28,7 @@ class OfflineRequest:
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer) -> None:
         self.spec = spec
         self.arrived_at = 0.0
-        text = TextStream(tokenizer, spec.prompt_token_ids, spec.params.stop)
+        text = TextStream(tokenizer, spec)
         self._candidates = [_Candidate(index, text.fork()) for index in range(spec.params.n)]
         self._cached_tokens = 0
         self._stages = StageTimings()

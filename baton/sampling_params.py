@@ -7,6 +7,7 @@ meanings are those of vLLM's class of the same name, where that has the field.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
@@ -23,6 +24,7 @@ _MAX_LOGIT_BIAS = 100.0
 _MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
 _MAX_UINT32 = 2**32 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class SamplingParams:
         frequency_penalty: subtracted from the logit of a token once for each time that
             the output has it, in [-2, 2].
         logit_bias: added to the logits, by token id; at most 1024 entries in [-100, 100].
+            None: nothing is added.
         allowed_token_ids: only these tokens are drawn. None: all.
         bad_words: texts whose tokens are not drawn in sequence; at most 256.
         min_tokens: no stop token is drawn, and no stop text ends the generation,
@@ -54,8 +57,10 @@ class SamplingParams:
             context has room for.
         stop: texts that end the generation, matched across token boundaries;
             the output text stops before the match. None: no texts.
-        stop_token_ids: token ids that end the generation. None: no ids.
-        include_stop_str_in_output: whether the output text includes the stop text.
+        stop_token_ids: token ids that end the generation; the output text has no text
+            of theirs. None: no ids.
+        include_stop_str_in_output: whether the output text includes what ended it: the
+            stop text, or the text of the stop token.
         ignore_eos: continue past the model's end-of-sequence token.
         n: how many candidates to return. Candidate 0 draws with `seed`, the
             others with seeds derived from it.
@@ -76,7 +81,8 @@ class SamplingParams:
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 keeps
             as many as the model's context has room for. None: too long prompts are refused.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: write spaces between special tokens in the text.
+        spaces_between_special_tokens: keep the spaces that some tokenizers write between
+            special tokens; those of byte-level and metaspace vocabularies write none.
         detokenize: return text; if not, tokens alone, and `stop` must be empty.
 
     Raises:
@@ -113,31 +119,29 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in self._normalized().items():
-            object.__setattr__(self, name, value)
+        self._normalize()
         self._check_numbers()
         self._check_penalties()
         self._check_stops()
-        self._check_token_lists()
+        self._check_token_rules()
         self._check_candidates()
         self._check_outputs()
 
-    def _normalized(self) -> dict[str, Any]:
-        """Returns the fields that have another value, or type, than they were given."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        changed = {name: _DEFAULTS[name] for name, value in given.items() if value is None}
-        if given["max_tokens"] is None:
-            changed["max_tokens"] = _MAX_UINT32
-        if given["top_k"] == -1:
-            changed["top_k"] = 0
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            value = changed.get(name, given[name])
-            if value is not None:
-                changed[name] = (value,) if isinstance(value, str) else tuple(value)
-        if given["logit_bias"] is not None:
-            pairs = ((int(token), float(bias)) for token, bias in given["logit_bias"].items())
-            changed["logit_bias"] = dict(sorted(pairs))
-        return changed
+    def _normalize(self) -> None:
+        """Replaces None where it stands for another value, and lists by tuples."""
+        if None in _never_none(self):
+            for name, value in _INSTEAD_OF_NONE.items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name in _TUPLES:
+            value = getattr(self, name)
+            if value is not None and type(value) is not tuple:
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if self.logit_bias is not None:
+            biases = {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", dict(sorted(biases.items())) or None)
 
     @property
     def num_candidates(self) -> int:
@@ -159,7 +163,7 @@ class SamplingParams:
         if not 0 <= self.top_k <= _MAX_UINT32:
             raise InvalidArgumentError.for_field("top_k", self.top_k, "in [0, 2**32), or -1")
         if not 1 <= self.max_tokens <= _MAX_UINT32:
-            raise InvalidArgumentError.for_field("max_tokens", self.max_tokens, ">= 1")
+            raise InvalidArgumentError.for_field("max_tokens", self.max_tokens, "in [1, 2**32)")
         if not 0 <= self.min_tokens <= self.max_tokens:
             limit = f"in [0, {self.max_tokens}], max_tokens"
             raise InvalidArgumentError.for_field("min_tokens", self.min_tokens, limit)
@@ -176,26 +180,24 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("repetition_penalty", penalty, "finite and > 0")
 
     def _check_stops(self) -> None:
-        for field, stops in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
-            _check_count(field, stops, MAX_STOPS)
-        for text in self.stop:
-            _check_text("stop", text)
+        _check_texts("stop", self.stop, MAX_STOPS)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOPS)
         _check_ids("stop_token_ids", self.stop_token_ids)
+        if self.stop and not self.detokenize:
+            raise InvalidArgumentError("stop is set together with detokenize=False; unset one")
 
-    def _check_token_lists(self) -> None:
-        _check_count("bad_words", self.bad_words, _MAX_BAD_WORDS)
-        for text in self.bad_words:
-            _check_text("bad_words", text)
+    def _check_token_rules(self) -> None:
+        _check_texts("bad_words", self.bad_words, _MAX_BAD_WORDS)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InvalidArgumentError("allowed_token_ids is empty; it must allow a token")
             _check_ids("allowed_token_ids", self.allowed_token_ids)
-        biases = self.logit_bias or {}
-        _check_count("logit_bias", biases, _MAX_LOGIT_BIASES)
-        _check_ids("logit_bias", biases)
-        for bias in biases.values():
-            if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
-                raise InvalidArgumentError.for_field("logit_bias", bias, "in [-100, 100]")
+        if self.logit_bias is not None:
+            _check_count("logit_bias", self.logit_bias, _MAX_LOGIT_BIASES)
+            _check_ids("logit_bias", self.logit_bias)
+            for bias in self.logit_bias.values():
+                if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
+                    raise InvalidArgumentError.for_field("logit_bias", bias, "in [-100, 100]")
 
     def _check_candidates(self) -> None:
         for field in ("n", "best_of", "beam_width"):
@@ -235,14 +237,16 @@ class SamplingParams:
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidArgumentError.for_field(field, value, f"in [0, {MAX_LOGPROBS}]")
         truncated = self.truncate_prompt_tokens
-        if truncated is not None and not (truncated == -1 or 1 <= truncated <= _MAX_UINT32):
-            limit = "-1 or at least 1"
+        if truncated is not None and not (truncated == -1 or 1 <= truncated <= _MAX_INT32):
+            limit = "in [1, 2**31), or -1"
             raise InvalidArgumentError.for_field("truncate_prompt_tokens", truncated, limit)
-        if self.stop and not self.detokenize:
-            raise InvalidArgumentError("stop is set together with detokenize=False; unset one")
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_INSTEAD_OF_NONE = {name: value for name, value in _DEFAULTS.items() if value is not None}
+_INSTEAD_OF_NONE["max_tokens"] = _MAX_UINT32
+_never_none = attrgetter(*_INSTEAD_OF_NONE)
+_TUPLES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _NOT_FOR_BEAMS = (
     "min_p",
     "repetition_penalty",
@@ -264,10 +268,12 @@ def _check_count(field: str, entries: Collection[Any], most: int) -> None:
         )
 
 
-def _check_text(field: str, text: str) -> None:
-    if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
-        limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
-        raise InvalidArgumentError.for_field(field, text[:64], limit)
+def _check_texts(field: str, texts: Collection[str], most: int) -> None:
+    _check_count(field, texts, most)
+    for text in texts:
+        if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
+            limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
+            raise InvalidArgumentError.for_field(field, text[:64], limit)
 
 
 def _check_ids(field: str, token_ids: Iterable[int]) -> None:

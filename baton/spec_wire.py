@@ -6,7 +6,8 @@ fields, so a new sampling parameter needs no line here. Beam search is the excep
 it has a message of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -32,6 +33,8 @@ _EARLY_STOPPING = {
     True: common_pb2.EARLY_STOPPING_FIRST_FINISHED,
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
+_ALL_FIELDS = frozenset(SamplingParams.__slots__)
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
 
 
@@ -49,53 +52,69 @@ _STOPPING_FIELDS = _plain_fields(common_pb2.StoppingParams.DESCRIPTOR)
 _TEXT_FIELDS = _plain_fields(common_pb2.TextParams.DESCRIPTOR)
 
 
-def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+def sampling_to_proto(
+    params: SamplingParams, only: Collection[str] = _ALL_FIELDS
+) -> common_pb2.SamplingParams:
     """The message that says how tokens are drawn, and how many candidates.
 
-    Raises:
-        ValueError: a value that the message cannot hold.
-    """
-    fields = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
-    return common_pb2.SamplingParams(**fields, beam_search=_beam_search(params))
-
-
-def stopping_to_proto(params: SamplingParams) -> common_pb2.StoppingParams:
-    """The message that says when the generation ends.
+    Args:
+        params: the parameters.
+        only: the names of the fields to set.
 
     Raises:
         ValueError: a value that the message cannot hold.
     """
-    return common_pb2.StoppingParams(**{name: getattr(params, name) for name in _STOPPING_FIELDS})
+    values = {name: getattr(params, name) for name in _SAMPLING_FIELDS if name in only}
+    return common_pb2.SamplingParams(**values, beam_search=_beam_search(params))
 
 
-def text_to_proto(params: SamplingParams) -> common_pb2.TextParams:
-    """The message that says how text is made into tokens and back.
+def stopping_to_proto(
+    params: SamplingParams, only: Collection[str] = _ALL_FIELDS
+) -> common_pb2.StoppingParams:
+    """The message that says when the generation ends; otherwise like `sampling_to_proto`."""
+    values = {name: getattr(params, name) for name in _STOPPING_FIELDS if name in only}
+    return common_pb2.StoppingParams(**values)
 
-    Raises:
-        ValueError: a value that the message cannot hold.
+
+def text_to_proto(
+    params: SamplingParams, only: Collection[str] = _ALL_FIELDS
+) -> common_pb2.TextParams:
+    """The message that says how text is made into tokens and back; otherwise like
+    `sampling_to_proto`.
     """
-    return common_pb2.TextParams(**{name: getattr(params, name) for name in _TEXT_FIELDS})
+    values = {name: getattr(params, name) for name in _TEXT_FIELDS if name in only}
+    return common_pb2.TextParams(**values)
 
 
 def params_from_proto(
     sampling: common_pb2.SamplingParams,
     stopping: common_pb2.StoppingParams,
     text: common_pb2.TextParams | None = None,
+    *,
+    defaults: Mapping[str, Any] = _NO_DEFAULTS,
 ) -> SamplingParams:
-    """The parameters that the messages set. Unset fields take the dataclass's defaults;
-    explicit zeros stay zeros.
+    """The parameters that the messages set; explicit zeros stay zeros.
+
+    Args:
+        sampling: how tokens are drawn.
+        stopping: when the generation ends.
+        text: how text is made into tokens and back.
+        defaults: values of fields that the messages leave unset. The other unset fields
+            take the dataclass's defaults.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
     """
-    fields: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    given: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
     for message in (stopping, text):
         if message is not None:
-            fields |= {field.name: value for field, value in message.ListFields()}
-    beam_search: common_pb2.BeamSearch | None = fields.pop("beam_search", None)
+            given |= {field.name: value for field, value in message.ListFields()}
+    beam_search: common_pb2.BeamSearch | None = given.pop("beam_search", None)
     if beam_search is not None:
-        fields |= _beam_search_fields(beam_search)
-    return SamplingParams(**fields)
+        given |= _beam_search_fields(beam_search)
+        # The other defaults are for drawing tokens; a beam search refuses some of them.
+        defaults = {name: defaults[name] for name in defaults.keys() & {"max_tokens"}}
+    return SamplingParams(**{**defaults, **given})
 
 
 def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:

@@ -3,9 +3,9 @@
 `Client` and `AsyncClient` share them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from baton.errors import InternalError, InvalidArgumentError
 from baton.results import (
@@ -20,7 +20,19 @@ from baton.sampling_params import SamplingParams
 from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
-__all__ = ["RequestOptions", "build_request", "parse_chunk", "parse_generation", "parse_model"]
+__all__ = [
+    "Params",
+    "RequestOptions",
+    "build_request",
+    "parse_chunk",
+    "parse_generation",
+    "parse_model",
+]
+
+Params = SamplingParams | Mapping[str, Any] | None
+"""Sampling parameters of a request. `SamplingParams` state every field; a mapping states the
+fields that it has, and None none. Fields that are not stated take the server's defaults.
+"""
 
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -45,7 +57,7 @@ class RequestOptions(TypedDict, total=False):
 
 def build_request(
     prompt: str | Sequence[int],
-    params: SamplingParams,
+    params: Params,
     model: str,
     *,
     request_id: str = "",
@@ -55,15 +67,17 @@ def build_request(
     """The message that asks for a completion.
 
     Raises:
-        InvalidArgumentError: a value that the message cannot hold.
+        InvalidArgumentError: a value is out of range, or the message cannot hold it.
+        TypeError: `params` has a field that `SamplingParams` does not have.
     """
+    checked, stated = _checked(params)
     try:
         request = generation_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
-            sampling=sampling_to_proto(params),
-            stopping=stopping_to_proto(params),
-            text_params=text_to_proto(params),
+            sampling=sampling_to_proto(checked, stated),
+            stopping=stopping_to_proto(checked, stated),
+            text_params=text_to_proto(checked, stated),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -71,6 +85,15 @@ def build_request(
     except ValueError as error:  # out of the field's range, or a lone surrogate
         raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
     return request
+
+
+def _checked(params: Params) -> tuple[SamplingParams, Collection[str]]:
+    """Returns the parameters, and the names of those that are stated."""
+    if isinstance(params, SamplingParams):
+        return params, SamplingParams.__slots__
+    stated = dict(params or {})
+    # The server's `max_tokens` may be larger than the default, which would limit `min_tokens`.
+    return SamplingParams(**{"max_tokens": None, **stated}), stated.keys()
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[int]) -> None:

@@ -34,6 +34,7 @@ def check_request(
     _check_candidates(spec, config)
     _check_progress(request)
     _check_tokens(request, info)
+    _check_rules(spec, info)
     _check_salt(spec)
     _check_blocks(spec, config, info, num_blocks)
     if request.handoff is not None:
@@ -106,6 +107,29 @@ def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
     if num_tokens >= info.max_model_len:
         limit = f"below the model's {info.max_model_len}, to leave room for a token"
         raise InvalidArgumentError.for_field("number of prompt tokens", num_tokens, limit)
+
+
+def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
+    """Refuses rules that name unknown tokens, or that leave no token for the first draw."""
+    params = spec.params
+    named = {
+        "stop_token_ids": spec.stop_token_ids if params.min_tokens else params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "logit_bias": params.logit_bias,
+        "bad_words_token_ids": [token for word in spec.bad_words_token_ids for token in word],
+    }
+    for field, token_ids in named.items():
+        if token_ids:
+            _check_vocabulary(field, tuple(token_ids), info)
+    banned = {word[0] for word in spec.bad_words_token_ids if len(word) == 1}
+    if params.min_tokens:
+        banned |= spec.stop_token_ids
+    allowed = params.allowed_token_ids
+    if banned.issuperset(allowed) if allowed else len(banned) == info.vocab_size:
+        raise InvalidArgumentError(
+            "allowed_token_ids, bad_words, and stop_token_ids while min_tokens is not reached, "
+            "leave no token to draw; at least one must be left"
+        )
 
 
 def _check_vocabulary(field: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -28,7 +28,7 @@ class Completion:
 
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, arrival: float) -> None:
         self._request_id = spec.client_id
-        text = TextStream(tokenizer, spec.prompt_token_ids, spec.params.stop)
+        text = TextStream(tokenizer, spec)
         self._running = {index: _Candidate(text.fork()) for index in range(spec.params.n)}
         self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
         self._timings = common_pb2.Timings()

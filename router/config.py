@@ -9,16 +9,21 @@ from baton.errors import ConfigurationError
 from router.discovery import parse_target
 from rpc.server_config import ServerConfig, add_server_args, server_config_from_args
 
-__all__ = ["DEFAULT_PORT", "RouterConfig", "add_args", "config_from_args"]
+__all__ = ["DEFAULT_PORT", "GENERATION_CONFIGS", "RouterConfig", "add_args", "config_from_args"]
 
 DEFAULT_PORT = 8000
+GENERATION_CONFIGS = ("auto", "none")
+"""Where defaults of sampling parameters come from: the checkpoint, or `SamplingParams` alone."""
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 """Workers receive the time left in milliseconds, in 32 bits."""
 
 
-def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
-    """Makes a field and the parser and help of its command-line flag."""
-    return field(default=default, metadata={"parse": parse, "help": help_text})
+def _flag(
+    default: Any, parse: Callable[[str], Any], help_text: str, *, choices: Sequence[str] = ()
+) -> Any:
+    """Makes a field and the parser, help and choices of its command-line flag."""
+    metadata = {"parse": parse, "help": help_text, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
@@ -41,7 +46,9 @@ class RouterConfig:
 
     server: ServerConfig
     model: str = _flag(
-        MISSING, str, "checkpoint folder or Hub name; the router reads its tokenizer"
+        MISSING,
+        str,
+        "checkpoint folder or Hub name; the router reads its tokenizer and generation_config.json",
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
@@ -51,6 +58,13 @@ class RouterConfig:
         None,
         str,
         "model name in requests, equal on all workers (default: the last part of --model)",
+    )
+    generation_config: str = _flag(
+        "auto",
+        str,
+        "defaults of the sampling parameters that a request leaves unset: those of the model's "
+        "generation_config.json (auto), or only Baton's own (none)",
+        choices=GENERATION_CONFIGS,
     )
     max_local_prefill_tokens: int = _flag(
         16,
@@ -109,7 +123,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     for flag in _flags():
         options: dict[str, Any] = {"help": flag.metadata["help"]}
         if "parse" in flag.metadata:
-            options["type"] = flag.metadata["parse"]
+            options |= {"type": flag.metadata["parse"], "choices": flag.metadata["choices"] or None}
         else:
             options |= {"action": "append", "metavar": "TARGET"}
         if flag.default is MISSING:

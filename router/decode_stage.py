@@ -16,6 +16,7 @@ from contextlib import aclosing
 from baton.errors import (
     AbortedError,
     BatonError,
+    FailedPreconditionError,
     InternalError,
     ResourceExhaustedError,
     UnavailableError,
@@ -33,7 +34,12 @@ from router.request import RoutedRequest
 __all__ = ["DecodeStage"]
 
 _LOGGER = logging.getLogger("baton.router")
-_REPLICA_ERRORS = (InternalError, ResourceExhaustedError, UnavailableError)
+_REPLICA_ERRORS = (
+    FailedPreconditionError,  # for example, a field that an older worker does not know
+    InternalError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 _MAX_LOSSES = 4
 """A request that loses this many replicas is probably the cause of their deaths."""
 

@@ -10,8 +10,9 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any
 
 from baton.errors import UnavailableError
 from baton.v1 import generation_pb2, request_pb2
@@ -37,6 +38,7 @@ class Pipeline:
     Args:
         config: the router's.
         tokenizer: the model's.
+        default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
@@ -46,12 +48,14 @@ class Pipeline:
         self,
         config: RouterConfig,
         tokenizer: Tokenizer,
+        default_params: Mapping[str, Any],
         fleet: Fleet,
         prefix_index: PrefixIndex,
         admission: Admission,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._default_params = default_params
         self._fleet = fleet
         self._admission = admission
         self._prefill = PrefillStage(fleet, prefix_index)
@@ -72,7 +76,7 @@ class Pipeline:
             BatonError: one of those that `GenerationService` documents.
         """
         arrival = asyncio.get_running_loop().time()
-        params = validate_generate_request(message, self._config.model_name)
+        params = validate_generate_request(message, self._config.model_name, self._default_params)
         with self._admission.admit(message.request_id):
             model, limits = self._fleet.require_model()
             request = await prepare_request(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.request_spec import RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
@@ -11,15 +11,17 @@ from kvstore.block_key import BlockKeyChain
 from router.served_model import RequestLimits, ServedModel
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import (
+    MAX_TOKENIZE_CHARS,
     check_candidates,
     check_length,
     check_prompt_length,
     check_token_ids,
-    fitting_max_tokens,
+    check_vocabulary,
+    fitting_params,
     prompt_of,
 )
 
-__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt"]
+__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +70,18 @@ async def prepare_request(
         deadline: `time.monotonic()` at which the request must have ended.
 
     Raises:
-        InvalidArgumentError: the prompt or a stop token does not fit the model.
+        InvalidArgumentError: the prompt or a parameter does not fit the model.
     """
-    token_ids = await tokenize_prompt(prompt_of(message), tokenizer, limits)
-    check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
-    check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
-    params = replace(
-        params, max_tokens=fitting_max_tokens(len(token_ids), params.max_tokens, limits)
+    token_ids = await tokenize_prompt(
+        prompt_of(message), tokenizer, limits, params.truncate_prompt_tokens
     )
+    check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
+    check_vocabulary(params, limits.vocab_size)
+    params = fitting_params(params, len(token_ids), limits)
     check_candidates(params, limits)
+    bad_words = await tokenizer.encode_bad_words(params.bad_words)
+    for bad_word in bad_words:
+        check_token_ids("bad_words", bad_word, limits.vocab_size)
     spec = RequestSpec.with_defaults(
         unique_request_id(message.request_id),
         token_ids,
@@ -85,6 +90,7 @@ async def prepare_request(
         priority=message.priority,
         cache_salt=message.cache_salt,
         deadline=deadline,
+        bad_words_token_ids=bad_words,
     )
     return RoutedRequest(
         spec=spec,
@@ -95,18 +101,40 @@ async def prepare_request(
 
 
 async def tokenize_prompt(
-    prompt: str | Sequence[int], tokenizer: Tokenizer, limits: RequestLimits
+    prompt: str | Sequence[int],
+    tokenizer: Tokenizer,
+    limits: RequestLimits,
+    truncate_prompt_tokens: int | None = None,
 ) -> tuple[int, ...]:
     """The prompt's token ids. A prompt that cannot fit is refused before it is tokenized or copied.
+
+    A text that is to be truncated may have `MAX_TOKENIZE_CHARS` characters, although its tokens
+    may not fit: its last tokens are known only when the whole text is tokenized.
 
     Raises:
         InvalidArgumentError: the prompt is too long.
     """
     if isinstance(prompt, str):
-        check_length("text", prompt, limits.max_total_tokens * tokenizer.longest_token_chars)
+        most_chars = limits.max_total_tokens * tokenizer.longest_token_chars
+        if truncate_prompt_tokens is not None:
+            most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
+        check_length("text", prompt, most_chars)
         prompt = await tokenizer.encode_async(prompt)
+    prompt = truncated(prompt, truncate_prompt_tokens, limits)
     check_prompt_length(len(prompt), limits)
     return tuple(prompt)
+
+
+def truncated(
+    token_ids: Sequence[int], truncate_prompt_tokens: int | None, limits: RequestLimits
+) -> Sequence[int]:
+    """Returns the last tokens of a prompt, as many as `SamplingParams.truncate_prompt_tokens`
+    says. For -1, these are as many as leave room for one generated token.
+    """
+    if truncate_prompt_tokens is None:
+        return token_ids
+    most = limits.max_total_tokens - 1 if truncate_prompt_tokens < 0 else truncate_prompt_tokens
+    return token_ids[-most:] if len(token_ids) > most else token_ids
 
 
 async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...]:

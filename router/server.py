@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from typing_extensions import override
 
@@ -9,6 +11,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, config_from_args
 from router.fleet import Fleet
+from router.generation_config import load_default_params
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.servicer import GenerationServicer
@@ -28,6 +31,7 @@ class RouterService(Service):
     Args:
         config: the router's.
         tokenizer: the model's.
+        default_params: values of sampling parameters that a request leaves unset.
         server: gets the servicer, and is set serving while the router can serve.
 
     Attributes:
@@ -37,12 +41,20 @@ class RouterService(Service):
         ConfigurationError: a target is malformed.
     """
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, server: RpcServer) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        default_params: Mapping[str, Any],
+        server: RpcServer,
+    ) -> None:
         prefix_index = PrefixIndex(config.max_indexed_blocks)
         self._server = server
         self.fleet = Fleet(config, prefix_index)
         self._admission = Admission(config.max_concurrent_requests)
-        pipeline = Pipeline(config, tokenizer, self.fleet, prefix_index, self._admission)
+        pipeline = Pipeline(
+            config, tokenizer, default_params, self.fleet, prefix_index, self._admission
+        )
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(config, tokenizer, self.fleet, pipeline),
@@ -69,12 +81,16 @@ async def run(config: RouterConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Raises:
-        ConfigurationError: the tokenizer, a flag, a target or the address is bad.
+        ConfigurationError: the tokenizer, generation_config.json, a flag, a target or the
+            address is bad.
     """
 
     async def start(server: RpcServer) -> RouterService:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-        return RouterService(config, tokenizer, server)
+        default_params = await asyncio.to_thread(
+            load_default_params, config.model, config.generation_config
+        )
+        return RouterService(config, tokenizer, default_params, server)
 
     await serve(config.server, SERVICE_NAMES, start)
 

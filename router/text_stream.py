@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import NamedTuple
 
+from baton.request_spec import RequestSpec
 from router.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "StopChecker", "TextPiece", "TextStream"]
@@ -36,7 +37,8 @@ class TextPiece(NamedTuple):
 
     Attributes:
         text: text that is complete now.
-        matched_stop: the stop string that ended the text, which is not part of it.
+        matched_stop: the stop string that ended the text; part of the text only if the
+            request includes it.
         num_tokens: how many of the tokens were used: all of them, or those up
             to and including the token whose text completed the stop string.
     """
@@ -47,59 +49,94 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """The text of one sequence's generated tokens, up to a stop string.
+    """The text of one candidate's tokens, up to a stop string or a stop token.
+
+    Without `detokenize` there is no text, and nothing is done for it.
 
     Args:
         tokenizer: the model's tokenizer.
-        prompt_token_ids: the tokens before the generated ones.
-        stops: strings that end the text, none of them empty.
+        spec: the request.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-        self._checker = StopChecker(stops)
+    def __init__(self, tokenizer: Tokenizer, spec: RequestSpec) -> None:
+        params = spec.params
+        self._has_text = params.detokenize
+        if not self._has_text:
+            return
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            spec.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        self._checker = StopChecker(params.stop, keep_stop=params.include_stop_str_in_output)
+        self._unwritten = frozenset() if params.include_stop_str_in_output else spec.stop_token_ids
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Adds the next tokens. Must not be called after a matched stop."""
+        if not self._has_text:
+            return TextPiece("", None, len(token_ids))
         text = ""
-        for num_tokens, token_id in enumerate(token_ids, start=1):
-            certain, matched_stop = self._checker.push(self._detokenizer.push([token_id]))
+        for num_used, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            if token_id in self._unwritten:
+                continue
+            certain, matched_stop = self._check(self._detokenizer.push([token_id]))
             text += certain
             if matched_stop is not None:
-                return TextPiece(text, matched_stop, num_tokens)
+                return TextPiece(text, matched_stop, num_used)
         return TextPiece(text, None, len(token_ids))
 
     def fork(self) -> "TextStream":
         """Returns an independent copy; the automaton of the stops is shared."""
         twin = copy(self)
-        twin._detokenizer, twin._checker = self._detokenizer.fork(), copy(self._checker)
+        if self._has_text:
+            twin._detokenizer, twin._checker = self._detokenizer.fork(), copy(self._checker)
         return twin
 
     def finish(self) -> TextPiece:
         """Returns the text that is held back, which may still complete a stop. Called once, at
         the end, unless a stop was matched.
         """
-        certain, matched_stop = self._checker.push(self._detokenizer.flush())
+        if not self._has_text:
+            return TextPiece("", None, 0)
+        certain, matched_stop = self._check(self._detokenizer.flush())
         return TextPiece(certain + self._checker.flush(), matched_stop, 0)
+
+    def _check(self, text: str) -> tuple[str, str | None]:
+        """Searches the text for stops, unless it belongs to the first `min_tokens` tokens."""
+        return self._checker.push(text, may_stop=self._num_tokens > self._min_tokens)
 
 
 class IncrementalDetokenizer:
     """Turns one sequence's generated tokens into text as they come.
 
-    Special tokens have no text. Text is held back while more tokens could change
-    it: within a character and, in vocabularies with byte fallback, until a run of
-    byte tokens ends, since one bad byte turns the whole run into U+FFFD. The cost
-    per token does not grow with the sequence.
+    Text is held back while more tokens could change it: within a character and, in
+    vocabularies with byte fallback, until a run of byte tokens ends, since one bad
+    byte turns the whole run into U+FFFD. The cost per token does not grow with the
+    sequence.
 
     Args:
         tokenizer: the model's tokenizer.
         prompt_token_ids: the tokens before the generated ones; the last of them are context.
+        skip_special_tokens: special tokens have no text.
+        spaces_between_special_tokens: if not, an added token that follows another one is
+            written without the space that some decoders put before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._is_spaced = skip_special_tokens or spaces_between_special_tokens
         self._context = self._tail(prompt_token_ids)  # tokens whose text was returned
         self._pending: list[int] = []  # tokens after them, whose text was not
 
@@ -118,7 +155,7 @@ class IncrementalDetokenizer:
         return self._release() if self._pending else ""
 
     def _push_one(self, token_id: int) -> str:
-        if not self._tokenizer.has_text(token_id):
+        if not self._tokenizer.has_text(token_id, self._skips_special):
             return ""
         self._pending.append(token_id)
         return "" if self._may_change() else self._release()
@@ -129,16 +166,18 @@ class IncrementalDetokenizer:
             return True
         # Bytes before the last four cannot belong to an incomplete character.
         nearby = self._context[-_MAX_CHARACTER_BYTES:] + self._pending[-_MAX_CHARACTER_BYTES:]
-        end = self._tokenizer.decode(nearby[-_MAX_CHARACTER_BYTES:])
+        end = self._decode(nearby[-_MAX_CHARACTER_BYTES:])
         return end.endswith(_REPLACEMENT)
 
     def _release(self) -> str:
         """Returns the pending tokens' text; the tokens become the context."""
-        before = self._tokenizer.decode(self._context)
-        after = self._tokenizer.decode(self._context + self._pending)
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._pending)
         # A prompt may end within a character, whose text the new tokens then change.
         num_known = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
         text = after[num_known:]
+        if not self._is_spaced:
+            text = self._without_space(text)
         if text:
             self._context, self._pending = self._pending, []
         return text
@@ -149,9 +188,20 @@ class IncrementalDetokenizer:
         for token_id in reversed(prompt_token_ids):
             if len(tail) > _MAX_CHARACTER_BYTES and tail[-1] not in self._tokenizer.byte_token_ids:
                 break
-            if self._tokenizer.has_text(token_id):
+            if self._tokenizer.has_text(token_id, self._skips_special):
                 tail.append(token_id)
         return tail[::-1]
+
+    def _without_space(self, text: str) -> str:
+        """Removes the decoder's space between two added tokens from the pending tokens' text."""
+        added = self._tokenizer.added_tokens
+        is_second = bool(self._context) and self._context[-1] in added
+        if is_second and text.startswith(f" {added.get(self._pending[0], text)}"):
+            return text[1:]
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skips_special)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,27 +239,38 @@ class StopChecker:
 
     Args:
         stops: the stop strings, none of them empty.
+        keep_stop: cut after the stop string instead.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
+        self._has_stops = bool(stops)
         self._state = _build_automaton(stops)
-        self._held = ""  # the last `self._state.depth` characters
+        self._keep_stop = keep_stop
+        self._held = ""  # the last characters, which may begin a stop that is cut away
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Adds the next piece of text. Must not be called after a complete stop.
 
+        Args:
+            text: the piece.
+            may_stop: whether a stop that this piece completes counts. It may begin in
+                earlier pieces.
+
         Returns:
-            The text that is certain to come before any stop, and the stop if one
-            is complete.
+            The text that is certain to be part of the result, and the stop if one is
+            complete.
         """
+        if not self._has_stops:
+            return text, None
         for i, character in enumerate(text):
             self._state = self._state.step(character)
-            if self._state.stop is not None:
+            if may_stop and self._state.stop is not None:
                 before = self._held + text[: i + 1]
                 self._held = ""
-                return before.removesuffix(self._state.stop), self._state.stop
+                cut = "" if self._keep_stop else self._state.stop
+                return before.removesuffix(cut), self._state.stop
         text = self._held + text
-        num_certain = len(text) - self._state.depth
+        num_certain = len(text) - (0 if self._keep_stop else self._state.depth)
         self._held = text[num_certain:]
         return text[:num_certain], None
 

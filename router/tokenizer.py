@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 
-__all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
+__all__ = ["MAX_INLINE_LENGTH", "Tokenizer", "read_json", "resolve_folder"]
 
 MAX_INLINE_LENGTH = 4096
 """Characters or token ids that the event loop handles itself; a thread handles longer prompts,
@@ -33,6 +33,7 @@ _FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "generation_config.json",
 )
 # Tokens named by role (`bos_token`) are special, even if their description says otherwise.
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -47,7 +48,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of token ids, added tokens included.
-        special_token_ids: ids that `decode` leaves out by default.
+        added_tokens: texts of the tokens that were added to the vocabulary, by id.
+        special_token_ids: those of them that `decode` leaves out by default.
         byte_token_ids: ids of single bytes (`<0x0A>`) in a vocabulary with
             byte fallback; runs of them decode together.
         longest_token_chars: no token stands for more characters of text.
@@ -62,6 +64,7 @@ class Tokenizer:
             map(len, backend.get_vocab(with_added_tokens=True)), default=0
         )
         added = backend.get_added_tokens_decoder()
+        self.added_tokens = {i: token.content for i, token in added.items()}
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_token_ids = frozenset(i for i in byte_ids if i is not None)
@@ -74,7 +77,7 @@ class Tokenizer:
             ConfigurationError: there is no such folder or repository, or its
                 tokenizer files are missing, broken or of an unsupported kind.
         """
-        return cls(_load_backend(_resolve_folder(path_or_name)))
+        return cls(_load_backend(resolve_folder(path_or_name)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`, by default with the model's special tokens.
@@ -117,13 +120,45 @@ class Tokenizer:
             return self.decode(list(token_ids), skip_special_tokens)
         return await asyncio.to_thread(self.decode, list(token_ids), skip_special_tokens)
 
-    def has_text(self, token_id: int) -> bool:
-        """Whether `decode` writes anything for this id: special and unknown ids have no text."""
-        return token_id not in self.special_token_ids and bool(self._backend.id_to_token(token_id))
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Like `bad_words_token_ids`; many words are encoded off the event loop."""
+        if sum(map(len, words)) <= MAX_INLINE_LENGTH:
+            return self.bad_words_token_ids(words)
+        return await asyncio.to_thread(self.bad_words_token_ids, words)
+
+    def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of `SamplingParams.bad_words`, chosen as vLLM chooses them.
+
+        Each word is encoded as at the start of a text and as after a space. The second
+        sequence is used too if it has as many tokens as the first and begins with another one.
+
+        Raises:
+            InvalidArgumentError: a word has no tokens.
+        """
+        sequences = []
+        for word in words:
+            bare = word.lstrip()
+            first, spaced = (tuple(self.encode(text, False)) for text in (bare, f" {bare}"))
+            if not first:
+                raise InvalidArgumentError.for_field("bad_words", word, "a text that has tokens")
+            sequences.append(first)
+            if len(spaced) == len(first) and spaced[0] != first[0]:
+                sequences.append(spaced)
+        return tuple(sequences)
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` writes anything for this id; unknown ids have no text."""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return False
+        return bool(self._backend.id_to_token(token_id))
 
 
-def _resolve_folder(path_or_name: str | Path) -> Path:
-    """Returns the local folder; downloads a Hub repository's tokenizer files."""
+def resolve_folder(path_or_name: str | Path) -> Path:
+    """Returns the local folder; downloads the files of a Hub repository that the router reads.
+
+    Raises:
+        ConfigurationError: there is no such folder or repository.
+    """
     folder = Path(path_or_name)
     if folder.is_dir():
         return folder
@@ -198,15 +233,20 @@ def _bos_eos_template(
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     """Reads `tokenizer_config.json`, completed by the older files that it replaces."""
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
-        settings |= _read_json(folder / "special_tokens_map.json")
-        added = _read_json(folder / "added_tokens.json")
+        settings |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
         settings["added_tokens_decoder"] = {i: {"content": text} for text, i in added.items()}
     return settings
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is no such file.
+
+    Raises:
+        TypeError, ValueError: the file has something else.
+    """
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 

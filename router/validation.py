@@ -5,7 +5,9 @@ the limit. Bytes that are no message, invalid UTF-8 included, never get here:
 `rpc.interceptors` refuses them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
@@ -24,7 +26,8 @@ __all__ = [
     "check_model",
     "check_prompt_length",
     "check_token_ids",
-    "fitting_max_tokens",
+    "check_vocabulary",
+    "fitting_params",
     "prompt_of",
     "validate_generate_request",
 ]
@@ -41,9 +44,14 @@ _SHOWN_CHARS = 64
 
 
 def validate_generate_request(
-    message: generation_pb2.GenerateRequest, served_model: str
+    message: generation_pb2.GenerateRequest, served_model: str, defaults: Mapping[str, Any]
 ) -> SamplingParams:
     """Checks everything that needs neither tokenizer nor replicas; returns the parameters.
+
+    Args:
+        message: the client's.
+        served_model: the model's name.
+        defaults: values of the sampling parameters that the message leaves unset.
 
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
@@ -52,7 +60,9 @@ def validate_generate_request(
     check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
     prompt_of(message)
-    return params_from_proto(message.sampling, message.stopping, message.text_params)
+    return params_from_proto(
+        message.sampling, message.stopping, message.text_params, defaults=defaults
+    )
 
 
 def prompt_of(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
@@ -94,7 +104,7 @@ def check_length(
         )
 
 
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Refuses ids outside the vocabulary.
 
     Raises:
@@ -105,6 +115,16 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise InvalidArgumentError.for_field(
             field, largest, f"below the vocabulary size {vocab_size}"
         )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses parameters that name tokens outside the vocabulary.
+
+    Raises:
+        InvalidArgumentError: names the field and the largest bad id.
+    """
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        check_token_ids(field, getattr(params, field) or (), vocab_size)
 
 
 def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
@@ -125,11 +145,16 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
             )
 
 
-def fitting_max_tokens(num_prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> int:
-    """Returns `max_tokens`, or fewer if fewer fit after the prompt. The candidate ends as LENGTH
-    either way.
+def fitting_params(
+    params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits
+) -> SamplingParams:
+    """Returns the parameters with `max_tokens`, and `min_tokens` if need be, reduced to what
+    fits after the prompt, which leaves room for a token. The candidate ends as LENGTH either way.
     """
-    return min(max_tokens, limits.max_total_tokens - num_prompt_tokens)
+    room = limits.max_total_tokens - num_prompt_tokens
+    if params.max_tokens <= room:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:

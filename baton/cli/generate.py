@@ -5,7 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
-from baton.cli.sampling_args import add_sampling_args, sampling_params_from_args
+from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.client import Client
 from baton.results import CompletionChunk
 
@@ -31,12 +31,16 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Completes a prompt: streams the text to stdout and writes the timings to stderr."""
+    """Completes a prompt: streams the text to stdout and writes the timings to stderr.
+
+    For sampling flags that are not given the server's defaults hold: those of this list, unless
+    the model's generation_config.json states others.
+    """
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    params = sampling_params_from_args(args)
+    params = sampling_fields_from_args(args)
     with Client(args.address, model=args.model) as client:
         chunks = client.stream(prompt, params, timeout_s=args.timeout_s)
-        if params.n > 1:
+        if params.get("n", 1) > 1:
             print_candidates(chunks)
         else:
             print_stream(chunks)

@@ -1,13 +1,14 @@
 """Command-line flags for `SamplingParams`, and the conversion of parsed flags."""
 
 import argparse
-from typing import Literal
+from typing import Any, Literal
 
 from baton.sampling_params import SamplingParams
 
-__all__ = ["add_sampling_args", "sampling_params_from_args"]
+__all__ = ["add_sampling_args", "sampling_fields_from_args"]
 
-_DEFAULTS = SamplingParams(max_tokens=128)
+_DEFAULTS = SamplingParams()
+_MAX_TOKENS = 128
 _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "true": True,
     "false": False,
@@ -15,74 +16,98 @@ _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
 }
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
+
+
+_bias.__name__ = "ID=BIAS"  # argparse names the type of a bad value by it
+
+_INTEGER = {"type": int, "metavar": "N"}
+_NUMBER = {"type": float, "metavar": "X"}
+_SWITCH = {"action": argparse.BooleanOptionalAction}
+_TEXTS = {"action": "append", "metavar": "TEXT"}
+_TOKENS = {"action": "append", "type": int, "metavar": "ID"}
+_BIASES = {"action": "append", "type": _bias, "metavar": "ID=BIAS"}
+
+_FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("temperature", _NUMBER, "divisor of the logits; 0 is greedy decoding"),
+    ("top-k", _INTEGER, "draw from the k most likely tokens; 0 is all"),
+    ("top-p", _NUMBER, "draw from the most likely tokens up to this total probability"),
+    ("min-p", _NUMBER, "draw from tokens of at least this share of the highest probability"),
+    (
+        "repetition-penalty",
+        _NUMBER,
+        "factor against tokens of the prompt and the output; 1 changes nothing",
+    ),
+    ("presence-penalty", _NUMBER, "subtracted from the logits of tokens in the output"),
+    ("frequency-penalty", _NUMBER, "the same, once for each time that the output has the token"),
+    ("logit-bias", _BIASES, "added to the logit of a token; repeatable"),
+    (
+        "allowed-token-id",
+        {**_TOKENS, "dest": "allowed_token_ids"},
+        "draw only this token; repeatable",
+    ),
+    ("bad-word", {**_TEXTS, "dest": "bad_words"}, "never generate this text; repeatable"),
+    ("seed", _INTEGER, "seed that makes the result repeatable (default: random)"),
+    (
+        "max-tokens",
+        {**_INTEGER, "default": _MAX_TOKENS},
+        "maximum number of tokens to generate (default: %(default)s)",
+    ),
+    ("min-tokens", _INTEGER, "number of tokens before which the generation does not stop"),
+    ("stop", _TEXTS, "stop before this text; repeatable"),
+    ("stop-token-id", {**_TOKENS, "dest": "stop_token_ids"}, "stop at this token; repeatable"),
+    ("include-stop-str-in-output", _SWITCH, "print the stop text too"),
+    ("ignore-eos", _SWITCH, "continue after the model's end-of-sequence token"),
+    ("n", _INTEGER, "number of candidates to return"),
+    (
+        "best-of",
+        _INTEGER,
+        "number of candidates to generate; the n most likely ones are returned",
+    ),
+    ("beam-width", _INTEGER, "number of beams of a beam search (default: no beam search)"),
+    ("length-penalty", _NUMBER, "beam search: values above 0 prefer long texts"),
+    (
+        "early-stopping",
+        {"choices": _EARLY_STOPPING},
+        "when beam search ends: with the first finished texts (true), when a better one is "
+        "unlikely (false) or impossible (never) (default: false)",
+    ),
+    ("logprobs", _INTEGER, "log-probabilities of the tokens, and of the N likeliest at each place"),
+    ("prompt-logprobs", _INTEGER, "the same for the tokens of the prompt"),
+    (
+        "truncate-prompt-tokens",
+        _INTEGER,
+        "keep only the last N tokens of the prompt; -1 keeps as many as fit",
+    ),
+    ("skip-special-tokens", _SWITCH, "leave special tokens out of the text"),
+    ("spaces-between-special-tokens", _SWITCH, "keep spaces between special tokens"),
+    ("detokenize", _SWITCH, "print text, not only the counts of tokens"),
+)
+"""Per field of `SamplingParams`: its flag, the flag's options, its help."""
+
+
 def add_sampling_args(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `SamplingParams`."""
-    group = parser.add_argument_group("sampling")
-    for name, kind, text in (
-        ("temperature", float, "divisor of the logits; 0 is greedy decoding"),
-        ("top-k", int, "draw from the k most likely tokens; 0 is all"),
-        ("top-p", float, "draw from the most likely tokens up to this total probability"),
-        ("max-tokens", int, "maximum number of tokens to generate"),
-        ("n", int, "number of candidates to return"),
-        ("length-penalty", float, "beam search: values above 0 prefer long texts"),
-    ):
-        default = getattr(_DEFAULTS, name.replace("-", "_"))
-        group.add_argument(
-            f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)"
-        )
-    for name, text in (
-        ("best-of", "number of candidates to generate; the n most likely ones are returned"),
-        ("beam-width", "number of beams of a beam search (default: no beam search)"),
-    ):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    group.add_argument(
-        "--early-stopping",
-        choices=_EARLY_STOPPING,
-        default="false",
-        help="when beam search ends: with the first finished texts (true), when a better one is "
-        "unlikely (false) or impossible (never) (default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed", type=int, help="seed that makes the result repeatable (default: random)"
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop before this text; repeatable",
-    )
-    group.add_argument(
-        "--stop-token-id",
-        action="append",
-        type=int,
-        default=[],
-        metavar="ID",
-        help="stop at this token; repeatable",
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="continue after the model's end-of-sequence token"
-    )
+    """Adds one flag per field of `SamplingParams`.
 
-
-def sampling_params_from_args(args: argparse.Namespace) -> SamplingParams:
-    """Makes the parameters from parsed flags.
-
-    Raises:
-        InvalidArgumentError: a value is out of range; the message names the field.
+    The server's defaults hold for the flags that are not given, except for `--max-tokens`.
     """
-    return SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        stop=args.stop,
-        stop_token_ids=args.stop_token_id,
-        ignore_eos=args.ignore_eos,
-        n=args.n,
-        best_of=args.best_of,
-        beam_width=args.beam_width,
-        length_penalty=args.length_penalty,
-        early_stopping=_EARLY_STOPPING[args.early_stopping],
-    )
+    group = parser.add_argument_group("sampling")
+    for flag, options, text in _FLAGS:
+        default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
+        note = "" if default in (None, ()) or "(default" in text else f" (default: {default})"
+        group.add_argument(
+            f"--{flag}", **{"default": argparse.SUPPRESS, **options}, help=text + note
+        )
+
+
+def sampling_fields_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `SamplingParams` that parsed flags state."""
+    given = vars(args)
+    stated = {name: given[name] for name in SamplingParams.__slots__ if name in given}
+    if "early_stopping" in stated:
+        stated["early_stopping"] = _EARLY_STOPPING[stated["early_stopping"]]
+    if "logit_bias" in stated:
+        stated["logit_bias"] = dict(stated["logit_bias"])
+    return stated

@@ -15,6 +15,7 @@ from baton.sampling_params import SamplingParams
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
 from baton.up.run_folder import embedded_store, taking_turns
 from engine.cli_args import add_engine_args, engine_config_from_args
+from router.config import GENERATION_CONFIGS
 from rpc.server_config import ServerConfig
 
 __all__ = ["add_args", "main"]
@@ -53,6 +54,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=int(_DEFAULT_PORT),
         help="the router's port; 0 picks a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=GENERATION_CONFIGS,
+        help="the router's: use the sampling defaults of the model's generation_config.json (auto) "
+        "or not (none) (default: %(default)s)",
     )
     parser.add_argument(
         "--log-level",
@@ -101,6 +109,7 @@ def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterCon
         num_decode=args.decode,
         router=ServerConfig(host=args.host, port=args.port),
         log_level=args.log_level,
+        generation_config=args.generation_config,
     )
 
 

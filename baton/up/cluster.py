@@ -49,6 +49,7 @@ class ClusterConfig:
         num_decode: number of decode processes, at least one.
         router: address on which the router listens.
         log_level: log level of every process.
+        generation_config: the router's `--generation-config`.
 
     Raises:
         ConfigurationError: a value is out of range; the message names the flag.
@@ -59,6 +60,7 @@ class ClusterConfig:
     num_decode: int
     router: ServerConfig
     log_level: str
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         for flag, number, least in (
@@ -175,6 +177,7 @@ def _plan_router(
 ) -> Server:
     arguments = [
         *("--model", config.engine.model, "--served-model-name", config.engine.model_name),
+        *("--generation-config", config.generation_config),
         *("--host", config.router.host, "--port", str(port)),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     ]

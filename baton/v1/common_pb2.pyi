@@ -110,7 +110,8 @@ Global___TokenIds: typing_extensions.TypeAlias = TokenIds
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
     """How the next token is drawn from the model's logits. Every number is
-    optional: an unset field takes the default stated here, and an explicit
+    optional: an unset field takes the default stated here, or in a
+    GenerateRequest that of the model's generation_config.json, and an explicit
     zero means zero. Field names are those of `baton.SamplingParams`.
     """
 
@@ -343,17 +344,21 @@ class StoppingParams(google.protobuf.message.Message):
     this many tokens. At most max_tokens. Unset: 0.
     """
     include_stop_str_in_output: builtins.bool
-    """The returned text includes the stop text. Unset: false."""
+    """The returned text includes the stop text, or the text of the stop token.
+    Unset: false.
+    """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts that end a candidate; the returned text stops before the match. A
-        match may span tokens. Excludes ranked candidates (best_of > n,
-        beam_search).
+        """Texts that end a candidate; the returned text stops before the match,
+        unless include_stop_str_in_output is set. A match may span tokens. Excludes
+        ranked candidates (best_of > n, beam_search).
         """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end a candidate."""
+        """Token ids that end a candidate. The returned text has no text of theirs,
+        unless include_stop_str_in_output is set.
+        """
 
     def __init__(
         self,
@@ -405,7 +410,9 @@ class TextParams(google.protobuf.message.Message):
     skip_special_tokens: builtins.bool
     """Leave special tokens out of the text. Unset: true."""
     spaces_between_special_tokens: builtins.bool
-    """Write spaces between special tokens in the text. Unset: true."""
+    """Keep the spaces that some tokenizers write between special tokens. Unset:
+    true.
+    """
     detokenize: builtins.bool
     """Return text. If false: tokens alone, and stop texts are refused. Unset:
     true.

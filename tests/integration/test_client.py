@@ -76,6 +76,22 @@ def test_every_parameter_reaches_the_server(server):
     assert (request.priority, request.HasField("priority")) == (-1, True)
 
 
+def test_only_stated_parameters_are_sent(server):
+    with Client(server.address) as client:
+        client.generate("hi")
+        client.generate("hi", {"top_k": 3, "min_tokens": 90, "detokenize": False})
+        with pytest.raises(InvalidArgumentError, match="top_p is 2"):
+            client.generate("hi", {"top_p": 2})
+        with pytest.raises(TypeError, match="topp"):
+            client.generate("hi", {"topp": 1})
+    nothing, some = server.requests
+    for name in ("sampling", "stopping", "text_params"):
+        assert not getattr(nothing, name).ListFields()
+    assert some.sampling == common_pb2.SamplingParams(top_k=3)
+    assert some.stopping == common_pb2.StoppingParams(min_tokens=90)
+    assert some.text_params == common_pb2.TextParams(detokenize=False)
+
+
 def test_an_unset_seed_stays_unset(server):
     with Client(server.address) as client:
         client.generate("hi", SamplingParams())

@@ -1,5 +1,7 @@
 """The offline `LLM` on tiny checkpoints: prompts, results, stops and errors."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -64,6 +66,77 @@ def test_a_text_is_tokenized_into_its_bytes(llm):
 def test_a_list_may_mix_texts_and_tokens(llm):
     text, ids = llm.generate(["Hello", list(b"Hello")], GREEDY, use_tqdm=False)
     assert text.outputs == ids.outputs
+
+
+def test_parameters_may_be_given_under_either_name(llm):
+    by_position = llm.generate("abc", GREEDY, use_tqdm=False)
+    for name in ("params", "sampling_params"):
+        (result,) = llm.generate("abc", **{name: GREEDY}, use_tqdm=False)
+        assert result.outputs == by_position[0].outputs
+    with pytest.raises(InvalidArgumentError, match="sampling_params and params are both set"):
+        llm.generate("abc", GREEDY, params=GREEDY)
+
+
+def test_defaults_come_from_the_checkpoint_if_no_parameters_are_given(path, tmp_path):
+    stated = {"temperature": 0, "max_new_tokens": 3, "repetition_penalty": 1.0}
+    folder = shutil.copytree(path, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(stated | {"eos_token_id": 0}))
+    arguments = {"dtype": "float32", "num_threads": 1, "max_model_len": 64}
+    with LLM(str(folder), **arguments) as made:
+        assert made.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+        (result,) = made.generate("abc", use_tqdm=False)
+        assert len(result.token_ids) == 3
+        (given,) = made.generate("abc", SamplingParams(max_tokens=5, seed=1), use_tqdm=False)
+        assert len(given.token_ids) == 5
+    with LLM(str(folder), generation_config="none", **arguments) as made:
+        assert made.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(ConfigurationError, match="--generation-config is 'file'"):
+        LLM(str(folder), generation_config="file", **arguments)
+
+
+def test_no_max_tokens_means_as_many_as_fit(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (result,) = llm.generate([prompt_of(150)], params, use_tqdm=False)
+    assert (len(result.token_ids), result.finish_reason) == (50, "length")
+    fitting = llm._make_request(prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
+    assert (fitting.max_tokens, fitting.min_tokens) == (50, 50)
+
+
+def test_prompts_are_truncated_to_their_last_tokens(llm):
+    prompt = prompt_of(300)
+    for truncate, kept in ((20, 20), (-1, 199)):
+        params = replace(GREEDY, truncate_prompt_tokens=truncate)
+        (result,) = llm.generate([prompt], params, use_tqdm=False)
+        assert list(result.prompt_token_ids) == prompt[-kept:]
+        assert result.usage.prompt_tokens == kept
+    with pytest.raises(InvalidArgumentError, match="200"):
+        llm.generate([prompt], replace(GREEDY, truncate_prompt_tokens=250), use_tqdm=False)
+
+
+def test_without_detokenization_there_is_no_text(llm):
+    (plain,) = llm.generate("abc", GREEDY, use_tqdm=False)
+    (result,) = llm.generate("abc", replace(GREEDY, detokenize=False), use_tqdm=False)
+    assert result.text == ""
+    assert result.token_ids == plain.token_ids
+
+
+def test_the_text_may_include_what_ended_it(llm):
+    prompt, index, whole = ascii_prompt(llm)
+    token_id = whole.token_ids[index]
+    for stop in ({"stop": [chr(token_id)]}, {"stop_token_ids": [token_id]}):
+        texts = [
+            llm.generate(
+                [prompt], replace(GREEDY, include_stop_str_in_output=keep, **stop), use_tqdm=False
+            )[0].text
+            for keep in (False, True)
+        ]
+        assert texts[1] == texts[0] + chr(token_id)
+        assert whole.text.startswith(texts[1])
+
+
+def test_bad_words_are_recorded_as_tokens(llm):
+    request = llm._make_request("abc", replace(GREEDY, bad_words=["no"]))
+    assert request.spec.bad_words_token_ids == (tuple(b"no"),)
 
 
 def test_no_prompts_give_no_results(llm):

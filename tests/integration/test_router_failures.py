@@ -149,7 +149,11 @@ async def test_tokens_sent_with_an_error_are_neither_lost_nor_repeated():
 
 @pytest.mark.parametrize(
     "refusal",
-    [UnavailableError("drains"), ResourceExhaustedError("queue full")],
+    [
+        UnavailableError("drains"),
+        ResourceExhaustedError("queue full"),
+        FailedPreconditionError("this worker does not know field 8 of spec.sampling"),
+    ],
     ids=lambda error: error.code,
 )
 async def test_a_stream_refused_after_its_first_token_waits_for_another_replica(refusal):

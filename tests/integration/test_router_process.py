@@ -50,6 +50,26 @@ async def until_serving(channel) -> None:
     watch.cancel()
 
 
+@pytest.mark.parametrize(("choice", "num_tokens"), [("auto", 5), ("none", 16)])
+async def test_the_process_takes_defaults_from_the_generation_config(tmp_path, choice, num_tokens):
+    decode = FakeDecode([300] * 99)
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / MODEL / "generation_config.json").write_text('{"max_new_tokens": 5}')
+    async with running_workers(decode), asyncio.timeout(60):
+        flags = ("--decode", decode.address, "--generation-config", choice)
+        process = await start_router(tmp_path, *flags)
+        try:
+            port = await port_of(process, tmp_path, [])
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                await until_serving(channel)
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                response = await stub.Generate(request("hello " * 20))
+        finally:
+            process.kill()
+            await process.communicate()
+    assert response.usage.completion_tokens == num_tokens
+
+
 async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=3)

@@ -15,7 +15,8 @@ from router.validation import (
     MAX_REQUEST_ID_CHARS,
     check_prompt_length,
     check_token_ids,
-    fitting_max_tokens,
+    check_vocabulary,
+    fitting_params,
     prompt_of,
     validate_generate_request,
 )
@@ -58,7 +59,7 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
         priority=priority,
         cache_salt="s",
     )
-    params = validate_generate_request(request, "m")
+    params = validate_generate_request(request, "m", {})
     assert list(prompt_of(request)) == token_ids
     for field in ("temperature", "top_k", "top_p", "seed"):
         assert getattr(params, field) == getattr(sampling, field)
@@ -69,9 +70,9 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
 
 
 def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
-    assert validate_generate_request(message(), "m") == SamplingParams()
+    assert validate_generate_request(message(), "m", {}) == SamplingParams()
     zeros = common_pb2.SamplingParams(temperature=0, top_k=0, seed=0)
-    params = validate_generate_request(message(sampling=zeros), "m")
+    params = validate_generate_request(message(sampling=zeros), "m", {})
     assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
 
 
@@ -101,13 +102,25 @@ BAD_REQUESTS = [
     ("stop", stopping(stop=["x" * (MAX_STOP_BYTES + 1)])),
     ("stop", stopping(stop=[""])),
     ("stop_token_ids", stopping(stop_token_ids=range(MAX_STOPS + 1))),
+    ("min_tokens", stopping(max_tokens=4, min_tokens=5)),
+    ("min_p", sampling(min_p=1.5)),
+    ("repetition_penalty", sampling(repetition_penalty=0)),
+    ("logit_bias", sampling(logit_bias={3: math.nan})),
+    ("bad_words", sampling(bad_words=[""])),
+    ("logprobs", sampling(logprobs=21)),
+    ("min_p", sampling(min_p=0.5, beam_search={"beam_width": 2})),
+    ("stop", stopping(stop=["x"]) | {"text_params": common_pb2.TextParams(detokenize=False)}),
+    (
+        "truncate_prompt_tokens",
+        {"text_params": common_pb2.TextParams(truncate_prompt_tokens=-2)},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("field", "fields"), BAD_REQUESTS)
 def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields):
     with pytest.raises(InvalidArgumentError, match=rf"^{field}\b"):
-        validate_generate_request(message(**fields), "m")
+        validate_generate_request(message(**fields), "m", {})
 
 
 @given(st.lists(UINT32, max_size=20), st.integers(1, 2**32 - 1))
@@ -120,6 +133,25 @@ def test_token_ids_must_be_in_the_vocabulary(token_ids, vocab_size):
         check_token_ids("ids", token_ids, vocab_size)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(stop_token_ids=[3, 9]),
+        SamplingParams(allowed_token_ids=[9, 3]),
+        SamplingParams(logit_bias={9: 1.0, 3: 2.0}),
+    ],
+)
+def test_parameters_name_tokens_of_the_vocabulary(params):
+    check_vocabulary(params, 10)
+    field = next(
+        name
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")
+        if getattr(params, name)
+    )
+    with pytest.raises(InvalidArgumentError, match=f"^{field} is 9; .* vocabulary size 9$"):
+        check_vocabulary(params, 9)
+
+
 @given(st.integers(0, 600), st.integers(1, 600), LIMITS)
 def test_accepted_prompts_leave_room_for_at_least_one_token(num_tokens, max_tokens, limits):
     room = min(limits.max_model_len, limits.max_pool_tokens) - num_tokens
@@ -128,4 +160,7 @@ def test_accepted_prompts_leave_room_for_at_least_one_token(num_tokens, max_toke
             check_prompt_length(num_tokens, limits)
         return
     check_prompt_length(num_tokens, limits)
-    assert fitting_max_tokens(num_tokens, max_tokens, limits) == min(max_tokens, room)
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens)
+    fitting = fitting_params(params, num_tokens, limits)
+    assert fitting.max_tokens == fitting.min_tokens == min(max_tokens, room)
+    assert fitting_params(SamplingParams(max_tokens=None), num_tokens, limits).max_tokens == room

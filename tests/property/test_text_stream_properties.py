@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from router.text_stream import IncrementalDetokenizer, StopChecker, TextStream
 from router.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
@@ -24,6 +26,7 @@ WRITERS = {
     "opt": write_opt_folder,
 }
 kinds = pytest.mark.parametrize("kind", sorted(WRITERS))
+skips = pytest.mark.parametrize("skip", [True, False], ids=["skip_special", "keep_special"])
 thorough = settings(max_examples=250, deadline=None)
 
 # Whole texts and, below, the bytes of incomplete or invalid characters.
@@ -84,23 +87,26 @@ def chunked(draw, items):
     return [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 
 
-def text_after(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
+def text_after(
+    tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True
+) -> str:
     """Returns the whole text without the prefix that it shares with the prompt's text."""
-    before, after = tokenizer.decode(prompt), tokenizer.decode(prompt + output)
+    before, after = tokenizer.decode(prompt, skip), tokenizer.decode(prompt + output, skip)
     num_shared = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
     return after[num_shared:]
 
 
 @kinds
+@skips
 @thorough
 @given(data=st.data())
-def test_pieces_join_to_the_whole_text(kind, data):
+def test_pieces_join_to_the_whole_text(kind, skip, data):
     tokenizer = load(kind)
     prompt = data.draw(token_lists(kind), "prompt")
     output = data.draw(token_lists(kind), "output")
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
     streamed = "".join(detokenizer.push(chunk) for chunk in data.draw(chunked(output), "chunks"))
-    assert streamed + detokenizer.flush() == text_after(tokenizer, prompt, output)
+    assert streamed + detokenizer.flush() == text_after(tokenizer, prompt, output, skip)
     assert detokenizer.flush() == ""
 
 
@@ -165,13 +171,19 @@ def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
         assert num_decoded < 12 * len(output)
 
 
-def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Cuts before the stop that ends first; if several end there, before the longest."""
-    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+def naive_cut(
+    text: str, stops: list[str], start: int = 0, *, keep: bool = False
+) -> tuple[str, str | None]:
+    """Cuts at the stop that ends first after `start`; if several end there, at the longest."""
+    found = []
+    for stop in stops:
+        begin = text.find(stop, max(0, start + 1 - len(stop)))
+        if begin >= 0:
+            found.append((begin + len(stop), -len(stop), stop))
     if not found:
         return text, None
     end, _, stop = min(found)
-    return text[: end - len(stop)], stop
+    return text[: end if keep else end - len(stop)], stop
 
 
 few_letters = st.text("ab\n😀", max_size=20)
@@ -179,15 +191,34 @@ stop_lists = st.lists(st.text("ab\n😀", min_size=1, max_size=5), max_size=5)
 
 
 @thorough
-@given(text=few_letters, stops=stop_lists, data=st.data())
-@example(text="abcd", stops=["bcd", "c"], data=None)
-def test_stops_cut_like_a_search_of_the_whole_text(text, stops, data):
-    emitted, matched, checker = "", None, StopChecker(stops)
+@given(text=few_letters, stops=stop_lists, keep=st.booleans(), data=st.data())
+@example(text="abcd", stops=["bcd", "c"], keep=False, data=None)
+def test_stops_cut_like_a_search_of_the_whole_text(text, stops, keep, data):
+    emitted, matched, checker = "", None, StopChecker(stops, keep_stop=keep)
     for chunk in data.draw(chunked(text)) if data else [text]:
         if matched is None:
             certain, matched = checker.push(chunk)
             emitted += certain
-    assert (emitted + checker.flush(), matched) == naive_cut(text, stops)
+    assert (emitted + checker.flush(), matched) == naive_cut(text, stops, keep=keep)
+
+
+@given(before=few_letters, after=few_letters, stops=stop_lists)
+@example(before="a", after="b", stops=["ab"])
+@example(before="ab", after="b", stops=["ab"])
+def test_a_stop_may_begin_in_text_that_is_not_searched_and_not_end_there(before, after, stops):
+    checker = StopChecker(stops)
+    emitted, matched = checker.push(before, may_stop=False)
+    assert matched is None
+    certain, matched = checker.push(after)
+    expected = naive_cut(before + after, stops, len(before))
+    assert (emitted + certain + checker.flush(), matched) == expected
+
+
+@thorough
+@given(text=few_letters, stops=stop_lists)
+def test_nothing_is_held_back_for_a_stop_that_is_kept(text, stops):
+    emitted, _ = StopChecker(stops, keep_stop=True).push(text)
+    assert emitted == naive_cut(text, stops, keep=True)[0]
 
 
 @thorough
@@ -208,16 +239,29 @@ def stops_in(text: str) -> st.SearchStrategy[list[str]]:
     return st.lists(st.one_of(inside.filter(bool), inside.map(lambda t: t + "#")), max_size=3)
 
 
+def stream_of(tokenizer: Tokenizer, prompt: list[int], **params) -> TextStream:
+    sampling_params = SamplingParams(max_tokens=1000, **params)
+    spec = RequestSpec.with_defaults("r", tuple(prompt), sampling_params, eos_token_ids=())
+    return TextStream(tokenizer, spec)
+
+
 @kinds
+@skips
 @thorough
 @given(data=st.data())
-def test_a_stream_is_the_text_cut_before_its_stop(kind, data):
+def test_a_stream_is_the_text_cut_at_its_stop(kind, skip, data):
     tokenizer = load(kind)
     prompt = data.draw(token_lists(kind, max_pieces=3), "prompt")
     output = data.draw(token_lists(kind), "output")
-    text = text_after(tokenizer, prompt, output)
-    stops = data.draw(stops_in(text), "stops")
-    stream, streamed, matched, num_tokens = TextStream(tokenizer, prompt, stops), "", None, 0
+    text = text_after(tokenizer, prompt, output, skip)
+    keep = data.draw(st.booleans(), "keep")
+    params = {
+        "stop": data.draw(stops_in(text), "stops"),
+        "min_tokens": data.draw(st.integers(0, len(output)), "min_tokens"),
+        "include_stop_str_in_output": keep,
+        "skip_special_tokens": skip,
+    }
+    stream, streamed, matched, num_tokens = stream_of(tokenizer, prompt, **params), "", None, 0
     for chunk in data.draw(chunked(output), "chunks"):
         if matched is None:
             other, stream = stream, stream.fork()
@@ -227,10 +271,37 @@ def test_a_stream_is_the_text_cut_before_its_stop(kind, data):
             num_tokens += piece.num_tokens
             assert matched is not None or piece.num_tokens == len(chunk)
     if matched is not None:
-        again = TextStream(tokenizer, prompt, stops)
+        assert num_tokens > params["min_tokens"]
+        again = stream_of(tokenizer, prompt, **params)
         assert again.push(output[: num_tokens - 1]).matched_stop is None
         assert again.push([output[num_tokens - 1]]).matched_stop == matched
     else:
         piece = stream.finish()
         streamed, matched = streamed + piece.text, piece.matched_stop
-    assert (streamed, matched) == naive_cut(text, stops)
+    unsearched = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    start = len(unsearched.push(output[: params["min_tokens"]]))
+    if len(output) <= params["min_tokens"]:
+        start = len(text)
+    assert (streamed, matched) == naive_cut(text, params["stop"], start, keep=keep)
+
+
+@kinds
+def test_the_text_of_a_stop_token_is_left_out_unless_it_is_asked_for(kind):
+    tokenizer = load(kind)
+    output = tokenizer.encode("the dog", add_special_tokens=False)
+    stop = output[-1]
+    assert stop not in output[:-1]
+    for keep, tokens in ((False, output[:-1]), (True, output)):
+        stream = stream_of(tokenizer, [], stop_token_ids=[stop], include_stop_str_in_output=keep)
+        piece = stream.push(output)
+        assert piece.num_tokens == len(output)
+        assert piece.text + stream.finish().text == tokenizer.decode(tokens)
+
+
+def test_without_detokenization_nothing_is_decoded(monkeypatch):
+    tokenizer = load("byte_level")
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    monkeypatch.setattr(Tokenizer, "has_text", None)
+    stream = stream_of(tokenizer, [1, 2, 3], detokenize=False).fork()
+    assert stream.push([4, 5, 6]) == ("", None, 3)
+    assert stream.finish() == ("", None, 0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -84,7 +84,9 @@ class RunningRouter:
 
 
 @asynccontextmanager
-async def running_router(*workers: FakeWorker, **config: Any) -> AsyncIterator[RunningRouter]:
+async def running_router(
+    *workers: FakeWorker, default_params: Mapping[str, Any] | None = None, **config: Any
+) -> AsyncIterator[RunningRouter]:
     """Runs a router that is connected to these workers, which the caller has started."""
     options = {
         "prefill": tuple(w.address for w in workers if isinstance(w, FakePrefill)),
@@ -94,7 +96,8 @@ async def running_router(*workers: FakeWorker, **config: Any) -> AsyncIterator[R
     }
     server = RpcServer(ServerConfig(), SERVICE_NAMES)
     await server.listen()
-    service = RouterService(RouterConfig(**(options | config)), tokenizer(), server)
+    router_config = RouterConfig(**(options | config))
+    service = RouterService(router_config, tokenizer(), default_params or {}, server)
     try:
         async with open_channel(server.address) as channel:
             router = RunningRouter(service, server, channel)

@@ -64,6 +64,19 @@ def write_byte_fallback_folder(folder: Path) -> Path:
     return _write(folder, tokenizer, settings | {"eos_token": "</s>", "unk_token": "<unk>"})
 
 
+def write_word_level_folder(folder: Path) -> Path:
+    """Whole words without a decoder: texts have a space between any two tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(
+        special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool ü>", normalized=False)])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    return _write(folder, tokenizer, settings | {"eos_token": "</s>", "unk_token": "<unk>"})
+
+
 def write_opt_folder(folder: Path) -> Path:
     """`vocab.json` and `merges.txt` as OPT has them: texts begin with `</s>`."""
     tokenizer = Tokenizer(models.BPE())

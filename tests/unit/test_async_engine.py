@@ -1,4 +1,4 @@
-"""`AsyncEngine` over a runner without a model: delivery, aborts, draining, death."""
+"""`AsyncEngine` over a runner without a model: delivery, aborts, draining, failures."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ PROMPT = (0, 1, 1, 0, 1)
 
 
 class GatedRunner(FakeRunner):
-    """Executes one step each time the gate is opened, or freely once it is free."""
+    """A runner that executes one step per release of `gate`, and any number after `free()`."""
 
     def __init__(self) -> None:
         super().__init__(fake_info(block_size=4, max_model_len=64), num_blocks=32)
@@ -117,7 +117,7 @@ async def test_an_id_used_again_after_an_abort_gets_only_its_own_tokens(
     assert not first.ended.is_set()
 
 
-async def test_abort_with_notice_tells_the_handler(
+async def test_an_abort_with_notify_sends_an_aborted_output(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -130,7 +130,9 @@ async def test_abort_with_notice_tells_the_handler(
     assert collector.outputs[-1].finish_reason is FinishReason.ABORTED
 
 
-async def test_what_is_refused(engine: AsyncEngine, runner: GatedRunner) -> None:
+async def test_invalid_and_excess_requests_are_refused(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
     engine.submit(make_request("a"), Collector())
 
     with pytest.raises(InvalidArgumentError, match="request_id"):
@@ -147,7 +149,7 @@ async def test_what_is_refused(engine: AsyncEngine, runner: GatedRunner) -> None
         engine.submit(make_request("d"), Collector())
 
 
-async def test_a_deadline_ends_a_request_that_nothing_else_would(engine: AsyncEngine) -> None:
+async def test_a_passed_deadline_ends_a_request_that_no_step_has_run(engine: AsyncEngine) -> None:
     collector = Collector()
 
     engine.submit(make_request("a", deadline=time.monotonic() - 1), collector)
@@ -206,7 +208,7 @@ async def test_a_device_that_fails_every_step_ends_the_engine(
         engine.submit(make_request("more"), Collector())
 
 
-async def test_a_handler_that_raises_costs_its_neighbours_nothing(
+async def test_a_handler_that_raises_does_not_disturb_other_requests(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     def raising(output: RequestOutput) -> None:
@@ -221,7 +223,7 @@ async def test_a_handler_that_raises_costs_its_neighbours_nothing(
     assert collector.tokens == expected_tokens(PROMPT, 6)
 
 
-async def test_close_tells_the_requests_that_still_run(
+async def test_close_ends_running_requests_with_an_error(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -236,7 +238,7 @@ async def test_close_tells_the_requests_that_still_run(
     assert isinstance(collector.outputs[-1].error, UnavailableError)
 
 
-async def test_a_dead_engine_tells_every_request_and_refuses_more(
+async def test_a_dead_engine_fails_its_requests_and_refuses_new_ones(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -247,13 +249,13 @@ async def test_a_dead_engine_tells_every_request_and_refuses_more(
     await asyncio.wait_for(engine.wait_failed(), 10)
 
     error = collector.outputs[-1].error
-    assert isinstance(error, UnavailableError)  # another replica can go on with it
+    assert isinstance(error, UnavailableError)  # another replica can continue the request
     assert error.message == "the engine of this replica has stopped"
     with pytest.raises(UnavailableError):
         engine.submit(make_request("b"), Collector())
 
 
-async def test_candidates_come_apart_and_end_apart(
+async def test_each_candidate_has_its_own_tokens_and_finish_reason(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -270,7 +272,7 @@ async def test_candidates_come_apart_and_end_apart(
     assert [output.is_last for output in collector.outputs].count(True) == 1
 
 
-async def test_a_candidate_that_is_finished_gets_no_more(
+async def test_a_finished_candidate_gets_no_further_tokens(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -284,7 +286,7 @@ async def test_a_candidate_that_is_finished_gets_no_more(
     await asyncio.wait_for(collector.ended.wait(), 10)
 
     finished = [output for output in collector.outputs if output.index == 0]
-    # The step that was under way may still have brought a token.
+    # The step in flight may still have delivered a token.
     assert sum(len(output.token_ids) for output in finished) <= 2
     assert all(output.finish_reason is None for output in finished)
     assert [t for o in collector.outputs if o.index == 1 for t in o.token_ids] == expected_tokens(
@@ -292,7 +294,7 @@ async def test_a_candidate_that_is_finished_gets_no_more(
     )
 
 
-async def test_a_request_ends_with_the_last_candidate_that_is_finished(
+async def test_finishing_the_last_candidate_ends_the_request(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
@@ -310,7 +312,7 @@ async def test_a_request_ends_with_the_last_candidate_that_is_finished(
     assert engine.load().num_free_blocks == engine.num_blocks
 
 
-async def test_finishing_every_candidate_and_aborting_leaves_nothing(
+async def test_an_abort_after_finishing_every_candidate_leaves_no_state(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector, again = Collector(), Collector()
@@ -332,7 +334,7 @@ async def test_finishing_every_candidate_and_aborting_leaves_nothing(
     assert engine.load().num_free_blocks == engine.num_blocks
 
 
-async def test_the_prefix_cache_is_reset_and_followed(
+async def test_kv_events_follow_the_prefix_cache_and_its_reset(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     runner.free()
@@ -361,7 +363,9 @@ def replay(events: Sequence[KvEvent], cached: set[bytes]) -> set[bytes]:
     return cached
 
 
-async def test_a_stopped_engine_resets_nothing(engine: AsyncEngine, runner: GatedRunner) -> None:
+async def test_a_stopped_engine_refuses_to_reset_its_prefix_cache(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
     runner.free()
     await engine.close()
     with pytest.raises(UnavailableError):

@@ -1,4 +1,4 @@
-"""How Triton's attention is divided among programs."""
+"""`plan_passes`: the division of Triton's attention among passes and programs."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def plan(query_lens, **options):
     query_lens=st.lists(st.integers(0, 700), min_size=1, max_size=20).filter(any),
     group_size=st.integers(1, 200),
 )
-def test_every_sequence_is_attended_by_one_pass_that_has_its_blocks(query_lens, group_size):
+def test_exactly_one_pass_with_enough_blocks_handles_each_sequence(query_lens, group_size):
     passes = plan(query_lens, group_size=group_size)
     for query_len in filter(None, query_lens):
         rows = query_len * group_size
@@ -54,34 +54,34 @@ def test_every_sequence_is_attended_by_one_pass_that_has_its_blocks(query_lens, 
         assert part.num_blocks >= num_blocks
 
 
-def test_tokens_alone_take_the_smallest_tiles():
+def test_single_token_sequences_use_the_smallest_tiles():
     (decode,) = plan([1] * 5)
     assert (decode.block_m, decode.has_many_blocks, decode.num_blocks) == (16, False, 5)
 
 
 @pytest.mark.parametrize(("query_len", "block_m"), [(4, 16), (5, 32), (8, 32), (16, 64)])
-def test_several_tokens_take_tiles_that_hold_them(query_len, block_m):
+def test_decode_tiles_grow_to_hold_every_token_of_a_sequence(query_len, block_m):
     (decode,) = plan([1, query_len])
     assert decode.block_m == block_m
 
 
-def test_prompts_alone_take_no_pass_for_tokens():
+def test_prompts_alone_need_no_decode_pass():
     (prefill,) = plan([512, 512])
     assert prefill.has_many_blocks
     assert (prefill.min_rows, prefill.block_m) == (1, 128)
 
 
-def test_prompts_beside_tokens_take_a_pass_each():
+def test_prompts_and_single_tokens_use_separate_passes():
     decode, prefill = plan([1, 1, 512])
     assert (decode.max_rows, prefill.min_rows) == (16, 17)
 
 
-def test_groups_larger_than_decode_tiles_take_those_of_prompts():
+def test_head_groups_larger_than_decode_tiles_use_the_prefill_pass():
     (prefill,) = plan([1, 1], group_size=100)
     assert prefill.has_many_blocks
 
 
-def test_tiles_of_tokens_are_no_larger_than_those_of_prompts():
+def test_decode_tiles_are_no_larger_than_prefill_tiles():
     small = replace(PREFILL, block_m=16)
     (few,) = plan_passes(sizes_of([4, 4]), DECODE, small)
     assert not few.has_many_blocks
@@ -92,7 +92,7 @@ def test_tiles_of_tokens_are_no_larger_than_those_of_prompts():
 @pytest.mark.parametrize(
     ("num_seqs", "max_context_len", "num_splits"),
     [
-        (1, 100_000, 33),  # 264 programs wanted, 8 there
+        (1, 100_000, 33),  # 264 programs wanted, 8 without splits
         (16, 100_000, 3),
         (33, 100_000, 1),
         (34, 100_000, 1),
@@ -106,7 +106,7 @@ def test_contexts_are_divided_until_processors_are_busy(num_seqs, max_context_le
     assert decode.num_splits == num_splits
 
 
-def test_contexts_are_not_divided_further_than_the_table_says():
+def test_contexts_are_split_into_at_most_max_splits():
     sizes = sizes_of([1], max_context_len=1 << 20, num_kv_heads=1)
     (decode,) = plan_passes(sizes, replace(DECODE, max_splits=7), PREFILL)
     assert decode.num_splits == 7
@@ -115,17 +115,17 @@ def test_contexts_are_not_divided_further_than_the_table_says():
 def test_a_small_chunk_of_a_long_context_is_divided_too():
     (small,) = plan([64], max_context_len=30_000)
     (large,) = plan([8192], max_context_len=30_000)
-    assert small.num_splits == 6  # of 3 blocks with 8 heads each
+    assert small.num_splits == 6  # each of 3 blocks times 8 heads
     assert large.num_splits == 1
 
 
-def test_only_rows_that_share_contexts_leave_partial_results():
+def test_only_passes_with_split_contexts_store_partial_results():
     decode, prefill = plan([1, 1, 8190], max_context_len=30_000)
-    assert decode.num_split_rows == 3 * 8 * 16  # of any sequence as many rows as a block has
+    assert decode.num_split_rows == 3 * 8 * 16  # every sequence counts as a whole block of rows
     assert (prefill.num_splits, prefill.num_split_rows) == (1, 0)
 
 
-def test_tokens_alone_leave_as_many_rows_as_there_are_heads():
+def test_single_tokens_store_one_partial_row_per_head():
     (decode,) = plan([1] * 5)
     assert decode.num_split_rows == 5 * 32
 
@@ -136,12 +136,12 @@ def test_tokens_alone_leave_as_many_rows_as_there_are_heads():
     group_size=st.integers(1, 200),
     num_kv_heads=st.integers(1, 100),
 )
-def test_partial_results_are_bounded_whatever_a_step_has(query_lens, **options):
+def test_the_size_of_partial_results_is_bounded_for_any_step(query_lens, **options):
     for part in plan(query_lens, **options):
         num_results = part.num_split_rows * part.num_splits
         assert num_results < 2 * 132 * DECODE.programs_per_sm * part.block_m
         assert part.num_splits <= part.padded_splits
 
 
-def test_heads_are_padded_to_what_products_take():
+def test_head_dims_are_padded_to_powers_of_two_from_16_on():
     assert [padded_dim(size) for size in (1, 16, 17, 64, 80, 256)] == [16, 16, 32, 64, 128, 256]

@@ -1,4 +1,4 @@
-"""Inputs of scheduled batches, compared with ones computed token by token."""
+"""`StepInputs`: inputs of scheduled batches, compared with ones computed token by token."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def _chunk(row, token_ids, start=0, draws=(), num_top=0):
     return ScheduledChunk(row, tuple(token_ids), start, draws, num_top)
 
 
-def _filled(inputs, batch, rows):
+def _filled_inputs(inputs, batch, rows):
     inputs.fill(batch, rows, np.array(batch.decode_rows, np.int64))
     return inputs.tensors()
 
@@ -57,9 +57,9 @@ def _batches(draw, rows):
 def test_inputs_equal_ones_computed_token_by_token(data, block_size, num_layer_groups):
     rows = Rows(num_layer_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
     step_inputs = _step_inputs(rows, block_size)
-    for _ in range(2):  # nothing of the first step is in the second
+    for _ in range(2):  # the second step must contain nothing of the first
         batch = data.draw(_batches(rows))
-        _check(_filled(step_inputs, batch, rows), batch, rows, block_size)
+        _check(_filled_inputs(step_inputs, batch, rows), batch, rows, block_size)
         assert step_inputs.num_tokens == batch.num_tokens
         assert step_inputs.num_seqs == len(batch.chunks) + len(batch.decode_rows)
 
@@ -92,7 +92,7 @@ def _check(inputs, batch, rows, block_size):
 
 
 def _check_logit_rows(inputs, wanted, sequences, rows, block_size):
-    """Checks that each wanted token is a sequence of one token."""
+    """Checks that each token whose logits are wanted is a sequence of its own."""
     if len(wanted) == len(inputs.token_ids):
         assert inputs.logit_rows is None
         return
@@ -134,19 +134,19 @@ def test_table_updates_change_only_the_entries_that_they_name():
     assert rows.tables[1].tolist() == [[0] * 5, [0, 0, 4, 0, 0], [0] * 5]
 
 
-def test_element_types_are_those_of_the_kernels():
+def test_inputs_have_the_element_types_that_kernels_expect():
     rows = Rows(num_layer_groups=1, num_rows=2, max_blocks=4)
     for batch in (
         ScheduledBatch(1, (_chunk(0, [1, 2]),)),
         ScheduledBatch(1, decode_rows=(1,)),
         ScheduledBatch(1, (_chunk(0, [1, 2], draws=(GREEDY,)),), decode_rows=(1,)),
     ):
-        inputs = _filled(_step_inputs(rows), batch, rows)
+        inputs = _filled_inputs(_step_inputs(rows), batch, rows)
         logit_rows = [] if inputs.logit_rows is None else [inputs.logit_rows.rows]
         for tensor in (inputs.token_ids, inputs.positions, *logit_rows):
             assert tensor.dtype is torch.int64
-        of_logit_rows = inputs.logit_rows.layer_groups if inputs.logit_rows else ()
-        for meta in (*inputs.layer_groups, *of_logit_rows):
+        logit_row_groups = inputs.logit_rows.layer_groups if inputs.logit_rows else ()
+        for meta in (*inputs.layer_groups, *logit_row_groups):
             assert meta.slot_mapping.dtype is torch.int64
             for tensor in (meta.block_tables[:1], meta.query_starts, meta.context_lens):
                 assert tensor.dtype is torch.int32
@@ -162,7 +162,7 @@ def test_all_steps_use_the_same_memory():
         ScheduledBatch(1, (_chunk(0, range(40)), _chunk(3, [1], 7, (GREEDY,))), (1,)),
         ScheduledBatch(1, (_chunk(2, [5, 6], 40, (GREEDY,)),)),
     ):
-        inputs = _filled(step_inputs, batch, rows)
+        inputs = _filled_inputs(step_inputs, batch, rows)
         addresses = [inputs.token_ids.data_ptr(), inputs.positions.data_ptr()]
         for meta in inputs.layer_groups:
             tensors = (meta.block_tables, meta.query_starts, meta.context_lens, meta.slot_mapping)

@@ -1,6 +1,6 @@
-"""Beam search beside `transformers`: the same sequences and scores out of tiny random models.
+"""Beam search compared with `transformers`: same sequences and scores from tiny random models.
 
-The models are float64, so that logits, cast to float32 as `transformers` does,
+The models compute in float64, so that their logits, cast to float32 as in `transformers`,
 depend neither on the batch nor on the machine.
 """
 
@@ -18,7 +18,7 @@ from tests.support.pairs import pairs
 
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY_STOPPINGS = (True, False, "never")
-DUMMY_SCORE = -1e8  # `transformers` scores what fills up its results with -1e9
+DUMMY_SCORE = -1e8  # `transformers` pads its results with hypotheses of score -1e9
 
 
 @cache
@@ -33,7 +33,7 @@ def tiny_model(vocab_size, seed):
         max_position_embeddings=64,
         initializer_range=0.5,
         eos_token_id=None,
-        pad_token_id=None,  # its embedding would be zeros
+        pad_token_id=None,  # the embedding of a padding token would be zeros
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -41,8 +41,8 @@ def tiny_model(vocab_size, seed):
     return model.to(torch.float64).eval()
 
 
-def reported(model, prompt, beams, num_top):
-    """What a runner reports for each beam: its most likely next tokens."""
+def reported_top_tokens(model, prompt, beams, num_top):
+    """Returns the most likely next tokens of each beam, as a runner reports them."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *beam] for beam in beams])).logits[:, -1].float()
         top = torch.log_softmax(logits, -1).topk(min(num_top, logits.shape[-1]))
@@ -52,18 +52,18 @@ def reported(model, prompt, beams, num_top):
     ]
 
 
-def searched(model, prompt, search):
-    (top,) = reported(model, prompt, [()], search.num_top)
+def beam_search_results(model, prompt, search):
+    (top,) = reported_top_tokens(model, prompt, [()], search.num_top)
     steps = search.start(top)
     beams = [(step.token_id,) for step in steps]
     while not search.is_done:
-        steps = search.advance(reported(model, prompt, beams, search.num_top))
+        steps = search.advance(reported_top_tokens(model, prompt, beams, search.num_top))
         beams = [(*beams[step.parent], step.token_id) for step in steps]
     return search.results()
 
 
-def generated(model, prompt, *, params, stop_token_ids, max_tokens):
-    """`transformers`' (tokens, score, whether a stop token ended it); its fillers left out."""
+def transformers_results(model, prompt, *, params, stop_token_ids, max_tokens):
+    """Returns (tokens, is_stopped, score) of each hypothesis of `transformers`, without padding."""
     width = params.beam_width
     beams = {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping}
     output = model.generate(
@@ -93,20 +93,20 @@ def _unpadded(row, stops):
     return (tuple(row), False) if end is None else (tuple(row[: end + 1]), True)
 
 
-def agreed(model, prompt, **case):
-    """What `BeamSearch` finds, after a look whether `transformers` finds the same."""
-    results = searched(model, prompt, BeamSearch(**case))
-    expected = generated(model, prompt, **case)
+def check_same_results(model, prompt, **case):
+    """Checks that `BeamSearch` and `transformers` find the same, and returns the results."""
+    results = beam_search_results(model, prompt, BeamSearch(**case))
+    expected = transformers_results(model, prompt, **case)
     assert [(r.token_ids, r.is_stopped) for r in results] == [e[:2] for e in expected]
-    if case["params"].beam_width > 1:  # Greedy search gives no scores.
+    if case["params"].beam_width > 1:  # `transformers` returns no scores for greedy search
         scores = pytest.approx([e[2] for e in expected], abs=1e-5, rel=1e-6)
         assert [r.score for r in results] == scores
     return results
 
 
-def stops_on_the_way(rng, model, prompt, count, **case):
-    """Tokens of the hypotheses that a search without stop tokens finds."""
-    results = agreed(model, prompt, stop_token_ids=frozenset(), **case)
+def sample_stop_tokens(rng, model, prompt, count, **case):
+    """Returns up to `count` random tokens of what a search without stop tokens finds."""
+    results = check_same_results(model, prompt, stop_token_ids=frozenset(), **case)
     tokens = sorted({token_id for result in results for token_id in result.token_ids})
     return frozenset(rng.sample(tokens, min(count, len(tokens))))
 
@@ -115,7 +115,7 @@ def stops_on_the_way(rng, model, prompt, count, **case):
     ("width", "length_penalty", "early_stopping"),
     pairs((1, 2, 3, 4, 5), LENGTH_PENALTIES, EARLY_STOPPINGS),
 )
-def test_finds_what_transformers_finds(width, length_penalty, early_stopping):
+def test_results_equal_those_of_transformers(width, length_penalty, early_stopping):
     rng = random.Random(f"{width} {length_penalty} {early_stopping}")
     num_stopped = 0
     for num_stops in (1, 1, 2, 3):
@@ -131,19 +131,19 @@ def test_finds_what_transformers_finds(width, length_penalty, early_stopping):
             ),
             "max_tokens": rng.randint(1, 20),
         }
-        stops = stops_on_the_way(rng, model, prompt, num_stops, **case)
-        results = agreed(model, prompt, stop_token_ids=stops, **case)
+        stops = sample_stop_tokens(rng, model, prompt, num_stops, **case)
+        results = check_same_results(model, prompt, stop_token_ids=stops, **case)
         num_stopped += any(result.is_stopped for result in results)
     assert num_stopped
 
 
 @pytest.mark.parametrize("early_stopping", [False, "never"])
 @pytest.mark.parametrize("vocab_size", [2, 3, 4, 7])
-def test_finds_what_transformers_finds_in_vocabularies_smaller_than_its_beams(
+def test_results_equal_those_of_transformers_for_vocabularies_smaller_than_the_beam_width(
     vocab_size, early_stopping
 ):
     for max_tokens, num_stops in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 1), (9, 1), (9, 0)]:
-        agreed(
+        check_same_results(
             tiny_model(vocab_size, seed=0),
             prompt=[0],
             params=SamplingParams(n=6, beam_width=6, early_stopping=early_stopping),
@@ -153,15 +153,15 @@ def test_finds_what_transformers_finds_in_vocabularies_smaller_than_its_beams(
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "opt", "qwen3"])
-def test_finds_what_transformers_finds_in_each_family(variant):
+def test_results_equal_those_of_transformers_in_each_model_family(variant):
     model = reference_model(tiny_checkpoint(variant), torch.float64)
     rng = random.Random(variant)
     num_stopped = 0
     for seed, scoring in enumerate(({}, {"length_penalty": 0.0, "early_stopping": True})):
         prompt = prompt_of(num_tokens=9 + 8 * seed, seed=seed)
         case = {"params": SamplingParams(n=4, beam_width=4, **scoring), "max_tokens": 16}
-        stops = stops_on_the_way(rng, model, prompt, 3, **case)
-        results = agreed(model, prompt, stop_token_ids=stops, **case)
+        stops = sample_stop_tokens(rng, model, prompt, 3, **case)
+        results = check_same_results(model, prompt, stop_token_ids=stops, **case)
         num_stopped += any(result.is_stopped for result in results)
     assert num_stopped
 
@@ -169,8 +169,11 @@ def test_finds_what_transformers_finds_in_each_family(variant):
 STOP = 9
 
 
-def scripted(*tops, width=2, max_tokens=10, **params):
-    """A search of two returned hypotheses after the prompt's report and those of later steps."""
+def scripted_search(*tops, width=2, max_tokens=10, **params):
+    """Runs a search on the top tokens of the prompt and of each later step.
+
+    Returns the search and the `BeamStep`s of each step.
+    """
     search = BeamSearch(
         SamplingParams(n=width, beam_width=width, **params),
         stop_token_ids=frozenset({STOP}),
@@ -181,12 +184,12 @@ def scripted(*tops, width=2, max_tokens=10, **params):
     return search, steps
 
 
-def test_asks_for_as_many_tokens_that_do_not_stop_as_it_has_beams():
-    assert scripted([(1, -1.0), (2, -2.0)])[0].num_top == 3
+def test_num_top_is_the_beam_width_plus_the_number_of_stop_tokens():
+    assert scripted_search([(1, -1.0), (2, -2.0)])[0].num_top == 3
 
 
-def test_beams_go_on_from_their_parents_likeliest_first():
-    _, steps = scripted(
+def test_beams_continue_their_parents_in_order_of_likelihood():
+    _, steps = scripted_search(
         [(1, -0.1), (2, -0.2), (3, -3.0)],
         [[(4, -0.9), (5, -1.0), (6, -2.0)], [(7, -0.1), (8, -0.85), (6, -2.0)]],
     )
@@ -196,14 +199,14 @@ def test_beams_go_on_from_their_parents_likeliest_first():
     ]
 
 
-def test_of_equally_likely_continuations_the_earlier_beams_and_then_the_first_reported_go_on():
+def test_ties_go_to_the_earlier_beam_and_then_to_the_token_reported_first():
     top = [(3, -1.0), (2, -1.0), (1, -1.0)]
-    _, steps = scripted(top, [top, top])
+    _, steps = scripted_search(top, [top, top])
     assert steps == [[BeamStep(0, 3), BeamStep(0, 2)], [BeamStep(0, 3), BeamStep(0, 2)]]
 
 
-def test_a_stop_token_behind_the_likeliest_continuations_ends_no_hypothesis():
-    search, steps = scripted([(1, -0.1), (2, -0.2), (STOP, -0.3)], max_tokens=2)
+def test_a_stop_token_less_likely_than_every_beam_ends_no_hypothesis():
+    search, steps = scripted_search([(1, -0.1), (2, -0.2), (STOP, -0.3)], max_tokens=2)
     assert steps == [[BeamStep(0, 1), BeamStep(0, 2)]]
     search.advance([[(3, -0.1), (4, -0.4)], [(STOP, -0.1), (5, -0.2)]])
     assert search.is_done
@@ -220,8 +223,10 @@ UNLIKELY_STOPS = (
 
 
 @pytest.mark.parametrize(("early_stopping", "is_done"), [(True, True), (False, False)])
-def test_early_stopping_ends_with_as_many_hypotheses_as_beams(early_stopping, is_done):
-    search, steps = scripted(*UNLIKELY_STOPS, early_stopping=early_stopping)
+def test_early_stopping_ends_the_search_once_there_are_as_many_hypotheses_as_beams(
+    early_stopping, is_done
+):
+    search, steps = scripted_search(*UNLIKELY_STOPS, early_stopping=early_stopping)
     assert search.is_done == is_done
     assert steps[-1] == ([] if is_done else [BeamStep(0, 3), BeamStep(0, 4)])
 
@@ -241,20 +246,22 @@ LIKELY_STOPS = (
         ("never", -1.0, True),
     ],
 )
-def test_ends_when_the_likeliest_beam_cannot_do_better(early_stopping, length_penalty, is_done):
+def test_the_search_ends_when_the_likeliest_beam_cannot_improve_the_results(
+    early_stopping, length_penalty, is_done
+):
     params = {"early_stopping": early_stopping, "length_penalty": length_penalty}
-    search, _ = scripted(*LIKELY_STOPS, **params)
+    search, _ = scripted_search(*LIKELY_STOPS, **params)
     assert search.is_done == is_done
 
 
-def test_where_length_is_punished_never_weighs_the_present_length():
+def test_a_negative_length_penalty_is_applied_to_the_present_length_in_never_mode():
     params = {"early_stopping": "never", "length_penalty": -1.0}
-    search, _ = scripted(*UNLIKELY_STOPS, max_tokens=100, **params)
-    assert not search.is_done  # -0.2 * 2 is better than -4.1 * 2, and -0.2 * 100 is not
+    search, _ = scripted_search(*UNLIKELY_STOPS, max_tokens=100, **params)
+    assert not search.is_done  # -0.2 * 2 is better than -4.1 * 2, but -0.2 * 100 is worse
 
 
 def test_better_hypotheses_displace_worse_ones():
-    search, _ = scripted(
+    search, _ = scripted_search(
         *UNLIKELY_STOPS,
         [[(STOP, -0.1), (8, -8.0), (7, -9.0)], [(8, -5.0), (7, -6.0), (6, -7.0)]],
     )
@@ -263,19 +270,19 @@ def test_better_hypotheses_displace_worse_ones():
 
 
 @pytest.mark.parametrize("length_penalty", [1e6, -1e6])
-def test_a_length_penalty_out_of_all_proportion_does_no_harm(length_penalty):
-    search, _ = scripted(*LIKELY_STOPS, max_tokens=2, length_penalty=length_penalty)
+def test_an_extreme_length_penalty_gives_valid_results(length_penalty):
+    search, _ = scripted_search(*LIKELY_STOPS, max_tokens=2, length_penalty=length_penalty)
     assert {result.token_ids for result in search.results()} <= {(STOP,), (1, STOP), (1, 3)}
 
 
-def test_ends_where_no_token_is_left_but_stops():
-    search, steps = scripted([(STOP, -0.1)])
+def test_the_search_ends_when_only_stop_tokens_are_left():
+    search, steps = scripted_search([(STOP, -0.1)])
     assert search.is_done
     assert steps == [[]]
     assert search.results() == [BeamResult((STOP,), pytest.approx(-0.1), is_stopped=True)]
 
 
-def test_many_tokens_overflow_no_stack():
+def test_a_very_long_hypothesis_does_not_overflow_the_stack():
     search = BeamSearch(SamplingParams(beam_width=1), stop_token_ids=frozenset(), max_tokens=20_000)
     search.start([(0, 0.0)])
     while not search.is_done:

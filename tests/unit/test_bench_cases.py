@@ -1,4 +1,4 @@
-"""`baton bench latency`: its cases and its figures."""
+"""Cases and figures of `baton bench latency`."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_impossible_sizes_are_refused(sizes, message):
         make_cases(*sizes)
 
 
-def test_other_seeds_share_nothing():
+def test_prompts_of_different_seeds_share_no_first_block():
     case = Case(2, 40, 5)
     first, other = (case.requests(1000, seed=seed) for seed in (1, 2))
     assert len(first) == 2
@@ -43,7 +43,7 @@ def test_other_seeds_share_nothing():
     assert len({tuple(r.prompt_token_ids[:16]) for r in (*first, *other)}) == 4
 
 
-def test_times_are_of_the_steps_in_which_all_decode():
+def test_step_time_covers_only_steps_in_which_every_request_decodes():
     # The second one's first token comes at 0.3 s; until then the first one decodes alone.
     first = RequestRecord(8, 0.0, [0.1, 0.2, 0.3, 0.5, 0.7], 0.7)
     second = RequestRecord(8, 0.0, [0.3, 0.5, 0.7, 0.71, 0.72], 0.72)
@@ -53,7 +53,7 @@ def test_times_are_of_the_steps_in_which_all_decode():
     assert times.output_tokens_per_s == pytest.approx(10 / 0.72)
 
 
-def test_requests_that_never_decode_together_are_no_batch():
+def test_runs_without_a_common_decode_step_or_with_a_failure_are_refused():
     first = RequestRecord(8, 0.0, [0.1, 0.2, 0.3], 0.3)
     second = RequestRecord(8, 0.0, [0.4, 0.5, 0.6], 0.6)
     with pytest.raises(ConfigurationError, match="2 requests never decode all together"):
@@ -62,7 +62,7 @@ def test_requests_that_never_decode_together_are_no_batch():
         run_times([RequestRecord(8, 0.0, [0.1], 0.3, error="lost")])
 
 
-def test_a_case_has_medians_and_floors():
+def test_a_summary_has_medians_and_floors():
     runs = [RunTimes(10, 1, 100), RunTimes(30, 3, 300), RunTimes(20, 2, 200)]
     result = summarize(Case(2, 4, 8), runs, SHAPE, CEILINGS)
     assert (result.prefill_ms, result.step_ms, result.output_tokens_per_s) == (20, 2, 200)
@@ -75,6 +75,6 @@ def test_a_case_has_medians_and_floors():
     assert result.step_floor_ms == pytest.approx(1000 * 2 * (2 * 1000 + 4 * 10 * 8) / 1e6)
 
 
-def test_one_sequence_is_bound_by_bytes():
+def test_the_floor_of_a_single_sequence_is_its_bytes():
     wide = Ceilings(read_bytes_per_s=1e3, operations_per_s=1e9)
     assert step_floor_s(SHAPE, wide, batch_size=1, context=1) == pytest.approx(2000 / 1e3)

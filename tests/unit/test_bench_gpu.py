@@ -1,4 +1,4 @@
-"""The pure parts of `baton bench gpu`: plans, floors, statistics, time, records, tables."""
+"""Parts of `baton bench gpu` that need no GPU: plans, floors, statistics, time, records, tables."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def make_record(path, seconds=60.0):
     ("name", "num_weights", "kv_bytes"),
     [("llama-3.1-8b", 8.03e9, 131_072), ("qwen3-0.6b", 0.596e9, 114_688)],
 )
-def test_models_have_the_size_of_their_names(name, num_weights, kv_bytes):
+def test_models_have_the_size_in_their_name(name, num_weights, kv_bytes):
     shape = shape_of(name, "bfloat16")
     tables = 1 if MODELS[name]["tie_word_embeddings"] else 2
     total = shape.num_body_weights + tables * shape.num_head_weights
@@ -42,7 +42,7 @@ def test_models_have_the_size_of_their_names(name, num_weights, kv_bytes):
 
 
 @pytest.mark.parametrize("plan", [FULL, SMOKE])
-def test_an_engine_has_room_for_all_that_is_asked_of_it(plan, tmp_path):
+def test_the_engine_config_has_room_for_every_case_of_the_plan(plan, tmp_path):
     (folder,) = {write_config(name, plan.dtype, tmp_path) for name in plan.models[:1]}
     config = engine_config(plan, folder)
     assert config.max_model_len > max(plan.contexts) + 2 * plan.num_steps + 8
@@ -66,11 +66,11 @@ def test_the_floor_of_a_large_step_is_its_operations():
     assert floor_s == pytest.approx(operations / 1e14)
 
 
-def test_names_of_devices_become_names_of_files():
+def test_a_slug_makes_a_file_name_of_a_device_name():
     assert slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"
 
 
-def test_all_that_is_not_installed_is_named_in_a_line(monkeypatch):
+def test_all_missing_packages_are_named_in_one_line(monkeypatch):
     absent = {"triton", "xxhash", "pytest"}
     monkeypatch.setattr(hardware, "find_spec", lambda name: None if name in absent else name)
     assert hardware.find_problem() == (
@@ -94,14 +94,14 @@ def test_a_summary_has_the_median_the_rates_and_the_share_of_the_ceiling():
     assert figures["limit"] == "bytes"
 
 
-def test_a_summary_keeps_few_samples_and_says_how_many_there_were():
+def test_a_summary_keeps_a_subset_of_the_samples_and_their_total_number():
     figures = summary([1e-6] * 201)
     assert figures["num_samples"] == 201
     assert 30 <= len(figures["samples_us"]) <= 40
     assert "gb_per_s" not in figures
 
 
-def test_ceilings_come_from_what_was_measured():
+def test_ceilings_come_from_the_measured_rates():
     results = [
         {"name": "copy", "median_us": 1.0, "gb_per_s": 4300.0},
         {"name": "matrix product", "median_us": 1.0, "tflop_per_s": 780.0},
@@ -113,7 +113,7 @@ def test_ceilings_come_from_what_was_measured():
 # Time
 
 
-def test_parts_share_the_time_that_is_left():
+def test_parts_share_the_time_left_by_weight():
     parts = parts_of(FULL)
     assert parts[0].name == "rates"
     spent = 0.0
@@ -125,7 +125,7 @@ def test_parts_share_the_time_that_is_left():
     assert time_for(parts, len(parts) - 1, 12.5) == 12.5
 
 
-def test_time_runs_out(monkeypatch):
+def test_the_time_left_stops_at_zero(monkeypatch):
     clock = itertools.count(100.0)
     monkeypatch.setattr(record_module.time, "monotonic", lambda: next(clock))
     left = TimeLeft.of(2.5)
@@ -142,14 +142,14 @@ class Mark:
         return self in self._reached
 
 
-def test_what_the_host_launches_ahead_is_marked_before_and_after_each_call():
+def test_launch_ahead_marks_the_start_and_end_of_each_call():
     launched = []
     marks = timing._launch_ahead(lambda: launched.append(1), 3, lambda: Mark([]))
     assert len(launched) == 3
     assert len(set(marks)) == 4
 
 
-def test_a_device_that_catches_up_with_the_host_gives_no_figure():
+def test_a_device_that_catches_up_with_the_host_raises_an_error():
     """The device reaches the third call while the host still launches it."""
     marks, reached, launched = [], [], []
 
@@ -169,7 +169,7 @@ def test_a_device_that_catches_up_with_the_host_gives_no_figure():
 # Records
 
 
-def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path):
+def test_a_failure_is_recorded_and_later_measurements_run(tmp_path):
     record = make_record(tmp_path / "record")
 
     def fail():
@@ -201,7 +201,7 @@ def test_a_record_that_was_cut_off_keeps_its_whole_lines(tmp_path):
 # Tables
 
 
-def test_tables_show_each_figure_beside_its_limit():
+def test_tables_show_each_figure_next_to_its_floor():
     results = [
         {"kind": "decode step", "name": "m, 1 x 8", "median_us": 120.0, "floor_us": 100.0,
          "times_floor": 1.2},
@@ -215,7 +215,7 @@ def test_tables_show_each_figure_beside_its_limit():
     assert rows["2 x 8"][4:] == ["failed"]
 
 
-def test_serving_is_set_beside_transformers_of_the_same_model():
+def test_serving_rates_are_compared_with_transformers_for_the_same_model():
     results = [
         {"kind": "served", "name": "m", "output_tokens_per_s": 300.0},
         {"kind": "served", "name": "n", "output_tokens_per_s": 300.0},

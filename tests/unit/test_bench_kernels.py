@@ -1,4 +1,4 @@
-"""The pure parts of `baton bench kernels`: costs, limits, cycles, checks, tables."""
+"""Parts of `baton bench kernels` that time nothing: costs, limits, cycles, checks, tables."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def attention(spans, window=None):
     return attention_cost(spans, num_query_features=3, kv_bytes_per_token=10, sliding_window=window)
 
 
-def pairs(span, window):
-    """Counts by brute force which keys each query sees."""
+def visible_pairs(span, window):
+    """Lists by brute force the keys that each query attends to."""
     return {
         (query, key)
         for query in range(span.num_cached, span.context)
@@ -37,15 +37,15 @@ def test_a_product_reads_its_weight_once():
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize("span", [Span(0, 1), Span(9, 1), Span(0, 6), Span(8, 5), Span(2, 8)])
-def test_attention_reads_what_is_seen_once(span, window):
-    seen = pairs(span, window)
+def test_attention_reads_each_visible_key_once(span, window):
+    seen = visible_pairs(span, window)
     expected = Cost(10 * len({key for _, key in seen}), 4 * 3 * len(seen))
     assert attention([span], window) == expected
     twice = Cost(2 * expected.num_bytes, 2 * expected.num_operations)
     assert attention([span, span], window) == twice
 
 
-def test_the_limit_is_of_what_takes_longer():
+def test_the_limit_is_the_longer_of_reading_and_computing():
     assert limit_s(Cost(200, 100), CEILINGS) == 2.0
     assert limit_s(Cost(200, 5000), CEILINGS) == 5.0
 
@@ -65,11 +65,11 @@ def test_the_last_level_cache_is_the_largest(tmp_path):
     assert last_level_cache_bytes(tmp_path) == 96 << 20
 
 
-def test_the_better_of_two_rates_counts_by_kind():
+def test_the_better_of_two_rates_is_chosen_per_kind():
     assert Rates(1.0, 5.0, 2.0).or_better(Rates(3.0, 4.0, 2.0)) == Rates(3.0, 5.0, 2.0)
 
 
-def test_roundings_pass_and_wrong_elements_do_not():
+def test_rounding_errors_pass_and_wrong_elements_fail():
     expected = torch.randn((8, 64), generator=torch.Generator().manual_seed(0))
     assert find_difference(expected.bfloat16(), expected, torch.bfloat16, 64) is None
     assert find_difference(expected.bfloat16(), expected, torch.float32, 64) is not None
@@ -81,7 +81,7 @@ def test_roundings_pass_and_wrong_elements_do_not():
     assert find_difference(wrong, expected, torch.bfloat16, 64) is not None
 
 
-def test_integers_are_equal_and_shapes_too():
+def test_integers_and_shapes_must_be_equal():
     maxima, indices = torch.ones(3), torch.tensor([1, 2, 3])
     assert find_difference((maxima, indices), (maxima, indices), torch.float32, 1) is None
     other = (maxima, torch.tensor([1, 2, 4]))
@@ -116,7 +116,7 @@ def test_every_primitive_has_cases_of_the_model():
     assert costs["paged_attention", "decode", "16 x 512"].num_bytes == 16 * 512 * 2 * 4 * 64 * 2
 
 
-def test_calls_are_made_in_turn(monkeypatch):
+def test_timed_calls_are_made_in_turn_with_sweeps(monkeypatch):
     monkeypatch.setattr("benchmarks.kernels.timing._LEAST_SECONDS", 0.0)
     monkeypatch.setattr("benchmarks.kernels.timing._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr("benchmarks.kernels.timing._BATCH_SECONDS", 0.0)
@@ -128,7 +128,7 @@ def test_calls_are_made_in_turn(monkeypatch):
     assert len(sweeps) == 9
 
 
-def test_what_is_wrong_has_no_figures():
+def test_wrong_results_have_no_figures():
     good = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s=4.0, reference_s=6.0)
     wrong = Outcome("linear", "qkv", "4 rows", Cost(200, 100), difference="all is off")
     (table,) = make_tables([good, wrong], CEILINGS)
@@ -139,7 +139,7 @@ def test_what_is_wrong_has_no_figures():
     assert to_plain(good, CEILINGS)["limit_s"] == 2.0
 
 
-def test_impossible_cases_are_refused():
+def test_times_well_below_the_limit_are_noted():
     def note(kernel_s):
         outcome = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
         (table,) = make_tables([outcome], CEILINGS)

@@ -1,4 +1,4 @@
-"""The load generator: order, concurrency, arrival times, and what counts as lost."""
+"""The load generator: order, concurrency, arrival times, lost requests."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ class FakeTarget:
             self.ended.append(prompt)
 
 
-def numbered(count, **fields):
+def numbered_requests(count, **fields):
     return [BenchRequest((index,), 5, **fields) for index in range(count)]
 
 
@@ -54,14 +54,14 @@ async def test_records_are_in_order_and_hold_every_token():
 
 
 @pytest.mark.parametrize(("cap", "peak"), [(None, 7), (3, 3), (1, 1)])
-async def test_the_cap_holds_and_is_used(cap, peak):
+async def test_concurrency_reaches_and_never_exceeds_the_cap(cap, peak):
     target = FakeTarget()
-    await run_load(numbered(7), target, LoadLimits(cap, 30))
+    await run_load(numbered_requests(7), target, LoadLimits(cap, 30))
     assert target.peak == peak
     assert target.began == [(index,) for index in range(7)]
 
 
-async def test_a_turn_waits_for_the_turn_before_even_if_it_is_lost():
+async def test_a_turn_waits_for_the_previous_turn_even_if_that_one_is_lost():
     target = FakeTarget()
     turns = [BenchRequest((13,), 2), BenchRequest((1,), 2, after=0), BenchRequest((2,), 2, after=1)]
     records = await run_load(turns, target, NO_LIMITS)
@@ -70,7 +70,7 @@ async def test_a_turn_waits_for_the_turn_before_even_if_it_is_lost():
     assert [record.error for record in records] == ["gone", None, None]
 
 
-async def test_requests_come_at_their_times():
+async def test_requests_are_sent_at_their_arrival_times():
     requests = [BenchRequest((1,), 1, arrival_s=0.06), BenchRequest((2,), 1, arrival_s=0.03)]
     target = FakeTarget()
     late, early = await run_load(requests, target, NO_LIMITS)
@@ -79,7 +79,7 @@ async def test_requests_come_at_their_times():
     assert early.sent_s >= 0.03
 
 
-async def test_what_hangs_counts_as_lost_and_is_cancelled():
+async def test_a_hanging_request_counts_as_lost_and_is_cancelled():
     target = FakeTarget()
     (record,) = await run_load([BenchRequest((14,), 4)], target, LoadLimits(None, 0.05))
     assert record.error == "no end within 0.05 s"
@@ -89,12 +89,12 @@ async def test_what_hangs_counts_as_lost_and_is_cancelled():
 
 async def test_every_end_is_reported():
     ends = []
-    records = await run_load(numbered(3), FakeTarget(), NO_LIMITS, ends.append)
+    records = await run_load(numbered_requests(3), FakeTarget(), NO_LIMITS, ends.append)
     assert sorted(ends, key=id) == sorted(records, key=id)
 
 
-async def test_warm_ups_are_as_long_and_share_nothing():
-    requests = [BenchRequest((1,) * 8, 5, arrival_s=9.0), *numbered(3)]
+async def test_warm_up_prompts_have_equal_lengths_and_different_tokens():
+    requests = [BenchRequest((1,) * 8, 5, arrival_s=9.0), *numbered_requests(3)]
     warm_ups = warm_up_requests(requests, 2, vocab_size=100)
     assert [len(request.prompt_token_ids) for request in warm_ups] == [8, 1]
     assert warm_ups[0].arrival_s is None

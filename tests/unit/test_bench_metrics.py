@@ -1,4 +1,4 @@
-"""The figures of `baton bench`, compared with runs computed by hand."""
+"""Figures of `baton bench`, compared with figures computed by hand."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from benchmarks.request import RequestRecord
 
 # Sent at 1 s; tokens after 0.1, 0.2, 0.2 (one message of two) and 0.5 s; ends after 0.6 s.
 FAST = RequestRecord(10, 1.0, [1.1, 1.2, 1.2, 1.5], 1.6)
-# Sent at 1.5 s; tokens after 0.3 and 1.3 s; ends with the last.
+# Sent at 1.5 s; tokens after 0.3 and 1.3 s; ends with the last token.
 SLOW = RequestRecord(20, 1.5, [1.8, 2.8], 2.8)
 # One token and no gap.
 SINGLE = RequestRecord(5, 1.6, [1.8], 1.8)
@@ -41,7 +41,7 @@ def test_throughput_counts_tokens_over_the_whole_duration():
     assert metrics.peak_concurrency == 2
 
 
-def test_failures_are_counted_and_take_time_but_give_no_figures():
+def test_failures_count_toward_duration_and_errors_but_not_latencies():
     metrics = compute_metrics([FAST, LOST], ServiceLevel())
     assert (metrics.num_requests, metrics.num_failed) == (2, 1)
     assert metrics.errors == {"UNAVAILABLE": 1}
@@ -51,7 +51,7 @@ def test_failures_are_counted_and_take_time_but_give_no_figures():
     assert (metrics.goodput.num_good, metrics.goodput.share) == (1, 0.5)
 
 
-def test_a_run_of_failures_alone_has_no_latencies():
+def test_a_run_with_only_failures_has_no_latencies():
     metrics = compute_metrics([LOST], ServiceLevel(ttft_ms=1e9))
     assert metrics.ttft_ms is metrics.itl_ms is metrics.tpot_ms is metrics.e2el_ms is None
     assert metrics.requests_per_s == metrics.goodput.share == 0
@@ -88,11 +88,11 @@ def test_impossible_limits_are_refused(text):
         parse_service_level([text])
 
 
-def test_limits_are_written_as_they_are_read():
+def test_a_service_level_prints_as_it_is_parsed():
     assert str(parse_service_level(["tpot:50", "ttft:500.5"])) == "ttft:500.5 tpot:50"
 
 
-def test_peak_concurrency_hands_a_place_over():
+def test_a_request_that_starts_as_another_ends_does_not_raise_the_peak():
     records = [RequestRecord(1, 0.0, [], 1.0), RequestRecord(1, 1.0, [], 2.0)]
     assert peak_concurrency(records) == 1
     assert peak_concurrency([*records, RequestRecord(1, 0.5, [], 1.5)]) == 2

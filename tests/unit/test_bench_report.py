@@ -91,11 +91,11 @@ def test_a_report_goes_to_the_terminal_and_into_files(tmp_path, capsys):
     assert "src=" not in page
 
 
-def test_a_page_without_plots_is_whole():
+def test_a_page_without_plots_has_its_tables():
     assert "<td>1.000</td>" in render_page(REPORT, [])
 
 
-def test_a_panel_is_an_svg_element_that_repeats_itself():
+def test_a_panel_is_the_same_svg_element_every_time():
     svg = panel_svg(PANEL)
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert svg == panel_svg(PANEL)
@@ -106,13 +106,13 @@ def test_a_file_without_a_folder_is_refused_before_anything_runs():
         check_output_args(parse("--json", "/no/where/x"))
 
 
-def test_in_flight_counts_what_is_sent_and_not_ended():
+def test_in_flight_counts_requests_sent_and_not_ended():
     times, numbers = in_flight(RECORDS)
     assert times == [0.0, 0.1, 0.2, 0.25, 0.4, 0.9]
     assert numbers == [1, 2, 3, 2, 1, 0]
 
 
-def test_the_token_rate_holds_every_token():
+def test_the_token_rate_sums_to_every_token():
     starts, rates = token_rate(RECORDS)
     width_s = starts[1] - starts[0]
     assert len(starts) == len(rates)
@@ -121,7 +121,7 @@ def test_the_token_rate_holds_every_token():
     assert starts[-1] >= 0.9
 
 
-def test_a_distribution_ascends_from_none_to_all():
+def test_a_cumulative_distribution_ascends_from_zero_to_one():
     xs, shares = cumulative([3.0, 1.0, 2.0])
     assert (xs, shares) == ([1, 2, 3], [0, 0.5, 1])
     assert len(cumulative(list(range(10_000)))[0]) <= 400

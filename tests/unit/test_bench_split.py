@@ -1,4 +1,4 @@
-"""Two tiers beside one engine: turns, rounds that count, ratios, what is refused."""
+"""The benchmark of two tiers against one engine: turns, counted rounds, ratios, refusals."""
 
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ async def test_clusters_take_turns_and_the_first_round_does_not_count():
         *("split", "whole"),
         *("whole", "split"),
     ]
-    # Both answer the same prompts in a round, and others in each round.
+    # Both clusters answer the same prompts within a round; each round has new prompts.
     assert len(log) == 6 * 48
     assert len({prompt for _, prompt in log}) == 3 * 48
 
@@ -51,7 +51,7 @@ async def test_a_stream_that_lacks_tokens_is_refused():
         await split_vs_whole._take_turns(clusters, ROUNDS[:1], write_nothing)
 
 
-async def test_the_ratio_is_that_of_medians(monkeypatch):
+async def test_the_ratio_is_computed_from_medians(monkeypatch):
     async def rates(*arguments):
         return {"whole": [10.0, 30.0, 20.0], "split": [9.0, 18.0, 99.0]}
 

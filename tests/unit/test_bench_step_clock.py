@@ -1,4 +1,4 @@
-"""`StepClock` of `baton bench engine-step`, with a clock that only functions advance."""
+"""`StepClock` of `baton bench engine-step`, on a clock that advances only in timed functions."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def clock(time):
     return StepClock(time.settle, time.read)
 
 
-def test_a_function_does_not_count_what_it_calls(clock, time):
+def test_the_time_of_a_function_excludes_the_timed_functions_it_calls(clock, time):
     def draw():
         time.spend(5)
         return "token"
@@ -53,7 +53,7 @@ def test_a_function_does_not_count_what_it_calls(clock, time):
     assert clock.take_times() == {}
 
 
-def test_time_counts_also_where_a_function_raises(clock, time):
+def test_the_time_of_a_function_that_raises_counts_too(clock, time):
     def fail():
         time.spend(7)
         raise ValueError("no memory")
@@ -64,6 +64,6 @@ def test_time_counts_also_where_a_function_raises(clock, time):
     assert clock.take_times() == {"forward": 8}
 
 
-def test_a_device_settles_before_every_reading(clock, time):
+def test_the_device_is_synchronized_before_every_reading(clock, time):
     clock.timed("forward", time.spend)(1)
     assert time.num_settled == 2

@@ -1,4 +1,4 @@
-"""The pure parts of `baton bench transfer`: refusals, hidden shares, aims, tables."""
+"""Parts of `baton bench transfer` that move nothing: refusals, hidden shares, aims, tables."""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ from benchmarks.transfer.raw import ColdMemory
 
 
 class FakeHost:
-    """A fake of a process whose pool has these digests."""
+    """A fake of a process whose blocks have the given digests."""
 
     def __init__(self, digests):
         self.digests = list(digests)
@@ -48,17 +48,17 @@ def make_ends(reader_digests, shift=0):
     return Ends(FakeHost([b"a", b"b", b"c", b"d"]), reader, 4, shift), reader
 
 
-# What came is what was sent
+# Checks of received blocks
 
 
-def test_what_arrived_is_compared_block_by_block():
+def test_received_blocks_are_compared_one_by_one():
     ends, _ = make_ends([b"a", b"b", b"x", b"d"])
     ends.check_landed([3, 0, 1])
     with pytest.raises(RefusedError, match="not those that were sent"):
         ends.check_landed([0, 2])
 
 
-def test_blocks_in_another_order_are_others():
+def test_blocks_in_a_different_order_are_refused():
     ends, _ = make_ends([b"a"] * 4)
     ends.check([0, 1], [b"a", b"b"])
     for digests in ([b"b", b"a"], [b"a"], [b"a", b"b", b"c"]):
@@ -66,12 +66,12 @@ def test_blocks_in_another_order_are_others():
             ends.check([0, 1], digests)
 
 
-def test_where_one_process_is_both_its_second_half_is_the_readers():
+def test_a_process_that_is_both_ends_reads_into_the_second_half_of_its_pool():
     ends, _ = make_ends([b"-"] * 4 + [b"a", b"b", b"c", b"d"], shift=4)
     ends.check_landed([0, 1, 2, 3])
 
 
-def test_the_readers_blocks_are_empty_whenever_they_are_taken():
+def test_the_blocks_of_the_reader_are_cleared_before_they_are_reused():
     ends, reader = make_ends([b"0"] * 4)
     first, second = ends.take_blocks(2), ends.take_blocks(1)
     assert not reader.cleared
@@ -83,7 +83,7 @@ def test_the_readers_blocks_are_empty_whenever_they_are_taken():
     assert reader.cleared[1:] == [sorted(first)]
 
 
-def test_keys_are_of_one_run():
+def test_block_keys_of_different_runs_are_different():
     assert len(set(block_keys("1-0", 300) + block_keys("1-1", 300))) == 600
     assert all(len(key) == 32 for key in block_keys("1-0", 3))
 
@@ -91,7 +91,7 @@ def test_keys_are_of_one_run():
 # Figures
 
 
-def test_ratios_are_of_the_same_round():
+def test_ratios_compare_times_of_the_same_round():
     rounds = [
         {"save": 2.0, "load": 4.0, "memcpy": 1.0, "raw_load": 8.0},
         {"save": 20.0, "load": 40.0, "memcpy": 10.0, "raw_load": 20.0},
@@ -105,7 +105,7 @@ def test_ratios_are_of_the_same_round():
     assert "save_to_raw_save" not in figures
 
 
-def test_calls_use_the_buffers_part_by_part():
+def test_cold_memory_uses_each_part_of_its_buffers_in_turn():
     memory = ColdMemory(most_bytes=100, least_bytes=250)
     assert [memory._next(100) for _ in range(4)] == [0, 100, 0, 100]
     assert memory.copy_s(100) > 0
@@ -118,7 +118,7 @@ def make_trace(answer=(), cached_tokens=0, tokens=(5, 6, 7), times_s=(11.5, 12.5
     return Trace(Answer(tokens, times_s, timings, cached_tokens), **spent)
 
 
-def test_a_transfer_is_hidden_but_for_what_follows_prefill():
+def test_only_transfer_time_after_prefill_is_exposed():
     trace = make_trace({"transfer_ms": 400.0, "load_ms": 200.0}, save_s=2.0, load_s=4.0)
     figures = hidden_figures([trace])
     assert figures == pytest.approx(
@@ -126,13 +126,13 @@ def test_a_transfer_is_hidden_but_for_what_follows_prefill():
     )
 
 
-def test_waits_longer_than_the_transfer_hide_nothing():
+def test_the_hidden_share_is_zero_if_the_wait_exceeds_the_transfer():
     slow = make_trace({"transfer_ms": 1500.0, "load_ms": 500.0}, save_s=0.5)
     assert hidden_figures([slow])["hidden_share"] == 0
     assert hidden_figures([make_trace(save_s=0.5)])["hidden_share"] == 1
 
 
-def test_times_to_tokens_are_compared_only_where_the_tokens_are_the_same():
+def test_times_to_tokens_are_compared_only_for_equal_tokens():
     split, whole = make_trace(), make_trace(times_s=(10.0, 10.5, 11.0))
     figures = token_figures([split], [whole])
     assert figures["split_first_ms"] == 11_500.0
@@ -142,7 +142,7 @@ def test_times_to_tokens_are_compared_only_where_the_tokens_are_the_same():
         token_figures([split], [make_trace(tokens=(5, 6, 8))])
 
 
-def test_prompts_must_be_computed_once_and_loaded_whole():
+def test_prompts_must_be_computed_in_full_and_loaded_in_full():
     trace = make_trace(loaded_bytes=100.0)
     _check_computed([trace])
     _check_loaded([trace], 100)
@@ -152,8 +152,8 @@ def test_prompts_must_be_computed_once_and_loaded_whole():
         _check_computed([trace, make_trace(cached_tokens=16)])
 
 
-def test_a_prompt_spends_what_its_workers_count_meanwhile():
-    """Metrics of all backends are summed, and those of earlier prompts do not count."""
+def test_the_cost_of_a_prompt_is_the_change_of_the_workers_metrics():
+    """Costs are differences of the workers' metrics, so earlier prompts do not count."""
 
     class FakeTiers:
         num_reads = 0
@@ -182,7 +182,7 @@ def move_row(backend, **figures):
     return row | {"lends": False} | ratios | figures
 
 
-def test_aims_are_of_the_most_blocks_and_of_what_moves():
+def test_aims_judge_the_largest_transfer_and_only_moves_that_copy():
     rows = [
         move_row("shm", num_blocks=1, load_to_memcpy=0.1),
         move_row("shm", save_to_memcpy=0.69),
@@ -201,7 +201,7 @@ def test_aims_are_of_the_most_blocks_and_of_what_moves():
     }
 
 
-def test_only_transfers_shorter_than_prefill_are_to_be_hidden():
+def test_only_transfers_shorter_than_prefill_have_an_aim():
     def row(transfer_ms, hidden_share):
         hidden = {"prefill_ms": 10.0, "transfer_ms": transfer_ms, "hidden_share": hidden_share}
         return {"backend": "shm", "prompt_tokens": 7, "hidden": hidden}
@@ -219,7 +219,7 @@ def test_only_transfers_shorter_than_prefill_are_to_be_hidden():
 # Tables
 
 
-def test_what_is_refused_has_no_figure_but_a_reason():
+def test_refused_rows_have_a_reason_and_no_figures():
     refused = {"shape": "s", "block_bytes": 1024, "backend": "file", "num_blocks": 16}
     rows = [
         move_row("shm", save_ms=1.5, save_gb_per_s=2.0, load_ms=1.0, load_gb_per_s=3.0),
@@ -235,7 +235,7 @@ def test_what_is_refused_has_no_figure_but_a_reason():
     assert tables.token_table(prompts).rows == []
 
 
-# What is measured
+# Backends and plans
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_what_is_refused_has_no_figure_but_a_reason():
         ("multi://nixl://,redis://host", "multi(nixl,redis)", "", True, False),
     ],
 )
-def test_a_url_decides_what_a_connector_is_measured_beside(url, name, raw, is_shared, lends):
+def test_the_url_determines_the_baseline_of_a_connector(url, name, raw, is_shared, lends):
     backend = backends.named_backend(url)
     assert (backend.name, backend.raw) == (name, raw)
     assert (backend.is_shared, backend.lends) == (is_shared, lends)
 
 
-def test_the_shapes_are_those_of_their_models():
+def test_the_plan_has_the_block_sizes_of_its_models():
     kib = {name: layout.block_bytes / 1024 for name, layout in FULL.shapes.items()}
     assert kib == {"qwen2-0.5b": 192, "llama-3.2-1b": 512, "llama-3-8b": 2048}
     assert list(FULL.rounds) == [1, 16, 256]

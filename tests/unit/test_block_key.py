@@ -1,4 +1,4 @@
-"""Block keys: what they depend on, and that they never change between processes."""
+"""Block keys: what they depend on, and that they are the same in every process."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ NAMESPACE = derive_namespace(
     model_fingerprint=b"model", kv_dtype="float32", layout_version=1, block_size=4
 )
 TOKENS = list(range(12))
-# Pinned: a change of these is a change of KEY_FORMAT_VERSION.
+# Pinned: a change of these requires a new KEY_FORMAT_VERSION.
 PINNED_KEY = "c74c67be9df239216c05a6418f7d3724522ff4df89e7ed39a2e50395749d7a65"
 PINNED_TAIL = "f89bc1ec0c94d634e6c3e3346752ae995c7f4dcd6fda1318a9b6afa511fb1cf0"
 
@@ -49,7 +49,7 @@ def test_python_hash_seeds_do_not_matter() -> None:
     assert outputs == {PINNED_KEY}
 
 
-def test_everything_that_bytes_depend_on_changes_every_key() -> None:
+def test_each_field_that_determines_the_bytes_changes_every_key() -> None:
     fields = {
         "model_fingerprint": b"model",
         "kv_dtype": "float32",
@@ -77,7 +77,7 @@ def test_everything_that_bytes_depend_on_changes_every_key() -> None:
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=4),
 )
-def test_a_chain_grows_as_if_made_at_once(tokens: list[int], cuts: list[int]) -> None:
+def test_a_chain_extended_in_parts_has_the_same_keys(tokens: list[int], cuts: list[int]) -> None:
     chain = BlockKeyChain(NAMESPACE, 4)
     for cut in sorted(cuts):
         chain.extend(tokens[:cut])
@@ -89,7 +89,7 @@ def test_a_chain_grows_as_if_made_at_once(tokens: list[int], cuts: list[int]) ->
 @given(
     first=st.lists(st.integers(0, 1), max_size=16), second=st.lists(st.integers(0, 1), max_size=16)
 )
-def test_keys_are_equal_exactly_as_far_as_prefixes_are(first: list[int], second: list[int]) -> None:
+def test_keys_are_equal_exactly_for_equal_prefixes(first: list[int], second: list[int]) -> None:
     shared = 0
     while first[shared : shared + 1] == second[shared : shared + 1] and shared < len(first):
         shared += 1
@@ -98,7 +98,7 @@ def test_keys_are_equal_exactly_as_far_as_prefixes_are(first: list[int], second:
     assert equal == [index < shared // 4 for index in range(len(equal))]
 
 
-def test_tails_are_never_shared() -> None:
+def test_tail_keys_depend_on_the_parent_the_tokens_and_the_handoff() -> None:
     parent = keys_of(TOKENS)[2]
     tails = {
         tail_key(parent, [1, 2], "a"),
@@ -110,7 +110,7 @@ def test_tails_are_never_shared() -> None:
     assert len(tails) == 5
 
 
-def test_layer_groups_have_keys_of_their_own() -> None:
+def test_each_layer_group_has_its_own_keys() -> None:
     keys = keys_of(TOKENS)
     assert [layer_group_key(key, 0) for key in keys] == keys
     grouped = {layer_group_key(key, group) for key in keys for group in range(3)}

@@ -1,9 +1,9 @@
-"""Block pool: eviction order and sharing, by example."""
+"""`BlockPool`: eviction order, sharing, and the index of keys."""
 
 from engine.kv_cache.block_pool import Allocation, BlockPool
 
 
-def test_unhashed_blocks_are_taken_before_cached_ones() -> None:
+def test_blocks_without_a_key_are_allocated_before_cached_ones() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     pool.register(blocks[0], b"a")
@@ -27,7 +27,7 @@ def test_a_sequences_tail_is_evicted_before_its_head() -> None:
     assert pool.match([b"a", b"b", b"c"]) == blocks[:2]
 
 
-def test_a_hit_revives_a_free_block() -> None:
+def test_acquiring_a_cached_free_block_keeps_it_from_allocation() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.register(blocks[0], b"a")
@@ -42,7 +42,7 @@ def test_a_hit_revives_a_free_block() -> None:
     pool.check()
 
 
-def test_an_indexed_key_keeps_its_block() -> None:
+def test_a_second_block_with_a_registered_key_does_not_replace_the_first() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register(first, b"a")
@@ -68,7 +68,7 @@ def test_each_layer_group_has_its_own_index() -> None:
     pool.check()
 
 
-def test_owners_keep_their_blocks_when_the_index_is_emptied() -> None:
+def test_forget_all_empties_the_index_and_keeps_owned_blocks() -> None:
     pool = BlockPool(3)
     held, freed = pool.allocate(2)
     pool.register(held, b"a")
@@ -79,5 +79,7 @@ def test_owners_keep_their_blocks_when_the_index_is_emptied() -> None:
 
     assert pool.match([b"a"]) == pool.match([b"b"]) == []
     assert pool.references() == {held: 1}
-    assert pool.allocate(1) == [freed], "it comes before the block that was never used"
+    assert pool.allocate(1) == [freed], (
+        "a forgotten block is allocated before one that was never used"
+    )
     pool.check()

@@ -1,4 +1,4 @@
-"""What a KV block of each type is, in shapes and bytes."""
+"""Shapes, sizes and views of KV blocks of each data type."""
 
 import pytest
 import torch
@@ -13,26 +13,26 @@ def _layout(dtype, **sizes):
     return KvLayout(**(_SIZES | sizes), dtype=dtype)
 
 
-def _blocks(layout, num_blocks):
-    """Every byte is another one."""
+def _distinct_blocks(layout, num_blocks):
+    """Returns blocks whose bytes count up modulo 251."""
     count = torch.arange(num_blocks * layout.block_bytes) % 251
     pool = count.to(torch.uint8).view(getattr(torch, layout.pool_dtype))
     return pool.view(num_blocks, *layout.block_shape)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
-def test_a_plain_block_is_its_elements(dtype, width):
+def test_a_plain_block_consists_of_its_elements(dtype, width):
     layout = _layout(dtype)
     assert layout.block_shape == (3, 2, 2, 8, 6)
     assert layout.block_bytes == 3 * 2 * 2 * 8 * 6 * width
-    blocks = _blocks(layout, 2)
+    blocks = _distinct_blocks(layout, 2)
     views = view_blocks(blocks, layout)
     assert views.states is blocks
     assert views.scales is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_an_8_bit_block_takes_half_the_bytes_and_its_factors(head_dim):
+def test_an_8_bit_block_has_half_the_bytes_plus_its_scales(head_dim):
     sizes = {"block_size": 16, "head_dim": head_dim}
     plain, narrow = _layout("bfloat16", **sizes), _layout("fp8_e4m3", **sizes)
     num_vectors = 3 * 2 * 2 * 16
@@ -40,9 +40,9 @@ def test_an_8_bit_block_takes_half_the_bytes_and_its_factors(head_dim):
     assert narrow.block_bytes / plain.block_bytes == 0.5 + 2 / head_dim
 
 
-def test_elements_and_factors_share_out_all_bytes():
+def test_elements_and_scales_cover_every_byte():
     layout = _layout("fp8_e4m3")
-    blocks = _blocks(layout, 5)
+    blocks = _distinct_blocks(layout, 5)
     views = view_blocks(blocks, layout)
     assert views.states.shape == (5, 3, 2, 2, 8, 6)
     assert views.states.dtype is torch.float8_e4m3fn
@@ -53,11 +53,11 @@ def test_elements_and_factors_share_out_all_bytes():
     assert torch.equal(together, blocks)
 
 
-def test_views_write_to_the_blocks_they_are_of():
+def test_writes_to_views_change_their_blocks_alone():
     layout = _layout("fp8_e4m3")
-    pool = _blocks(layout, 4)
+    pool = _distinct_blocks(layout, 4)
     before = pool.clone()
-    for block in (pool[2], pool[3]):  # of one block, and of all
+    for block in (pool[2], pool[3]):
         views = view_blocks(block, layout)
         views.states.fill_(1.0)
         views.scales.fill_(2.0)

@@ -1,4 +1,4 @@
-"""The breaker: probes, cool-downs that grow, one line of log for each change."""
+"""`Breaker`: probes, growing cool-downs, one log line per change of state."""
 
 import logging
 
@@ -8,8 +8,8 @@ from kvstore.breaker import Breaker, NotAskedError, log_level_of
 from kvstore.store import StoreUnavailableError
 
 
-class Backend:
-    """Something that is down or up, behind a breaker without jitter."""
+class FakeBackend:
+    """A backend that is down or up, behind a breaker whose jitter `draw` determines."""
 
     def __init__(self, draw=lambda: 0.0):
         self.now = 0.0
@@ -31,7 +31,7 @@ class Backend:
             self.ask()
 
     def cooldown_s(self):
-        """Fails until a call is let through again; how long that took."""
+        """Fails calls until the breaker lets one through; returns the seconds until then."""
         start, before = self.now, self.num_calls
         while self.num_calls == before:
             self.now += 0.125
@@ -40,19 +40,19 @@ class Backend:
 
 
 def test_the_cooldown_grows_to_half_a_minute_while_probes_fail():
-    backend = Backend()
+    backend = FakeBackend()
     backend.fail()
     assert [backend.cooldown_s() for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_a_cooldown_is_shortened_by_a_fifth_at_most():
-    backend = Backend(draw=lambda: 1.0)
+    backend = FakeBackend(draw=lambda: 1.0)
     backend.fail()
     assert [backend.cooldown_s() for _ in range(2)] == [pytest.approx(0.8, abs=0.125), 1.625]
 
 
-def test_a_probe_that_succeeds_closes_it_at_once_and_the_next_cooldown_is_short():
-    backend = Backend()
+def test_a_successful_probe_closes_the_breaker_and_resets_the_cooldown():
+    backend = FakeBackend()
     backend.fail()
     for _ in range(4):
         backend.cooldown_s()
@@ -67,8 +67,8 @@ def test_a_probe_that_succeeds_closes_it_at_once_and_the_next_cooldown_is_short(
     assert backend.breaker.num_opened == 2
 
 
-def test_an_outage_is_two_lines_of_log(caplog):
-    backend = Backend()
+def test_an_outage_logs_two_lines(caplog):
+    backend = FakeBackend()
     with caplog.at_level(logging.INFO, "baton.kvstore"):
         for _ in range(4):
             backend.fail()
@@ -81,8 +81,8 @@ def test_an_outage_is_two_lines_of_log(caplog):
     assert "the backend answers again" in caplog.text
 
 
-def test_calls_that_are_not_made_are_not_worth_a_line():
-    backend = Backend()
+def test_calls_refused_by_the_open_breaker_are_logged_at_debug_level():
+    backend = FakeBackend()
     with pytest.raises(StoreUnavailableError) as failed:
         backend.ask()
     with pytest.raises(NotAskedError) as spared:
@@ -91,8 +91,8 @@ def test_calls_that_are_not_made_are_not_worth_a_line():
     assert levels == [logging.WARNING, logging.DEBUG]
 
 
-def test_failures_of_calls_that_were_out_already_do_not_count_again():
-    backend = Backend()
+def test_the_failure_of_a_call_in_flight_does_not_count_again():
+    backend = FakeBackend()
 
     def fail_after_another():
         backend.fail()
@@ -104,15 +104,15 @@ def test_failures_of_calls_that_were_out_already_do_not_count_again():
     assert backend.cooldown_s() == 1
 
 
-def test_any_success_closes_it():
-    """A call that was out before the breaker opened says as much as a probe."""
-    backend = Backend()
+def test_any_successful_call_closes_the_breaker():
+    """A call that began before the breaker opened counts as much as a probe."""
+    backend = FakeBackend()
     backend.breaker.call(backend.fail)
     assert not backend.breaker.is_open
 
 
 def test_an_interrupted_probe_is_followed_by_another():
-    backend = Backend()
+    backend = FakeBackend()
     backend.fail()
     backend.now = 2.0
 

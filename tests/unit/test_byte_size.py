@@ -1,4 +1,4 @@
-"""Byte sizes as flags and URLs write them."""
+"""Byte sizes as written in flags and URLs."""
 
 import pytest
 
@@ -20,13 +20,13 @@ from kvstore.url import parse_byte_size
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_reads_what_people_write(text, num_bytes):
+def test_byte_sizes_are_parsed(text, num_bytes):
     assert parse_byte_size(text) == num_bytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "-1", "1e-9", "nan", "inf", "2 GiBs", "1,5GB", "1.GB", "2GB3", "1e999"]
 )
-def test_refuses_anything_else_with_an_example(text):
+def test_invalid_sizes_are_refused_with_an_example(text):
     with pytest.raises(ValueError, match="512MiB"):
         parse_byte_size(text)

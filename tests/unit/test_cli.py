@@ -1,11 +1,14 @@
-"""The `baton` command: help, version, exit statuses, what it writes."""
+"""The `baton` command: help, version, exit statuses, output."""
 
+import argparse
 import io
 
 import pytest
 
 import baton
 from baton.cli import main
+from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
+from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from engine.cli_args import FIXED_FIELDS
 from tests.support.fake_generation import running_fake_generation
@@ -23,7 +26,7 @@ COMMANDS = {
 }
 
 
-def test_version(capsys):
+def test_version_prints_the_version(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--version"])
     assert exit_info.value.code == 0
@@ -38,7 +41,7 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command(command, capsys):
+def test_every_command_prints_help_with_its_flags(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
     assert exit_info.value.code == 0
@@ -82,7 +85,7 @@ def test_generate_prints_each_candidate_under_its_name(capsys):
     assert not sampling.HasField("beam_search")
 
 
-def test_generate_searches_with_beams(capsys):
+def test_generate_sends_the_parameters_of_beam_search(capsys):
     flags = ["--beam-width", "4", "--length-penalty", "0", "--early-stopping", "never"]
     with running_fake_generation() as server:
         assert main(["generate", "hi", "--address", server.address, *flags]) == 0
@@ -94,6 +97,74 @@ def test_generate_searches_with_beams(capsys):
     assert beam_search.early_stopping == common_pb2.EARLY_STOPPING_NEVER
 
 
+def test_generate_sends_only_what_is_stated(capsys):
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address]) == 0
+        assert main(["generate", "hi", "--address", server.address, "--min-tokens", "200"]) == 1
+    assert "min_tokens is 200; it must be in [0, 128], max_tokens" in capsys.readouterr().err
+    (request,) = server.requests
+    assert request.sampling == common_pb2.SamplingParams()
+    assert request.stopping == common_pb2.StoppingParams(max_tokens=128)
+    assert request.text_params == common_pb2.TextParams()
+
+
+def test_generate_has_a_flag_for_every_parameter():
+    given = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: -1.5, 9: 2.0},
+        "allowed_token_ids": [7, 8],
+        "bad_words": ["no", "never"],
+        "seed": 4,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["x", "y"],
+        "stop_token_ids": [5, 6],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "n": 1,
+        "best_of": 2,
+        "beam_width": 3,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "logprobs": 2,
+        "prompt_logprobs": 0,
+        "truncate_prompt_tokens": -1,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "detokenize": False,
+    }
+    assert given.keys() == set(SamplingParams.__slots__)
+    parser = argparse.ArgumentParser()
+    add_sampling_args(parser)
+    singular = {
+        "allowed_token_ids": "allowed-token-id",
+        "bad_words": "bad-word",
+        "stop_token_ids": "stop-token-id",
+    }
+    for name, value in given.items():
+        flag = singular.get(name, name.replace("_", "-"))
+        if isinstance(value, bool):
+            flags = [f"--{flag}" if value else f"--no-{flag}"]
+        elif isinstance(value, dict):
+            flags = [f"--{flag}={token}={bias}" for token, bias in value.items()]
+        else:
+            flags = [f"--{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+        stated = sampling_fields_from_args(parser.parse_args(flags))
+        assert stated == {"max_tokens": 128, name: value}
+
+
+def test_a_malformed_bias_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--logit-bias", "7"])
+    assert "--logit-bias: invalid ID=BIAS value: '7'" in capsys.readouterr().err
+
+
 def test_generate_reads_stdin(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
     with running_fake_generation() as server:
@@ -101,32 +172,32 @@ def test_generate_reads_stdin(capsys, monkeypatch):
     assert server.requests[0].text == "from a pipe"
 
 
-def test_errors_are_one_line_and_status_1(capsys):
+def test_errors_print_one_line_and_exit_with_1(capsys):
     with running_fake_generation() as server:
         assert main(["generate", "fail", "--address", server.address]) == 1
     assert capsys.readouterr().err == "baton generate: error: no replica is left\n"
 
 
-def test_a_bad_parameter_is_told(capsys):
+def test_an_invalid_sampling_parameter_is_named(capsys):
     assert main(["generate", "hi", "--top-p", "0"]) == 1
     assert "top_p is 0.0" in capsys.readouterr().err
 
 
-def test_health_of_nobody(capsys):
+def test_health_reports_an_address_without_a_server_as_unavailable(capsys):
     assert main(["health", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().out == "UNAVAILABLE\n"
 
 
 @pytest.mark.parametrize("port", ["99999", "-1"])
 @pytest.mark.parametrize("command", ["up", "decode"])
-def test_a_port_out_of_range_is_told(command, port, capsys):
+def test_a_port_out_of_range_is_refused(command, port, capsys):
     assert main([command, "--model", "m", "--port", port]) == 2
     message = f"--port is {port}; it must be in [0, 65536)"
     assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
 
 
 @pytest.mark.parametrize("field", FIXED_FIELDS["prefill"])
-def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
+def test_prefill_has_no_flags_for_its_fixed_fields(field, capsys):
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(SystemExit):
         main(["prefill", "--model", "m", flag, "off"])
@@ -134,7 +205,7 @@ def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])
-def test_a_store_of_one_process_alone_is_refused(command, capsys):
+def test_a_store_within_one_process_is_refused(command, capsys):
     assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2
     assert capsys.readouterr().err == (
         f"baton {command}: error: --kv-connector memory:// is shared within one process only; "

@@ -26,7 +26,7 @@ def _help():
     return " ".join(parser.format_help().split())
 
 
-def test_the_help_tells_every_connector():
+def test_the_help_names_every_connector_scheme():
     stores = {scheme for scheme in known_stores() if not scheme.startswith("redis")}
     for scheme in (*stores, "redis", "grpc", "nixl", "multi"):
         assert f"{scheme}://" in _help()
@@ -83,7 +83,7 @@ def test_every_field_can_be_given(tmp_path):
     assert _parse(*arguments) == config
 
 
-def test_bytes_take_units():
+def test_byte_sizes_may_have_units():
     assert _parse("--model", "m", "--kv-cache-memory", "512MiB").kv_cache_memory == 512 * 2**20
 
 
@@ -115,13 +115,13 @@ def test_ranges_are_checked_by_the_config():
 
 
 @pytest.mark.parametrize("size", ["0", "3", "32"])
-def test_transfer_blocks_divide_the_pools(size):
+def test_the_transfer_block_size_must_divide_the_block_size(size):
     with pytest.raises(ConfigurationError, match=f"--kv-transfer-block-size is {size}; it must be"):
         _parse("--model", "m", "--block-size", "16", "--kv-transfer-block-size", size)
 
 
 @pytest.mark.parametrize("path", ["", "absent", "file", "read-only"])
-def test_turns_need_a_folder_to_write_to(path, tmp_path, monkeypatch):
+def test_the_turns_folder_must_be_writable(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "read-only").mkdir(mode=0o500)
@@ -140,14 +140,14 @@ def test_omitted_fields_have_no_flag_and_take_overrides(capsys):
     assert "unrecognized arguments: --role" in capsys.readouterr().err
 
 
-def test_flags_of_others_are_left_alone():
+def test_flags_of_other_components_are_ignored():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=1)
     add_engine_args(parser)
     assert engine_config_from_args(parser.parse_args(["--model", "m"])) == EngineConfig(model="m")
 
 
-def test_help_tells_every_flag_its_meaning_and_default():
+def test_the_help_has_the_meaning_and_default_of_every_flag():
     text = _help()
     for field in dataclasses.fields(EngineConfig):
         assert f"--{field.name.replace('_', '-')}" in text
@@ -156,6 +156,6 @@ def test_help_tells_every_flag_its_meaning_and_default():
     assert "--no-enable-prefix-caching" in text
 
 
-def test_importing_flags_imports_no_torch():
+def test_importing_cli_args_does_not_import_torch():
     code = "import sys, engine.cli_args; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""`baton up`: the processes it plans, its flags, its store."""
+"""`baton up`: planned processes, their flags, the embedded store, turns on the CPU."""
 
 import argparse
 import os
@@ -70,9 +70,8 @@ def test_every_process_has_a_name_and_a_port_of_its_own():
     assert len({server.address for server in servers}) == 6
 
 
-def test_the_commands_understand_their_flags():
-    """What the plan says comes out of the services' own parsers unchanged."""
-    plan = plan_cluster(config())
+def test_the_services_parse_the_planned_flags_to_the_same_configuration():
+    plan = plan_cluster(config(generation_config="none"))
     args = parse(add_decode_args, plan.decode[1].spec.arguments)
     assert engine_config_from_args(args, role="decode") == EngineConfig(
         **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
@@ -86,6 +85,7 @@ def test_the_commands_understand_their_flags():
     assert router.prefill == tuple(server.address for server in plan.prefill)
     assert router.decode == tuple(server.address for server in plan.decode)
     assert router.model_name == ENGINE.model_name == "some"
+    assert router.generation_config == "none"
 
 
 def test_defaults_need_no_flags():
@@ -107,7 +107,7 @@ def test_prefill_is_optional():
     assert "--prefill" not in plan.router.spec.arguments
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--port"):
@@ -115,7 +115,7 @@ def test_a_port_in_use_is_told():
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 70, "256.0.0.1", "::nonsense"])
-def test_a_host_that_is_none_is_told(host):
+def test_an_invalid_host_is_refused(host):
     with pytest.raises(ConfigurationError, match=f"cannot listen on .*{host}"):
         plan_cluster(config(router=ServerConfig(host=host)))
 
@@ -124,7 +124,7 @@ def test_a_host_that_is_none_is_told(host):
     ("host", "reachable"),
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
-def test_the_router_is_reached_where_it_listens(host, reachable):
+def test_the_address_of_the_router_is_reachable_from_this_machine(host, reachable):
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     router = plan_cluster(config(router=ServerConfig(host=host))).router
@@ -151,7 +151,7 @@ def use_as_shared_memory(monkeypatch, folder):
     monkeypatch.setattr("baton.up.run_folder.SHARED_MEMORY", folder)
 
 
-def test_the_embedded_store_goes_with_the_cluster(shared_memory):
+def test_the_embedded_store_is_removed_with_the_cluster(shared_memory):
     with embedded_store() as url:
         folder = shared_memory / f"baton-{url.removeprefix('shm://')}"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -171,7 +171,7 @@ def test_the_embedded_store_lies_in_a_temporary_folder_if_shared_memory_is_small
     assert not folder.exists()
 
 
-def test_what_a_killed_cluster_left_is_removed(shared_memory):
+def test_folders_left_by_a_killed_cluster_are_removed(shared_memory):
     ended = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
     )
@@ -186,7 +186,7 @@ def test_what_a_killed_cluster_left_is_removed(shared_memory):
         assert foreign.exists()
 
 
-def test_without_shared_memory_a_temporary_folder_serves(tmp_path, monkeypatch):
+def test_the_embedded_store_is_a_temporary_folder_without_shared_memory(tmp_path, monkeypatch):
     use_as_shared_memory(monkeypatch, tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with embedded_store() as url:
@@ -195,7 +195,7 @@ def test_without_shared_memory_a_temporary_folder_serves(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_all_workers_on_the_cpu_are_given_one_folder_for_turns(device, shared_memory):
+def test_all_workers_on_the_cpu_share_one_turns_folder(device, shared_memory):
     given = config(engine=replace(ENGINE, device=device))
     with taking_turns(given) as taking:
         assert replace(taking, engine=given.engine) == given
@@ -221,7 +221,7 @@ def test_all_workers_on_the_cpu_are_given_one_folder_for_turns(device, shared_me
         {"num_prefill": 0, "num_decode": 1},
     ],
 )
-def test_workers_on_gpus_and_one_alone_take_no_turns(overrides, shared_memory):
+def test_workers_on_gpus_and_a_single_worker_do_not_take_turns(overrides, shared_memory):
     given = config(**overrides)
     with taking_turns(given) as taking:
         assert taking is given
@@ -229,8 +229,8 @@ def test_workers_on_gpus_and_one_alone_take_no_turns(overrides, shared_memory):
 
 
 @pytest.mark.parametrize(("flags", "takes_turns"), [((), True), (("--no-turns",), False)])
-def test_turns_are_the_default_of_the_command(flags, takes_turns, shared_memory):
+def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared_memory):
     with up._running_config(parse(up.add_args, flags)) as running:
         assert (running.engine.turns_folder is not None) == takes_turns
-        assert len(list(shared_memory.iterdir())) == 1 + takes_turns  # there is a store, too
+        assert len(list(shared_memory.iterdir())) == 1 + takes_turns  # the embedded store, too
     assert list(shared_memory.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The base scheduler half gathers jobs; the null connector ends them all and moves nothing."""
+"""The base scheduler half collects jobs; the null connector ends them without moving blocks."""
 
 from kvstore.connector import KvConnectorScheduler, null_connector
 from kvstore.jobs import (
@@ -13,7 +13,7 @@ from kvstore.jobs import (
 KEYS = (b"a" * 32, b"b" * 32)
 
 
-def test_each_build_hands_over_what_was_scheduled_since_the_last():
+def test_build_work_returns_the_jobs_since_the_previous_call():
     scheduler = KvConnectorScheduler("fake", lease_s=1)
     job = scheduler.save(KEYS, (3, 4), 2, num_found=1, lease_id="lease")
     work = scheduler.build_work()
@@ -27,7 +27,7 @@ def test_each_build_hands_over_what_was_scheduled_since_the_last():
     assert not scheduler.build_work()
 
 
-def test_an_answer_to_a_forgotten_look_up_is_dropped():
+def test_the_result_of_a_forgotten_lookup_is_dropped():
     scheduler = KvConnectorScheduler("fake", lease_s=1)
     open_one, answered = scheduler.lookup(KEYS), scheduler.lookup(KEYS)
     scheduler.update(TransferResults(lookups=(LookupResult(answered, 2),)))
@@ -40,7 +40,7 @@ def test_an_answer_to_a_forgotten_look_up_is_dropped():
     scheduler.update(TransferResults(lookups=(LookupResult(open_one, 1),)))
 
 
-def test_the_null_connector_ends_every_job_with_nothing():
+def test_the_null_connector_ends_every_job_without_moving_blocks():
     scheduler, worker = null_connector()
     wakes: list[int] = []
     worker.set_waker(lambda: wakes.append(1))

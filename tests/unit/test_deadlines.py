@@ -1,4 +1,4 @@
-"""Deadlines of requests, in the heap and in the scheduler."""
+"""Deadlines of requests: `Deadlines` and the scheduler's `expire`."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Live:
     arrival: int
 
 
-def test_the_earliest_is_told_first_and_each_once() -> None:
+def test_passed_deadlines_are_returned_once_and_earliest_first() -> None:
     deadlines = Deadlines({"a": Live(0), "b": Live(1), "c": Live(2)})
     for deadline, arrival, request_id in ((3.0, 0, "a"), (1.0, 1, "b"), (9.0, 2, "c")):
         deadlines.add(deadline, arrival, request_id)
@@ -25,7 +25,7 @@ def test_the_earliest_is_told_first_and_each_once() -> None:
     assert deadlines.next == 9.0
 
 
-def test_an_ended_request_is_not_told_though_its_id_lives_again() -> None:
+def test_the_deadline_of_an_ended_request_is_dropped_even_if_its_id_is_reused() -> None:
     live = {"a": Live(0)}
     deadlines = Deadlines(live)
     deadlines.add(1.0, 0, "a")
@@ -48,7 +48,7 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     assert deadlines.take_passed(1e9) == ["a"]
 
 
-def test_requests_end_in_any_state() -> None:
+def test_running_and_waiting_requests_end_at_their_deadline() -> None:
     driven = DrivenScheduler(max_num_seqs=1)
     driven.add(request("running", deadline=5.0), request("waiting", deadline=6.0))
     driven.step()
@@ -62,7 +62,7 @@ def test_requests_end_in_any_state() -> None:
     assert driven.num_free == 32
 
 
-def test_a_swapped_request_ends_and_frees_the_host() -> None:
+def test_a_swapped_request_ends_and_frees_its_host_blocks() -> None:
     driven = DrivenScheduler(num_blocks=5, num_host_blocks=8, preemption_mode="swap")
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9, deadline=5.0))
     while driven.scheduler.load().num_swapped_blocks == 0:
@@ -75,10 +75,10 @@ def test_a_swapped_request_ends_and_frees_the_host() -> None:
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_loading_request_ends_and_its_blocks_wait_for_the_load(answers: bool) -> None:
+def test_a_loading_request_ends_and_keeps_its_blocks_until_the_load_ends(answers: bool) -> None:
     driven = DrivenScheduler(with_connector=True, role="decode", kv_transfer_timeout_s=50.0)
-    asked = handed_over("a", deadline=5.0)
-    driven.add(asked)
+    submitted = handed_over("a", deadline=5.0)
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
     driven.now = 5.0
@@ -87,7 +87,7 @@ def test_a_loading_request_ends_and_its_blocks_wait_for_the_load(answers: bool) 
     assert isinstance(output.error, DeadlineExceededError)
     assert driven.num_free == 32 - 3
     if answers:
-        assert driven.end_load(load, asked.spec.prompt_token_ids) == []
+        assert driven.end_load(load, submitted.spec.prompt_token_ids) == []
     else:
         driven.now = 60.0
         assert driven.scheduler.expire() == []

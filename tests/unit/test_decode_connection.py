@@ -1,4 +1,4 @@
-"""The router's end of a Connect stream, without a server."""
+"""`DecodeConnection`, the router's end of a Connect stream, without a server."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from router.decode_connection import DecodeConnection, ReplicaLostError
 
 
 class FakeStub:
-    """Connect as a pair of queues."""
+    """A stub whose Connect method reads commands and yields responses from a queue."""
 
     def __init__(self) -> None:
         self.responses: asyncio.Queue[decode_pb2.ConnectResponse | None] = asyncio.Queue()
@@ -32,17 +32,17 @@ class FakeStub:
         self.responses.put_nowait(decode_pb2.ConnectResponse(outputs=outputs))
 
 
-def start(request_id):
+def start_command(request_id):
     return decode_pb2.StartDecode(spec=request_pb2.RequestSpec(request_id=request_id))
 
 
-def saved(handoff_id, *keys, num_tokens=0):
+def make_handoff(handoff_id, *keys, num_tokens=0):
     return prefill_pb2.KvHandoff(
         handoff_id=handoff_id, block_keys=keys, num_tokens=num_tokens, connector_params=b"p"
     )
 
 
-def output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
+def make_output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
     return request_pb2.CandidateOutput(
         request_id=request_id,
         index=index,
@@ -63,14 +63,14 @@ async def connected():
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_outputs_merge_while_nobody_reads(connected):
+async def test_unread_outputs_are_merged(connected):
     stub, connection, _ = connected
-    a, b = connection.start(start("a")), connection.start(start("b"))
-    first = output("a", 1)
+    a, b = connection.start(start_command("a")), connection.start(start_command("b"))
+    first = make_output("a", 1)
     first.cached_tokens = 5
-    stub.send(first, output("b", 9))
-    stub.send(output("a", 2))
-    stub.send(output("a", 3, finish_reason=common_pb2.FINISH_REASON_STOP))
+    stub.send(first, make_output("b", 9))
+    stub.send(make_output("a", 2))
+    stub.send(make_output("a", 3, finish_reason=common_pb2.FINISH_REASON_STOP))
     await stub.responses.join()
     merged = await a.read()
     assert list(merged.token_ids) == [1, 2, 3]
@@ -79,30 +79,30 @@ async def test_outputs_merge_while_nobody_reads(connected):
     assert list((await b.read()).token_ids) == [9]
 
 
-async def test_candidates_wait_apart_and_the_requests_last_output_stays_last(connected):
+async def test_candidates_are_merged_separately_and_the_last_output_stays_last(connected):
     stub, connection, _ = connected
-    stream = connection.start(start("a"))
+    stream = connection.start(start_command("a"))
     stop = common_pb2.FINISH_REASON_STOP
-    stub.send(output("a", 1), output("a", 2, index=1))
-    stub.send(output("a", 3, index=1, finish_reason=stop, is_last=False))
-    stub.send(output("a", 4, finish_reason=stop))
+    stub.send(make_output("a", 1), make_output("a", 2, index=1))
+    stub.send(make_output("a", 3, index=1, finish_reason=stop, is_last=False))
+    stub.send(make_output("a", 4, finish_reason=stop))
     await stub.responses.join()
     read = [await stream.read(), await stream.read()]
     assert [(each.index, list(each.token_ids), each.is_last) for each in read] == [
         (1, [2, 3], False),
         (0, [1, 4], True),
     ]
-    stream.close()  # the request has ended: nothing is sent
-    connection.start(start("b"))
-    await anext(stub.commands)  # a's
+    stream.close()  # the request has ended, so no cancel is sent
+    connection.start(start_command("b"))
+    await anext(stub.commands)  # the start of a
     assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
 async def test_an_error_is_raised_after_the_tokens_that_came_before_it(connected):
     stub, connection, _ = connected
-    stream = connection.start(start("a"))
-    stub.send(output("a", 1), output("a", 2, index=1))
-    end = output("a", finish_reason=common_pb2.FINISH_REASON_ERROR)
+    stream = connection.start(start_command("a"))
+    stub.send(make_output("a", 1), make_output("a", 2, index=1))
+    end = make_output("a", finish_reason=common_pb2.FINISH_REASON_ERROR)
     end.error.MergeFrom(request_pb2.WorkerError(code=13, message="gone"))
     stub.send(end)
     await stub.responses.join()
@@ -115,93 +115,93 @@ async def test_an_error_is_raised_after_the_tokens_that_came_before_it(connected
         await stream.read()
 
 
-async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected):
+async def test_a_finished_candidate_is_cancelled_once_and_never_read_again(connected):
     stub, connection, _ = connected
-    stream = connection.start(start("a"))
+    stream = connection.start(start_command("a"))
     await anext(stub.commands)
-    stub.send(output("a", 1), output("a", 2, index=1))
+    stub.send(make_output("a", 1), make_output("a", 2, index=1))
     await stub.responses.join()
     await stream.read()
     for _ in range(2):
         stream.finish(0)
     cancel = (await anext(stub.commands)).cancel
     assert (cancel.request_id, cancel.HasField("index"), cancel.index) == ("a", True, 0)
-    stub.send(output("a", 3), output("a", 4, index=1))
+    stub.send(make_output("a", 3), make_output("a", 4, index=1))
     await stub.responses.join()
     assert list((await stream.read()).token_ids) == [2, 4]
-    stub.send(output("a", finish_reason=common_pb2.FINISH_REASON_ABORTED))
+    stub.send(make_output("a", finish_reason=common_pb2.FINISH_REASON_ABORTED))
     await stub.responses.join()
     last = await stream.read()
     assert (last.is_last, list(last.token_ids)) == (True, [])
-    connection.start(start("b"))
+    connection.start(start_command("b"))
     assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
 async def test_commands_go_out_in_order(connected):
     stub, connection, _ = connected
     for name in "abc":
-        connection.start(start(name))
+        connection.start(start_command(name))
     sent = [await anext(stub.commands) for _ in range(3)]
     assert [command.start.spec.request_id for command in sent] == ["a", "b", "c"]
     connection.cancel("b")
     assert (await anext(stub.commands)).cancel.request_id == "b"
 
 
-async def test_blocks_to_prefetch_go_out_before_the_start_and_gather_while_nothing_does(connected):
+async def test_prefetches_are_merged_while_unsent_and_sent_before_the_start(connected):
     stub, connection, _ = connected
-    connection.prefetch("a", saved("h", b"1", b"2", num_tokens=8))
+    connection.prefetch("a", make_handoff("h", b"1", b"2", num_tokens=8))
     sent = (await anext(stub.commands)).prefetch
     assert (list(sent.blocks.block_keys), sent.blocks.num_tokens) == ([b"1", b"2"], 8)
-    connection.prefetch("a", saved("h", b"3", num_tokens=12))
-    connection.start(start("b"))
-    connection.prefetch("a", saved("h", b"4", b"5", num_tokens=20))
-    connection.start(start("a"))
+    connection.prefetch("a", make_handoff("h", b"3", num_tokens=12))
+    connection.start(start_command("b"))
+    connection.prefetch("a", make_handoff("h", b"4", b"5", num_tokens=20))
+    connection.start(start_command("a"))
     gathered, other, begun = [await anext(stub.commands) for _ in range(3)]
-    assert gathered.prefetch.blocks == saved("h", b"3", b"4", b"5", num_tokens=20)
+    assert gathered.prefetch.blocks == make_handoff("h", b"3", b"4", b"5", num_tokens=20)
     assert other.start.spec.request_id == "b"
     assert begun.start.spec.request_id == "a"
 
 
-async def test_blocks_of_a_lost_prefill_replica_give_way_to_those_of_the_next(connected):
+async def test_a_new_handoff_replaces_the_prefetch_of_a_lost_prefill_replica(connected):
     stub, connection, _ = connected
-    connection.prefetch("a", saved("lost", b"1", b"2"))
-    connection.prefetch("a", saved("next", b"1"))
-    connection.prefetch("a", saved("next", b"2"))
+    connection.prefetch("a", make_handoff("lost", b"1", b"2"))
+    connection.prefetch("a", make_handoff("next", b"1"))
+    connection.prefetch("a", make_handoff("next", b"2"))
     (sent,) = [await anext(stub.commands)]
-    assert sent.prefetch.blocks == saved("next", b"1", b"2")
+    assert sent.prefetch.blocks == make_handoff("next", b"1", b"2")
 
 
-async def test_a_request_that_is_over_takes_back_its_prefetch(connected):
+async def test_a_withdrawn_prefetch_is_not_sent(connected):
     stub, connection, task = connected
-    connection.prefetch("a", saved("h", b"1"))
+    connection.prefetch("a", make_handoff("h", b"1"))
     connection.withdraw_prefetch("a")
     connection.withdraw_prefetch("unknown")
-    connection.start(start("b"))
+    connection.start(start_command("b"))
     assert (await anext(stub.commands)).start.spec.request_id == "b"
     stub.responses.put_nowait(None)
     with pytest.raises(ReplicaLostError):
         await task
-    connection.prefetch("a", saved("h", b"1"))  # the replica is gone: nothing waits for it
+    connection.prefetch("a", make_handoff("h", b"1"))  # ignored: the replica is lost
 
 
-async def test_cancel_takes_back_a_start_that_was_not_sent(connected):
+async def test_closing_a_stream_withdraws_an_unsent_start(connected):
     stub, connection, _ = connected
-    connection.start(start("a")).close()
-    connection.start(start("b"))
+    connection.start(start_command("a")).close()
+    connection.start(start_command("b"))
     assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
-async def test_nothing_is_sent_for_requests_that_ended_or_never_were(connected):
+async def test_no_cancel_is_sent_for_ended_or_unknown_requests(connected):
     stub, connection, _ = connected
-    stream = connection.start(start("a"))
+    stream = connection.start(start_command("a"))
     await anext(stub.commands)
-    stub.send(output("a", 1, finish_reason=common_pb2.FINISH_REASON_LENGTH))
+    stub.send(make_output("a", 1, finish_reason=common_pb2.FINISH_REASON_LENGTH))
     await stream.read()
     stream.close()
     connection.cancel("unknown")
-    stub.send(output("a", 2), output("unknown", 3))  # late
+    stub.send(make_output("a", 2), make_output("unknown", 3))  # late
     await stub.responses.join()
-    connection.start(start("b"))
+    connection.start(start_command("b"))
     assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
@@ -215,11 +215,11 @@ async def test_commands_end_with_the_stream(connected):
         assert await coming is None
 
 
-async def test_broken_stream_fails_its_requests_after_what_they_got(connected):
+async def test_a_broken_stream_fails_its_requests_after_their_received_tokens(connected):
     stub, connection, task = connected
-    reader, waiter = connection.start(start("a")), connection.start(start("b"))
+    reader, waiter = connection.start(start_command("a")), connection.start(start_command("b"))
     waiting = asyncio.create_task(waiter.read())
-    stub.send(output("a", 1))
+    stub.send(make_output("a", 1))
     stub.responses.put_nowait(None)
     with pytest.raises(ReplicaLostError, match="name was lost"):
         await task
@@ -232,4 +232,4 @@ async def test_broken_stream_fails_its_requests_after_what_they_got(connected):
     assert stub.is_cancelled
     assert not connection.is_open
     with pytest.raises(ReplicaLostError):
-        connection.start(start("c"))
+        connection.start(start_command("c"))

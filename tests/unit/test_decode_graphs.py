@@ -1,4 +1,4 @@
-"""Sizes of CUDA graphs, and the graph that runs a step."""
+"""Sizes of CUDA graphs, and their capture and replay."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.support.traced_graphs import TracedStep
         (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
     ],
 )
-def test_sizes(max_rows, sizes):
+def test_capture_sizes(max_rows, sizes):
     assert capture_sizes(max_rows) == sizes
 
 
@@ -39,11 +39,11 @@ def test_every_number_of_rows_is_padded_to_the_next_size(max_rows, data):
         assert not any(num_rows <= other < size for other in sizes)
 
 
-def test_without_sizes_no_graph_holds_a_step():
+def test_a_step_is_not_padded_without_capture_sizes():
     assert padded_size((), 1) is None
 
 
-def test_the_largest_is_captured_first_each_after_a_run_and_runs_alone():
+def test_the_largest_graph_is_captured_first_and_replays_do_not_run_the_model():
     calls, recorded = [], []
 
     def run(size):
@@ -64,9 +64,9 @@ def test_the_largest_is_captured_first_each_after_a_run_and_runs_alone():
 
 
 class TestTracedStep:
-    """The stand-in for CUDA graphs in tests has their limitations."""
+    """`TracedStep`, the stand-in for CUDA graphs in tests, has their limitations."""
 
-    def test_runs_on_what_the_memory_holds_now(self):
+    def test_a_run_reads_the_present_contents_of_its_inputs(self):
         values, sums = torch.arange(4.0), torch.zeros(())
 
         def run():
@@ -78,18 +78,18 @@ class TestTracedStep:
         assert step.run().tolist() == [10.0] * 4
         assert float(sums) == 6 + 20
 
-    def test_keeps_the_scalars_it_was_recorded_with(self):
+    def test_a_run_keeps_the_recorded_scalars(self):
         factor = [2.0]
         values = torch.ones(3)
         step = TracedStep(lambda: values * factor[0])
         factor[0] = 7.0
         assert step.run().tolist() == [2.0] * 3
 
-    def test_refuses_to_wait_for_the_device(self):
+    def test_recording_refuses_to_wait_for_the_device(self):
         with pytest.raises(AssertionError, match="waits"):
             TracedStep(lambda: torch.ones(int(torch.tensor(3))))
 
-    def test_does_not_see_tensors_made_anew(self):
+    def test_a_run_does_not_see_reassigned_tensors(self):
         inputs = {"values": torch.ones(2)}
         step = TracedStep(lambda: inputs["values"] + 1)
         inputs["values"] = torch.zeros(2)

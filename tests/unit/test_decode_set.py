@@ -1,4 +1,4 @@
-"""Which sequences are due in which step."""
+"""`DecodeSet`: the sequences that are due in each step."""
 
 from engine.group import Sequence, SequenceGroup
 from engine.schedule.decode_set import DecodeSet
@@ -7,10 +7,12 @@ from tests.support.requests import engine_request
 
 
 def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
-    """One whose next step runs its last known token."""
-    asked = engine_request(request_id="a", prompt_token_ids=(0,) * num_tokens, max_tokens=1)
+    """Returns a sequence whose next step runs its last known token."""
+    decode_request = engine_request(
+        request_id="a", prompt_token_ids=(0,) * num_tokens, max_tokens=1
+    )
     group = SequenceGroup(
-        request=asked,
+        request=decode_request,
         order=(0.0, 0),
         keys=BlockKeyChain(b"", 4),
         max_len=limit,
@@ -23,7 +25,7 @@ def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
     return branch
 
 
-def test_it_is_due_at_every_block_boundary() -> None:
+def test_a_sequence_is_due_at_every_block_boundary() -> None:
     decoding = DecodeSet(4)
     one = sequence(6)
     decoding.enter(one, step=10)  # position 6 in step 10, so 8 in step 12
@@ -36,7 +38,7 @@ def test_it_is_due_at_every_block_boundary() -> None:
     assert due == [(10, 6), (12, 8), (16, 12), (20, 16)]
 
 
-def test_it_is_due_when_it_has_drawn_its_last_token() -> None:
+def test_a_sequence_is_due_after_it_draws_its_last_token() -> None:
     decoding = DecodeSet(4)
     one = sequence(8, limit=11)
     decoding.enter(one, step=1)
@@ -48,7 +50,7 @@ def test_it_is_due_when_it_has_drawn_its_last_token() -> None:
     assert decoding.position(one, 3) == 11 - 1
 
 
-def test_who_has_left_is_not_due() -> None:
+def test_a_sequence_that_has_left_is_not_due() -> None:
     decoding = DecodeSet(4)
     one = sequence(8)
     decoding.enter(one, step=1)
@@ -59,7 +61,7 @@ def test_who_has_left_is_not_due() -> None:
     assert decoding.take_due(1) == []
 
 
-def test_who_comes_again_is_due_once() -> None:
+def test_a_sequence_that_enters_again_is_due_once() -> None:
     decoding = DecodeSet(1)
     one = sequence(8)
     decoding.enter(one, step=1)
@@ -72,7 +74,7 @@ def test_who_comes_again_is_due_once() -> None:
     assert decoding.position(one, 2) == 9
 
 
-def test_members_are_the_same_objects_while_nothing_changes() -> None:
+def test_members_returns_the_same_objects_until_a_sequence_enters_or_leaves() -> None:
     decoding = DecodeSet(4)
     first, second = sequence(8, row=3), sequence(9, row=1)
     assert decoding.members() == ((), ())
@@ -89,7 +91,7 @@ def test_members_are_the_same_objects_while_nothing_changes() -> None:
     assert len(decoding) == 1
 
 
-def test_rows_are_the_same_object_where_one_came_and_went() -> None:
+def test_members_returns_the_same_rows_after_a_sequence_enters_and_leaves() -> None:
     decoding = DecodeSet(4)
     first, second = sequence(8, row=3), sequence(9, row=1)
     decoding.enter(first, step=1)

@@ -1,4 +1,4 @@
-"""The bundled demo model is small, loads everywhere and writes words; its script runs."""
+"""The bundled demo model and the script that trains it."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def test_the_folder_is_small():
     assert sum(path.stat().st_size for path in demo_model_path().iterdir()) < 8 * MIB
 
 
-def test_it_runs_in_float32_from_half_the_bytes(model):
+def test_the_model_is_stored_in_16_bits_and_runs_in_float32(model):
     assert model.dtype == torch.float32
     weights_bytes = (demo_model_path() / "model.safetensors").stat().st_size
     assert weights_bytes < 2.1 * model.num_parameters()
@@ -41,7 +41,7 @@ def test_both_tokenizers_agree_on_the_prompt(model):
     assert token_ids[0] == model.config.bos_token_id
 
 
-def test_it_continues_the_prompt_in_words(model):
+def test_the_model_continues_the_prompt_in_english_words(model):
     tokenizer = Tokenizer.load(demo_model_path())
     prompt = tokenizer.encode(DEMO_PROMPT)
     output = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
@@ -53,8 +53,8 @@ def test_it_continues_the_prompt_in_words(model):
     assert sum(word in known for word in words) > 0.8 * len(words)
 
 
-def test_it_ends_documents(model):
-    """The end-of-sequence token was trained: likely after a finished sentence."""
+def test_the_model_predicts_the_end_of_sequence_token(model):
+    """The end-of-sequence token was trained, so it is likely after a finished sentence."""
     tokenizer = Tokenizer.load(demo_model_path())
     prompt = torch.tensor([tokenizer.encode("Return the number of items in the list.")])
     with torch.no_grad():

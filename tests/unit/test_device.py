@@ -1,4 +1,4 @@
-"""The device that a flag names, and the defaults that depend on it."""
+"""The device chosen by a flag, and the defaults that depend on it."""
 
 import pytest
 import torch

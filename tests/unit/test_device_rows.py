@@ -1,4 +1,4 @@
-"""The rows' state on the device equals the host's after any updates."""
+"""`DeviceRows`: block tables, positions, last tokens and draw parameters on the device."""
 
 import math
 
@@ -29,7 +29,7 @@ def _updates(draw):
 
 
 @given(st.lists(st.lists(_updates(), max_size=8), max_size=4))
-def test_tables_are_the_hosts_after_any_updates(steps):
+def test_device_tables_equal_host_tables_after_any_updates(steps):
     """If several updates change an entry, the last one counts, as on the host."""
     rows = _rows()
     for updates in steps:
@@ -38,14 +38,14 @@ def test_tables_are_the_hosts_after_any_updates(steps):
         assert (rows.state.tables[:, rows.spare_row] == _SPARE_BLOCK).all()
 
 
-def test_chunks_set_positions_and_decoding_rows_are_the_devices_own():
+def test_chunks_set_device_positions_and_decoding_rows_do_not():
     rows = _rows()
     rows.advance((ScheduledChunk(3, (5, 6, 7), 10), ScheduledChunk(0, (1,), 4)), np.array([2]))
     assert rows.state.positions.tolist() == [5, 0, 0, 13, 0, 0]
     assert rows.host.positions.tolist() == [5, 0, 1, 13, 0]
 
 
-def test_rows_keep_their_chunks_tokens_and_draw_parameters():
+def test_keep_drawn_stores_tokens_and_draw_parameters_by_row():
     draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3, min_p=0.5), DrawParams(1.5, 0, 1.0, 11))
     chunks = (ScheduledChunk(4, (1, 2), 0, draws[:1]), ScheduledChunk(1, (3,), 0, draws[1:]))
     rows = _rows()
@@ -60,7 +60,7 @@ def test_rows_keep_their_chunks_tokens_and_draw_parameters():
     assert state.draws.seed.tolist()[4] == -3  # the bits of 2**64 - 3
 
 
-def test_a_table_of_draws_is_the_records_bit_for_bit():
+def test_a_draw_table_equals_its_records_bit_for_bit():
     draws = [DrawParams(0.25, 3, 0.5, 2**63, min_p=1.0), DrawParams(0.0, 0, 1.0, 1)]
     table = draw_table(np.array([draw_record(draw) for draw in draws], DRAW_RECORD), _CPU)
     assert table.temperature.tolist() == [0.25, 0.0]

@@ -1,4 +1,4 @@
-"""The documentation agrees with the repository: paths, links, make targets and variables."""
+"""The documentation agrees with the repository: paths, links, make targets, variables."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def source_files():
             yield path
 
 
-def test_every_variable_of_baton_is_in_the_table():
+def test_every_environment_variable_is_documented():
     used = {name for path in source_files() for name in VARIABLE.findall(path.read_text())}
     declared = {
         name

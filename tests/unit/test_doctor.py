@@ -1,4 +1,4 @@
-"""`baton doctor`: what it finds, how it says it, and its exit status."""
+"""`baton doctor`: its findings, output and exit status."""
 
 import json
 import subprocess
@@ -38,8 +38,8 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def found(monkeypatch):
-    """A function that makes the doctor find these, whatever the machine is."""
+def fake_findings(monkeypatch):
+    """Returns a function that replaces the doctor's findings."""
 
     def find(*findings):
         monkeypatch.setattr("baton.cli.doctor.examine", lambda kv_connector: list(findings))
@@ -52,23 +52,23 @@ SLOW = Finding("cpu kernels", Level.NOTE, "torch")
 BROKEN = Finding("torch", Level.PROBLEM, "is gone")
 
 
-def test_a_page_with_a_line_for_each(found, capsys):
-    found(FINE, SLOW)
+def test_each_finding_is_a_line(fake_findings, capsys):
+    fake_findings(FINE, SLOW)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(maxsplit=1)[0] for line in lines] == ["ok", "note"]
     assert lines[0].endswith("cores                2 of 2")
 
 
-def test_what_is_broken_fails(found, capsys):
-    found(FINE, BROKEN)
+def test_a_problem_fails_the_command(fake_findings, capsys):
+    fake_findings(FINE, BROKEN)
     assert main(["doctor"]) == 1
     assert "problem torch                is gone" in capsys.readouterr().out
 
 
-def test_long_lines_are_folded_under_their_text(found, capsys, monkeypatch):
+def test_long_lines_are_folded_under_their_text(fake_findings, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    found(Finding("cores", Level.OK, "word " * 20))
+    fake_findings(Finding("cores", Level.OK, "word " * 20))
     main(["doctor"])
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert second.index("word") == first.index("word")
@@ -76,8 +76,8 @@ def test_long_lines_are_folded_under_their_text(found, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("findings", "ok"), [((FINE, SLOW), True), ((BROKEN,), False)])
-def test_json(found, capsys, findings, ok):
-    found(*findings)
+def test_the_json_report(fake_findings, capsys, findings, ok):
+    fake_findings(*findings)
     assert main(["doctor", "--json"]) == (0 if ok else 1)
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is ok
@@ -100,7 +100,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch):
     assert "libgone.so" in finding.text
 
 
-def selected(monkeypatch, result):
+def check_fake_selection(monkeypatch, result):
     def select():
         if isinstance(result, Exception):
             raise result
@@ -111,26 +111,26 @@ def selected(monkeypatch, result):
     return finding
 
 
-def test_native_kernels_are_fine(monkeypatch):
+def test_selected_native_kernels_are_ok(monkeypatch):
     selection = Selection("avx2", Path("/somewhere/lib.so"), "this CPU has avx2")
-    finding = selected(monkeypatch, selection)
+    finding = check_fake_selection(monkeypatch, selection)
     assert finding.level is Level.OK
     assert finding.text == "avx2: this CPU has avx2 (/somewhere/lib.so)"
     assert finding.facts["path"] == "/somewhere/lib.so"
 
 
-def test_the_fallback_says_that_it_is_slower(monkeypatch):
-    finding = selected(monkeypatch, Selection("torch", None, "no library was built"))
+def test_the_fallback_to_torch_is_noted_as_slower(monkeypatch):
+    finding = check_fake_selection(monkeypatch, Selection("torch", None, "no library was built"))
     assert finding.level is Level.NOTE
     assert finding.text == "torch, which is slower than native ones: no library was built"
 
 
-def test_a_wish_that_cannot_be_had_is_a_problem(monkeypatch):
-    finding = selected(monkeypatch, ConfigurationError("BATON_CPU_KERNELS is 'avx9'"))
+def test_an_unavailable_choice_of_kernels_is_a_problem(monkeypatch):
+    finding = check_fake_selection(monkeypatch, ConfigurationError("BATON_CPU_KERNELS is 'avx9'"))
     assert (finding.level, finding.text) == (Level.PROBLEM, "BATON_CPU_KERNELS is 'avx9'")
 
 
-def test_libraries_that_are_not_built_have_their_reason(monkeypatch):
+def test_libraries_that_are_not_built_are_listed_with_their_reason(monkeypatch):
     states = (
         Library(Variant("fast"), Path("a"), built=False, problem="gcc 8 does not take it"),
         Library(Variant("plain"), Path("b"), built=True),
@@ -186,7 +186,7 @@ def test_no_compiler_is_a_note(monkeypatch):
     assert finding.level is Level.NOTE
 
 
-def test_threads_are_those_of_the_cores(monkeypatch):
+def test_the_number_of_threads_per_worker_is_reported(monkeypatch):
     monkeypatch.setattr("kernels.default_num_threads", lambda: 16)
     (finding,) = machine.check_threads()
     assert finding.level is Level.OK
@@ -207,7 +207,7 @@ def test_threads_are_those_of_the_cores(monkeypatch):
         (Memory(None, None, None), Level.OK, "unknown available of unknown"),
     ],
 )
-def test_memory(monkeypatch, memory, level, text):
+def test_memory_and_its_limit_are_reported(monkeypatch, memory, level, text):
     monkeypatch.setattr(machine_limits, "read_memory", lambda: memory)
     (finding,) = machine.check_memory()
     assert (finding.level, finding.text) == (level, text)
@@ -232,7 +232,7 @@ def test_no_shared_memory_is_a_note(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("has_gpu", "levels"), [(False, ["ok", "note", "note"]), (True, ["note", "note", "note"])]
 )
-def test_optional_packages_that_are_missing(monkeypatch, has_gpu, levels):
+def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, levels):
     def version(distribution):
         raise metadata.PackageNotFoundError(distribution)
 
@@ -243,34 +243,34 @@ def test_optional_packages_that_are_missing(monkeypatch, has_gpu, levels):
     assert 'pip install "baton-llm[bench]"' in findings[1].text
 
 
-def test_every_extra_exists():
-    """The commands that the doctor tells must work."""
+def test_every_suggested_extra_exists():
+    """The doctor suggests `pip install` commands, which must work."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for extra in software._EXTRAS:
         requirements = project["optional-dependencies"][extra.extra]
         assert any(line.startswith(extra.distribution) for line in requirements)
 
 
-def test_a_store_that_works(tmp_path):
+def test_a_working_store_is_ok(tmp_path):
     (finding,) = stores.check_store(f"file://{tmp_path}/kv")
     assert finding.level is Level.OK
     assert "wrote, read and removed an object" in finding.text
 
 
-def test_a_store_that_is_down_and_whose_password_is_nobodys_business():
+def test_a_store_that_is_down_is_a_problem_shown_without_its_password():
     (finding,) = stores.check_store("redis://user:secret@127.0.0.1:1/0?timeout_s=0.2")
     assert finding.level is Level.PROBLEM
     assert finding.text.startswith("redis://127.0.0.1:1/0: does not answer: ")
     assert "secret" not in finding.text
 
 
-def test_a_connector_that_does_not_exist():
+def test_an_unknown_connector_is_a_problem():
     (finding,) = connectors.check_connector("nothing://")
     assert finding.level is Level.PROBLEM
     assert "unknown KV connector scheme" in finding.text
 
 
-def test_an_answering_redis(redis_server):
+def test_a_working_redis_is_ok(redis_server):
     (finding,) = stores.check_store(redis_server.url)
     assert finding.level is Level.OK
 
@@ -290,7 +290,7 @@ def test_a_peer_connector_hands_blocks_over_to_this_process(url):
         ("a wall", Level.NOTE, "come by gRPC, which is slower: a wall"),
     ],
 )
-def test_nixl_says_whether_it_can_read_other_processes(monkeypatch, reason, level, text):
+def test_nixl_reports_whether_it_can_read_other_processes(monkeypatch, reason, level, text):
     monkeypatch.setattr(connectors, "why_unreadable", lambda: reason)
     handed_over, reads = connectors.check_connector("nixl://")
     assert handed_over.level is Level.OK, handed_over.text
@@ -298,14 +298,14 @@ def test_nixl_says_whether_it_can_read_other_processes(monkeypatch, reason, leve
     assert text in reads.text
 
 
-def test_another_process_is_read_if_the_kernel_allows_it(monkeypatch):
+def test_another_process_is_readable_if_the_kernel_allows_it(monkeypatch):
     needs_process_vm_readv()
     assert nixl_reads.why_unreadable() == ""
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert "UCX_TLS=tcp" in nixl_reads.why_unreadable()
 
 
-def test_the_members_of_several_are_tried_and_then_all_as_one(tmp_path):
+def test_each_member_of_a_multi_connector_is_checked_and_then_the_whole(tmp_path):
     folder = tmp_path / "kv"
     findings = list(connectors.check_connector(f"multi://grpc://?lease_s=20,file://{folder}"))
     assert [finding.level for finding in findings] == [Level.OK] * 3, findings
@@ -314,7 +314,7 @@ def test_the_members_of_several_are_tried_and_then_all_as_one(tmp_path):
     assert "wrote, read and removed an object" in store
     assert both.startswith(f"multi://grpc://,file://{folder}: opened it")
     with closing(open_store(f"file://{folder}")) as left:
-        assert left.stats().num_bytes == 0, "nothing is left behind"
+        assert left.stats().num_bytes == 0, "the check left objects behind"
 
 
 def test_a_member_that_is_down_is_named_without_its_password():
@@ -334,13 +334,13 @@ def test_a_member_that_is_down_is_named_without_its_password():
         ("grpc://?lease_s=never", "lease_s"),
     ],
 )
-def test_a_connector_that_does_not_hand_over_is_a_problem(url, problem):
+def test_a_connector_that_cannot_load_its_blocks_is_a_problem(url, problem):
     (finding,) = connectors.check_connector(url)
     assert finding.level is Level.PROBLEM
     assert problem in finding.text
 
 
-def test_a_connector_that_never_ends_is_a_problem(monkeypatch):
+def test_a_connector_that_does_not_finish_in_time_is_a_problem(monkeypatch):
     monkeypatch.setattr(connectors, "_LIMIT_S", 0.05)
     monkeypatch.setattr(connectors, "_CLEAN_UP_S", 0.05)
     monkeypatch.setattr("kvstore.peer.worker.PeerConnectorWorker.poll", lambda _: TransferResults())
@@ -367,7 +367,7 @@ def test_a_connector_that_refuses_the_pool_is_closed(monkeypatch):
     assert len(closed) == 1
 
 
-def test_a_load_that_fails_in_an_unforeseen_way_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_an_unexpected_error_during_a_load_leaves_no_objects(tmp_path, monkeypatch):
     poll = StoreConnectorWorker.poll
 
     def poll_or_fail(worker):
@@ -384,7 +384,7 @@ def test_a_load_that_fails_in_an_unforeseen_way_leaves_nothing_behind(tmp_path, 
         assert left.stats().num_bytes == 0
 
 
-def test_the_command_takes_a_peers_url(monkeypatch, capsys):
+def test_the_command_accepts_the_url_of_a_peer_connector(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_CHECKS", ())
     assert main(["doctor", "--kv-connector", "grpc://"]) == 0
     assert "kv connector" in capsys.readouterr().out

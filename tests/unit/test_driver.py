@@ -1,4 +1,4 @@
-"""`ConnectorDriver`: bounded waits, and connectors that break the contract."""
+"""`ConnectorDriver`: transfers, bounded waits, connectors that break the contract."""
 
 import time
 import uuid
@@ -21,7 +21,7 @@ KEYS = (b"a" * 32, b"b" * 32)
 
 
 class ScriptedWorker(FakeWorker):
-    """Reports what the test puts into `scripted`."""
+    """Reports the results that the test puts into `scripted`."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -51,7 +51,7 @@ def worker() -> ScriptedWorker:
 
 
 @pytest.fixture
-def scripted(worker: ScriptedWorker) -> ConnectorDriver:
+def scripted_driver(worker: ScriptedWorker) -> ConnectorDriver:
     return ConnectorDriver((KvConnectorScheduler("fake", lease_s=1), worker), new_pool(), LAYOUT)
 
 
@@ -62,7 +62,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[ConnectorDriver]:
         yield driver
 
 
-def test_blocks_are_handed_over_and_forgotten(driver: ConnectorDriver) -> None:
+def test_saved_blocks_are_loaded_until_they_are_forgotten(driver: ConnectorDriver) -> None:
     assert driver.save(KEYS, (0, 1), lease_id="lease").committed
     handoff = driver.make_handoff(KEYS, "lease")
     assert handoff.num_tokens == 2 * LAYOUT.block_size
@@ -76,20 +76,20 @@ def test_blocks_are_handed_over_and_forgotten(driver: ConnectorDriver) -> None:
     assert driver.released == held
 
 
-def test_a_hand_over_offers_a_new_lease(driver: ConnectorDriver) -> None:
+def test_each_hand_over_has_its_own_lease(driver: ConnectorDriver) -> None:
     first, second = driver.hand_over(KEYS, (0, 1), 3), driver.hand_over(KEYS, (0, 1), 3)
     assert first.handoff_id != second.handoff_id
     assert first.num_tokens == LAYOUT.block_size + 3
     assert driver.load(first, (4, 5)).num_blocks == 2
 
 
-def test_a_hand_over_of_blocks_that_cannot_be_saved_is_an_error(
-    scripted: ConnectorDriver, worker: ScriptedWorker
+def test_a_hand_over_raises_if_its_save_fails(
+    scripted_driver: ConnectorDriver, worker: ScriptedWorker
 ) -> None:
     failed = SaveResult(0, committed=False, error="unavailable")
     worker.scripted = [TransferResults(saves=(failed,))]
     with pytest.raises(RuntimeError, match="unavailable"):
-        scripted.hand_over(KEYS, (0, 1))
+        scripted_driver.hand_over(KEYS, (0, 1))
 
 
 CALLS: list[Callable[[ConnectorDriver], object]] = [
@@ -110,9 +110,9 @@ def test_waits_are_bounded(
     assert time.monotonic() - began_at >= 0.05
 
 
-def test_a_wait_may_have_a_limit_of_its_own(scripted: ConnectorDriver) -> None:
+def test_a_wait_may_have_its_own_timeout(scripted_driver: ConnectorDriver) -> None:
     with pytest.raises(TimeoutError, match="removal of blocks"):
-        scripted.forget(KEYS, "lease", timeout_s=0.01)
+        scripted_driver.forget(KEYS, "lease", timeout_s=0.01)
 
 
 SAVED = SaveResult(3, committed=True)
@@ -132,20 +132,20 @@ HELD = SaveResult(3, committed=True, is_held=True)
     ids=["load", "save", "look-up", "unknown release", "not held", "released twice"],
 )
 def test_a_broken_contract_is_an_error(
-    scripted: ConnectorDriver, worker: ScriptedWorker, results: TransferResults
+    scripted_driver: ConnectorDriver, worker: ScriptedWorker, results: TransferResults
 ) -> None:
     worker.scripted = [results]
     with pytest.raises(ContractError, match="3 "):
-        scripted.step()
+        scripted_driver.step()
 
 
 def test_a_second_result_is_an_error_in_a_later_step(
-    scripted: ConnectorDriver, worker: ScriptedWorker
+    scripted_driver: ConnectorDriver, worker: ScriptedWorker
 ) -> None:
     worker.scripted = [TransferResults(saves=(SAVED,)), TransferResults(saves=(SAVED,))]
-    scripted.step()
+    scripted_driver.step()
     with pytest.raises(ContractError, match="save 3 ended twice"):
-        scripted.step()
+        scripted_driver.step()
 
 
 def test_a_connector_that_refuses_the_pool_is_closed(

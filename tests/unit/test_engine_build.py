@@ -1,4 +1,4 @@
-"""Building an engine: what is open when it fails is closed."""
+"""Building an engine: a failure closes the parts that are already open."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.support.fake_runner import FakeRunner
 
 
 class RefusingWorker(FakeWorker):
-    """Has the parts that an engine opens: the connector says no to the pool."""
+    """The worker half of a connector that refuses every pool; it records that it is closed."""
 
     def __init__(self, closed: list[str]) -> None:
         super().__init__({})
@@ -36,7 +36,9 @@ class ClosedRunner(FakeRunner):
 
 
 @pytest.mark.parametrize("fails_at", ["model", "pool"])
-def test_what_was_opened_is_closed(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_closes_the_runner_and_the_connector(
+    fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[str] = []
 
     def load_model(config: object) -> FakeRunner:

@@ -57,7 +57,7 @@ class Prefill:
         return outputs
 
     def step_after_transfers(self) -> tuple[list[RequestOutput], int]:
-        """Ends all transfers, and steps. Returns the outputs, and how many batches ran."""
+        """Ends all transfers and runs a step. Returns its outputs and the number of batches run."""
         self.worker.end_all()
         before = self.runner.num_executed
         outputs = self.step()
@@ -78,12 +78,12 @@ def test_saved_blocks_are_reported_before_the_next_chunk_is_computed(prefill: Pr
     assert output.saved is not None
     assert len(output.saved.block_keys) == 1
     assert num_executed == 0
-    assert not prefill.core.is_stalled  # the caller steps on at once
+    assert not prefill.core.is_stalled  # the caller runs the next step at once
     prefill.step()
     assert prefill.runner.num_executed == 2
 
 
-def test_a_handoff_does_not_wait_for_another_prompts_chunk(prefill: Prefill) -> None:
+def test_a_handoff_is_sent_before_the_chunk_of_another_prompt_is_computed(prefill: Prefill) -> None:
     prefill.add("a", (0,) * BLOCK_SIZE)
     prefill.add("b", (1,) * 3 * BLOCK_SIZE)
     (first,) = prefill.step()
@@ -109,7 +109,7 @@ def test_first_tokens_are_delivered_before_their_saves_start(prefill: Prefill) -
     assert [type(job) for job in prefill.worker.pending] == [SaveJob]
 
 
-def test_blocks_saved_while_a_chunk_is_computed_are_reported_meanwhile(prefill: Prefill) -> None:
+def test_blocks_saved_during_a_step_are_reported_during_that_step(prefill: Prefill) -> None:
     num_committed: list[int] = []
     outputs: list[RequestOutput] = []
 
@@ -131,7 +131,7 @@ def test_blocks_saved_while_a_chunk_is_computed_are_reported_meanwhile(prefill: 
     assert prefill.num_computed("a") == 2 * BLOCK_SIZE
 
 
-def test_an_error_in_early_delivery_ends_the_engine_and_not_the_step(prefill: Prefill) -> None:
+def test_an_error_in_early_delivery_is_raised_after_the_step_is_committed(prefill: Prefill) -> None:
     def fail(outputs: Sequence[RequestOutput]) -> None:
         raise ValueError("a bug")
 
@@ -145,7 +145,7 @@ def test_an_error_in_early_delivery_ends_the_engine_and_not_the_step(prefill: Pr
 
 
 def test_an_error_in_early_delivery_is_raised_once(prefill: Prefill) -> None:
-    """`LLM` raises a failed request's error from there, and uses its engine again."""
+    """`LLM` raises the error of a failed request from its handler and reuses the engine."""
 
     def fail(outputs: Sequence[RequestOutput]) -> None:
         raise ValueError("a bug")

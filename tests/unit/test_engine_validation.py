@@ -1,4 +1,4 @@
-"""What an engine refuses before it queues a request."""
+"""Checks of a request before the engine queues it."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def progress(*candidates):
     return tuple(CandidateProgress(index, tuple(tokens)) for index, tokens in candidates)
 
 
-def test_candidates_are_as_many_as_run_at_once():
+def test_more_candidates_than_can_run_at_once_are_refused():
     several = changed(REQUEST, n=4)
     check(several)
     with pytest.raises(InvalidArgumentError, match=r"number of candidates is 4; .* at most 3"):
@@ -36,7 +36,7 @@ def test_candidates_are_as_many_as_run_at_once():
 
 
 def test_candidates_share_the_prompts_full_blocks():
-    # 10 + 7 - 1 tokens are 4 blocks, of which 2 are the prompt's alone.
+    # 10 + 7 - 1 tokens take 4 blocks, 2 of which hold prompt tokens alone.
     for num_candidates, needed in ((1, 4), (2, 6), (4, 10)):
         request = changed(REQUEST, n=num_candidates)
         assert num_blocks_needed(request.spec, fake_config(), INFO) == needed
@@ -45,17 +45,18 @@ def test_candidates_share_the_prompts_full_blocks():
             check(request, num_blocks=needed - 1)
 
 
-def test_prefill_needs_the_prompt_alone():
+def test_prefill_needs_blocks_for_the_prompt_alone():
     request = changed(REQUEST, n=4)
     prefill = {"role": "prefill", "kv_connector": "memory://x"}
     assert num_blocks_needed(request.spec, fake_config(**prefill), INFO) == 3
     check(request, num_blocks=3, **prefill)
-    check(request, num_blocks=3, max_num_seqs=1, **prefill)  # one sequence draws for all
+    # One sequence draws the first tokens of all candidates.
+    check(request, num_blocks=3, max_num_seqs=1, **prefill)
     with pytest.raises(ResourceExhaustedError, match="for 10 tokens; the pool has 2"):
         check(request, num_blocks=2, **prefill)
 
 
-def test_windows_make_long_requests_small():
+def test_long_requests_need_fewer_blocks_with_windows():
     info = replace(INFO, windows=(4,))
     spec = changed(REQUEST, prompt_token_ids=(0,) * 40).spec
     config = fake_config(max_num_batched_tokens=4)
@@ -83,12 +84,44 @@ def test_windows_make_long_requests_small():
         ({**BEAMS, "first_beams": ((1, -1.0),), "max_tokens": 1}, "above the 1 tokens"),
     ],
 )
-def test_what_another_replica_cannot_have_generated_is_refused(fields, message):
+def test_progress_that_no_replica_can_have_made_is_refused(fields, message):
     with pytest.raises(InvalidArgumentError, match=message):
         check(changed(REQUEST, **fields))
 
 
-def test_what_another_replica_may_have_generated_is_taken():
+def test_progress_that_another_replica_may_have_made_is_accepted():
     check(replace(REQUEST, progress=progress((0, [0] * 6))))
     check(changed(REQUEST, n=4, progress=progress((3, [0]), (1, [1]))))
     check(changed(REQUEST, **BEAMS, first_beams=((1, -1.0), (0, -2.0))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"allowed_token_ids": [2]}, r"allowed_token_ids is 2; it must be in \[0, 2\)"),
+        ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
+        ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
+        ({"min_tokens": 1, "stop_token_ids": frozenset({2})}, "stop_token_ids is 2"),
+        (
+            {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
+            "leave no token to draw",
+        ),
+        ({"bad_words_token_ids": ((0,),), "allowed_token_ids": [0]}, "leave no token to draw"),
+        ({"bad_words_token_ids": ((0,), (1,))}, "leave no token to draw"),
+    ],
+)
+def test_rules_that_cannot_be_obeyed_are_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        check(changed(REQUEST, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
+        {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [0, 1]},
+        {"bad_words_token_ids": ((0,), (1, 0)), "logit_bias": {0: 1.0}},
+    ],
+)
+def test_rules_that_leave_a_token_are_accepted(fields):
+    check(changed(REQUEST, **fields))

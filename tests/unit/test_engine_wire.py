@@ -1,4 +1,4 @@
-"""Engine data becomes messages without loss."""
+"""Conversion between engine data and protobuf messages."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ HANDOFF = KvHandoff(
 )
 
 
-def test_progress_reaches_the_engine():
+def test_progress_is_read_from_its_messages():
     messages = [
         request_pb2.CandidateProgress(output_token_ids=[1, 2], logprob=-1.5),
         request_pb2.CandidateProgress(index=3, output_token_ids=[4]),
@@ -38,7 +38,7 @@ def test_progress_reaches_the_engine():
     assert progress_from_proto(messages) == expected
 
 
-def test_an_output_has_all_its_fields():
+def test_the_message_of_an_output_has_all_its_fields():
     output = RequestOutput(
         request_id="r",
         index=2,
@@ -57,14 +57,14 @@ def test_an_output_has_all_its_fields():
     assert not output_to_proto(RequestOutput(request_id="r")).HasField("score")
 
 
-def test_a_load_has_all_its_fields():
+def test_the_message_of_a_load_has_all_its_fields():
     load = EngineLoad(*range(1, 6), draining=True, num_swapped_blocks=7)
     message = load_to_proto(load)
     assert {field.name for field in message.DESCRIPTOR.fields} == set(EngineLoad.__slots__)
     assert all(getattr(message, name) == getattr(load, name) for name in EngineLoad.__slots__)
 
 
-def test_namespace_mismatch_names_both_sides():
+def test_the_error_of_a_namespace_mismatch_names_both_sides():
     check_namespace(b"\xaa", b"\xaa")
     with pytest.raises(FailedPreconditionError, match="request has aa, this replica bb"):
         check_namespace(b"\xaa", b"\xbb")
@@ -72,18 +72,18 @@ def test_namespace_mismatch_names_both_sides():
         check_namespace(b"", b"\xbb" * 32)
 
 
-def test_a_handoff_for_another_form_of_kv_names_both_sides():
+def test_the_error_of_an_incompatible_handoff_names_both_sides():
     handoff = replace(HANDOFF, namespace=b"\xaa")
     handoff.check_compatible(namespace=b"\xaa", connector="redis")
     with pytest.raises(FailedPreconditionError, match="decode has bb, prefill sent aa"):
         handoff.check_compatible(namespace=b"\xbb", connector="redis")
 
 
-def test_handoff_round_trip():
+def test_a_handoff_survives_a_round_trip():
     assert handoff_from_proto(handoff_to_proto(HANDOFF)) == HANDOFF
 
 
-def test_foreign_handoffs_are_refused():
+def test_handoffs_of_another_format_or_with_bad_keys_are_refused():
     newer = handoff_to_proto(HANDOFF)
     newer.format_version = 99
     with pytest.raises(FailedPreconditionError, match="decode has 1, prefill sent 99"):
@@ -94,20 +94,20 @@ def test_foreign_handoffs_are_refused():
         handoff_from_proto(torn)
 
 
-def test_a_lease_longer_than_the_wire_takes_is_told_as_the_longest():
+def test_a_lease_too_long_for_its_field_is_sent_as_the_maximum():
     endless = handoff_to_proto(replace(HANDOFF, lease_ms=10**12))
     assert handoff_from_proto(endless).lease_ms == 2**32 - 1
 
 
-def test_every_finish_reason_has_a_wire_form():
+def test_every_finish_reason_but_handoff_has_an_enum_value():
     assert finish_reason_to_proto(None) == common_pb2.FINISH_REASON_UNSPECIFIED
-    going_on = {FinishReason.HANDOFF}
+    unspecified = {FinishReason.HANDOFF}
     for reason in FinishReason:
         wire = finish_reason_to_proto(reason)
-        assert (wire == common_pb2.FINISH_REASON_UNSPECIFIED) == (reason in going_on)
+        assert (wire == common_pb2.FINISH_REASON_UNSPECIFIED) == (reason in unspecified)
 
 
-def test_timings_keep_their_stages():
+def test_the_message_of_timings_has_every_stage():
     assert timings_to_proto(None) is None
     wire = timings_to_proto(StageTimings(queue_ms=1, prefill_ms=2, transfer_ms=3, load_ms=4))
     assert (wire.queue_ms, wire.prefill_ms, wire.transfer_ms, wire.load_ms) == (1, 2, 3, 4)

@@ -1,4 +1,4 @@
-"""The runner that scheduling is tested with sees what it should, or those tests show nothing."""
+"""`FakeRunner`: the scheduler's tests rely on it to detect invalid batches."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def _runner(**options):
 
 
 @pytest.mark.parametrize("submits", ["now", "late", "thread"])
-def test_rows_decode_in_the_order_of_submission(submits):
+def test_batches_run_in_the_order_of_submission(submits):
     runner, rows = _runner(submits=submits), (0,)
     futures = [runner.submit(START)]
     futures += [runner.submit(ScheduledBatch(step, decode_rows=rows)) for step in range(2, 6)]
@@ -46,7 +46,7 @@ def test_rows_decode_in_the_order_of_submission(submits):
     runner.close()
 
 
-def test_a_late_batch_waits_for_its_result():
+def test_a_late_batch_runs_when_its_result_is_read():
     runner = _runner(submits="late")
     futures = [runner.submit(START), runner.submit(ScheduledBatch(2))]
     assert not runner.batches
@@ -87,7 +87,7 @@ def test_candidates_tops_and_log_probabilities_are_those_of_the_model():
         (ScheduledBatch(2, decode_rows=(0,), block_copies=((2, 6),)), "foreign or stale"),
     ],
 )
-def test_wrong_batches_are_seen(batch, message):
+def test_invalid_batches_raise_an_error(batch, message):
     runner = _runner()
     runner.execute(START)
     with pytest.raises(AssertionError, match=message):
@@ -104,7 +104,7 @@ def test_two_rows_must_not_write_one_slot():
         runner.execute(ScheduledBatch(2, (chunk,), (0,), twin))
 
 
-def test_what_lies_behind_a_window_is_not_read():
+def test_blocks_behind_a_window_are_not_read():
     runner = _runner()
     runner.execute(START)
     decode = ScheduledBatch(2, decode_rows=(0,), block_copies=((20, 5),))  # block 5: positions 0-3
@@ -112,7 +112,7 @@ def test_what_lies_behind_a_window_is_not_read():
     assert not runner.failures
 
 
-def test_swapped_blocks_come_back_elsewhere():
+def test_swapped_blocks_can_return_to_other_blocks():
     runner = _runner()
     first = runner.execute(START).chunks[0].token_ids[0]
     runner.execute(ScheduledBatch(2, swap_outs=((1, 0), (2, 1), (5, 2), (6, 3))))
@@ -123,7 +123,7 @@ def test_swapped_blocks_come_back_elsewhere():
     assert output.chunks[0].token_ids == (expected_tokens(PROMPT, 2, vocab_size=VOCAB)[1],)
 
 
-def test_what_follows_a_step_that_failed_draws_nothing_of_use_and_is_no_failure_of_its_own():
+def test_steps_after_a_failed_one_draw_invalid_tokens_and_do_not_count_as_failures():
     runner, rows = _runner(), (0,)
     runner.submit(START)
     runner.fault = "raise"
@@ -139,7 +139,7 @@ def test_what_follows_a_step_that_failed_draws_nothing_of_use_and_is_no_failure_
     assert not runner.failures
 
 
-def test_kv_of_a_failed_row_is_not_for_others():
+def test_another_row_must_not_read_the_kv_of_a_failed_row():
     runner = _runner()
     runner.fault = "not finite"
     runner.submit(START)

@@ -52,7 +52,7 @@ def new_slot(*, is_whole):
     return KvObject(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(200)))
 
 
-def sealed(*, are_whole=True):
+def sealed_slots(*, are_whole=True):
     slots = []
     for number, key in enumerate(KEYS):
         slot = new_slot(is_whole=are_whole)
@@ -62,12 +62,12 @@ def sealed(*, are_whole=True):
     return slots
 
 
-def faulty(inner=None, seed=0, delay_s=0.0, **probabilities):
+def faulty_backend(inner=None, seed=0, delay_s=0.0, **probabilities):
     return FaultyBackend(inner or DictBackend(), FaultPlan(probabilities, seed, delay_s))
 
 
-def fetched(backend, *, are_whole=True):
-    """Returns each key's state: good, bad, missing, or another size."""
+def fetch_states(backend, *, are_whole=True):
+    """Fetches every key and returns the states: good, bad, missing, or size (a wrong size)."""
     slots = [new_slot(is_whole=are_whole) for _ in KEYS]
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
@@ -77,17 +77,17 @@ def fetched(backend, *, are_whole=True):
     ]
 
 
-def filled():
+def filled_backend():
     inner = DictBackend()
-    inner.put(None, KEYS, sealed())
+    inner.put(None, KEYS, sealed_slots())
     return inner
 
 
-def test_without_faults_everything_passes():
+def test_calls_pass_unchanged_without_faults():
     inner = DictBackend()
-    backend = faulty(inner, **dict.fromkeys(FAULTS, 0.0))
-    backend.put(None, KEYS, sealed())
-    assert fetched(backend) == ["good"] * 8
+    backend = faulty_backend(inner, **dict.fromkeys(FAULTS, 0.0))
+    backend.put(None, KEYS, sealed_slots())
+    assert fetch_states(backend) == ["good"] * 8
     assert backend.num_held(KEYS) == 8
     assert inner.puts == [list(KEYS)]
     backend.discard(KEYS[0])
@@ -104,17 +104,17 @@ def test_without_faults_everything_passes():
     ],
 )
 @pytest.mark.parametrize("are_whole", [True, False])
-def test_what_is_put_goes_wrong(fault, states, are_whole):
-    inner, slots = DictBackend(), sealed(are_whole=are_whole)
+def test_each_fault_spoils_puts(fault, states, are_whole):
+    inner, slots = DictBackend(), sealed_slots(are_whole=are_whole)
     before = [slot.to_bytes() for slot in slots]
-    faulty(inner, **{fault: 1.0}).put(None, KEYS, slots)
-    assert set(fetched(inner)) <= states
-    assert [slot.to_bytes() for slot in slots] == before, "the slots are the caller's"
+    faulty_backend(inner, **{fault: 1.0}).put(None, KEYS, slots)
+    assert set(fetch_states(inner)) <= states
+    assert [slot.to_bytes() for slot in slots] == before, "the caller's slots are unchanged"
 
 
 def test_a_duplicate_is_put_twice():
     inner = DictBackend()
-    faulty(inner, duplicate=1.0).put(None, KEYS[:2], sealed()[:2])
+    faulty_backend(inner, duplicate=1.0).put(None, KEYS[:2], sealed_slots()[:2])
     assert inner.puts == [[KEYS[0], KEYS[0], KEYS[1], KEYS[1]]]
 
 
@@ -125,43 +125,43 @@ def test_a_duplicate_is_put_twice():
         ("truncate", {"bad", "size"}),
         ("drop", {"missing"}),
         ("reorder", {"bad"}),
-        ("duplicate", {"bad", "good"}),  # the first has nothing before it
+        ("duplicate", {"bad", "good"}),  # the first object has no predecessor to repeat
     ],
 )
 @pytest.mark.parametrize("are_whole", [True, False])
-def test_what_is_fetched_goes_wrong(fault, states, are_whole):
-    inner = filled()
-    assert set(fetched(faulty(inner, **{fault: 1.0}), are_whole=are_whole)) == states
-    assert fetched(inner) == ["good"] * 8, "only the way is bad"
+def test_each_fault_spoils_fetches(fault, states, are_whole):
+    inner = filled_backend()
+    assert set(fetch_states(faulty_backend(inner, **{fault: 1.0}), are_whole=are_whole)) == states
+    assert fetch_states(inner) == ["good"] * 8, "the stored objects are intact"
 
 
-def test_a_load_fails_after_a_hit():
-    backend = faulty(filled(), fail_load=0.2)
+def test_fail_load_fails_fetches_of_objects_that_were_found():
+    backend = faulty_backend(filled_backend(), fail_load=0.2)
     outcomes = set()
     for _ in range(50):
         assert backend.num_held(KEYS) == 8
         try:
-            outcomes |= set(fetched(backend))
+            outcomes |= set(fetch_states(backend))
         except StoreUnavailableError:
             outcomes.add("unavailable")
     assert outcomes == {"good", "missing", "unavailable"}
 
 
-def test_what_was_dropped_is_said_to_be_held():
-    assert faulty(drop=1.0).num_held(KEYS) == 8
-    assert faulty(drop=0.0).num_held(KEYS) == 0
+def test_a_backend_that_drops_puts_claims_to_hold_every_key():
+    assert faulty_backend(drop=1.0).num_held(KEYS) == 8
+    assert faulty_backend(drop=0.0).num_held(KEYS) == 0
 
 
-def test_a_call_is_delayed_once_and_not_longer_than_asked():
-    backend = faulty(filled(), delay=1.0, delay_s=0.05)
+def test_a_call_is_delayed():
+    backend = faulty_backend(filled_backend(), delay=1.0, delay_s=0.05)
     began_at = time.monotonic()
-    assert fetched(backend) == ["good"] * 8
-    assert time.monotonic() - began_at > 0.01, "eight draws, of which the longest counts"
+    assert fetch_states(backend) == ["good"] * 8
+    assert time.monotonic() - began_at > 0.01, "the longest of eight drawn delays counts"
 
 
-def test_a_seed_draws_the_same_whatever_the_order_of_calls():
+def test_a_seed_determines_the_faults_of_each_key_in_any_order_of_calls():
     def draw(seed, order):
-        backend = faulty(filled(), seed=seed, drop=0.5)
+        backend = faulty_backend(filled_backend(), seed=seed, drop=0.5)
         slots = [new_slot(is_whole=True)]
         drawn = {}
         for _ in range(4):
@@ -171,17 +171,20 @@ def test_a_seed_draws_the_same_whatever_the_order_of_calls():
 
     assert draw(1, KEYS) == draw(1, KEYS[::-1])
     assert draw(1, KEYS) != draw(2, KEYS)
-    assert any(len(set(statuses)) > 1 for statuses in draw(1, KEYS).values()), "each time anew"
-
-
-def test_how_often_a_fault_strikes():
-    num_struck = sum(
-        fetched(faulty(filled(), seed=seed, drop=0.1)).count("missing") for seed in range(200)
+    assert any(len(set(statuses)) > 1 for statuses in draw(1, KEYS).values()), (
+        "every call draws anew"
     )
-    assert 100 < num_struck < 230  # 1600 draws; three standard deviations are 36
 
 
-def test_options_are_taken_out_of_the_url():
+def test_a_fault_occurs_with_its_probability():
+    num_faults = sum(
+        fetch_states(faulty_backend(filled_backend(), seed=seed, drop=0.1)).count("missing")
+        for seed in range(200)
+    )
+    assert 100 < num_faults < 230  # 1600 draws; three standard deviations are 36
+
+
+def test_fault_options_are_removed_from_the_url():
     plan, url = take_fault_options(
         "faulty+redis://u:p@h:1/0?ttl_s=5&faults=corrupt:0.5,delay:1&fault_seed=-3&lease_s=2&fault_delay_s=0.2"
     )
@@ -209,7 +212,7 @@ def test_a_bad_option_is_named(options, message):
     assert message in caught.value.message
 
 
-def test_faults_go_into_members_and_not_into_all_of_them():
+def test_faults_of_a_multi_connector_are_refused():
     with pytest.raises(ConfigurationError, match="before each member"):
         open_connector("faulty+multi://memory://a,memory://b?faults=drop:1")
 
@@ -229,12 +232,12 @@ class MiscountingBackend(DictBackend):
 
 @pytest.mark.parametrize("num_more", [-8, -2, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_any_number_of_statuses_is_passed_on(fault, num_more):
+def test_a_wrong_number_of_statuses_is_passed_on(fault, num_more):
     inner = MiscountingBackend(num_more)
-    inner.put(None, KEYS, sealed())
+    inner.put(None, KEYS, sealed_slots())
     slots = [new_slot(is_whole=True) for _ in KEYS]
     try:
-        statuses = faulty(inner, **{fault: 1.0}).fetch(None, KEYS, slots)
+        statuses = faulty_backend(inner, **{fault: 1.0}).fetch(None, KEYS, slots)
     except StoreUnavailableError:
         assert fault == "fail_load"
     else:

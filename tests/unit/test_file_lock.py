@@ -1,4 +1,4 @@
-"""The lock between threads and processes: until when it is waited for."""
+"""`FileLock`, a lock between threads and processes: limits of waits."""
 
 import time
 from contextlib import closing
@@ -10,7 +10,7 @@ from kvstore.stores.files import FileLock
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["thread", "process"])
-def test_a_deadline_goes_before_the_timeout(tmp_path, is_own):
+def test_a_deadline_before_the_timeout_ends_the_wait(tmp_path, is_own):
     with (
         closing(FileLock(tmp_path / "lock", timeout_s=600)) as lock,
         closing(FileLock(tmp_path / "lock", timeout_s=600)) as other,
@@ -19,6 +19,6 @@ def test_a_deadline_goes_before_the_timeout(tmp_path, is_own):
         with lock.locked():
             for deadline_s in (0, time.monotonic() + 0.01):
                 with pytest.raises(StoreUnavailableError), waiting.locked(deadline_s):
-                    pytest.fail("two have the lock")
+                    pytest.fail("the lock has two owners")
         with other.locked(0):
             pass

@@ -1,4 +1,4 @@
-"""Threads whose tasks may hang: told once, used again when a task ends, never waited for long."""
+"""`IoThreads`, threads whose tasks may hang: reports, recovery, bounded waits."""
 
 import logging
 import subprocess
@@ -21,7 +21,7 @@ LONG_S = 10.0
 class Rig:
     def __init__(self, num_threads: int = 2, most_of_group: int = 1) -> None:
         self.has_hung = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
         self.ended = threading.Semaphore(0)
         self.done: list[int] = []
         self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release, most_of_group)
@@ -30,7 +30,7 @@ class Rig:
         self.threads.submit(self._do, number, hangs, group=group)
 
     def _do(self, number: int, hangs: bool) -> None:
-        assert not hangs or self.go_on.wait(LONG_S)
+        assert not hangs or self.may_continue.wait(LONG_S)
         self.done.append(number)
         self.ended.release()
 
@@ -39,7 +39,7 @@ class Rig:
             assert self.ended.acquire(timeout=LONG_S)
 
     def wait_for_threads(self) -> None:
-        self.go_on.set()
+        self.may_continue.set()
         self.threads.close()
         for thread in self.threads._threads:
             if thread.ident:
@@ -55,7 +55,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.wait_for_threads()
 
 
-def test_tasks_begin_in_their_order(rig: Rig) -> None:
+def test_tasks_begin_in_order_of_submission(rig: Rig) -> None:
     threads = IoThreads(1, "test-one", 1.0, lambda: None)
     for number in range(20):
         threads.submit(rig.done.append, number)
@@ -65,7 +65,7 @@ def test_tasks_begin_in_their_order(rig: Rig) -> None:
     assert threads.close()
 
 
-def test_a_group_leaves_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_leaves_threads_to_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_threads=3, most_of_group=2)
     for number in range(5):
         rig.submit(number, hangs=True, group="a")
@@ -73,15 +73,15 @@ def test_a_group_leaves_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> No
         rig.submit(number, group="b")
     rig.submit(7)
     rig.wait_for_ends(3)
-    assert rig.done == [5, 6, 7]  # while two of the first group hang, and three wait
-    rig.go_on.set()
+    assert rig.done == [5, 6, 7]  # while two tasks of group a hang and three wait
+    rig.may_continue.set()
     rig.wait_for_ends(5)
     assert sorted(rig.done[3:]) == list(range(5))
     rig.wait_for_threads()
-    assert not rig.threads._groups  # what is over is forgotten
+    assert not rig.threads._groups  # groups without tasks are forgotten
 
 
-def test_hanging_is_told_once_and_is_over_when_a_task_ends(
+def test_hanging_is_reported_once_and_ends_with_a_task(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "baton.kvstore"):
@@ -89,7 +89,7 @@ def test_hanging_is_told_once_and_is_over_when_a_task_ends(
             rig.submit(number, hangs=True)
         assert rig.has_hung.acquire(timeout=LONG_S)
         assert rig.threads.is_hanging
-        rig.go_on.set()
+        rig.may_continue.set()
         rig.wait_for_ends(3)
         rig.submit(3)
         rig.wait_for_ends(1)
@@ -99,17 +99,17 @@ def test_hanging_is_told_once_and_is_over_when_a_task_ends(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_they_hang_again(rig: Rig) -> None:
+def test_hanging_is_reported_again_after_a_recovery(rig: Rig) -> None:
     for _ in range(2):
         rig.submit(0, hangs=True)
         rig.submit(1, hangs=True)
         assert rig.has_hung.acquire(timeout=LONG_S)
-        rig.go_on.set()
+        rig.may_continue.set()
         rig.wait_for_ends(2)
-        rig.go_on.clear()
+        rig.may_continue.clear()
 
 
-def test_they_do_not_hang_while_a_thread_is_free(rig: Rig) -> None:
+def test_threads_do_not_count_as_hanging_while_one_is_free(rig: Rig) -> None:
     rig.submit(0, hangs=True)
     assert not rig.has_hung.acquire(timeout=0.2)
     rig.submit(1)
@@ -119,13 +119,13 @@ def test_they_do_not_hang_while_a_thread_is_free(rig: Rig) -> None:
     assert rig.has_hung.acquire(timeout=LONG_S)
 
 
-def test_who_has_nothing_to_do_does_not_hang(rig: Rig) -> None:
+def test_idle_threads_do_not_count_as_hanging(rig: Rig) -> None:
     rig.submit(0)
     rig.wait_for_ends(1)
     assert not rig.has_hung.acquire(timeout=0.2)
 
 
-def test_a_task_that_fails_is_not_the_last(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_run_after_a_task_that_failed(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         rig.threads.submit(lambda: 1 // 0)
     rig.submit(0)
@@ -133,7 +133,7 @@ def test_a_task_that_fails_is_not_the_last(rig: Rig, caplog: pytest.LogCaptureFi
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_close_drops_what_has_not_begun_and_waits_for_what_hangs_no_longer(rig: Rig) -> None:
+def test_close_drops_waiting_tasks_and_does_not_wait_for_hanging_ones(rig: Rig) -> None:
     for number in range(4):
         rig.submit(number, hangs=True)
     assert rig.has_hung.acquire(timeout=LONG_S)
@@ -145,19 +145,19 @@ def test_close_drops_what_has_not_begun_and_waits_for_what_hangs_no_longer(rig: 
     assert sorted(rig.done) == [0, 1]
 
 
-def test_what_has_not_begun_can_be_dropped(rig: Rig) -> None:
+def test_drop_calls_the_replacement_of_each_waiting_task(rig: Rig) -> None:
     dropped: list[int] = []
     for number in range(4):
         rig.threads.submit(rig._do, number, True, instead=partial(dropped.append, number))
     assert rig.has_hung.acquire(timeout=LONG_S)
     rig.threads.drop()
     assert dropped == [2, 3]
-    rig.go_on.set()
+    rig.may_continue.set()
     rig.wait_for_ends(2)
     assert sorted(rig.done) == [0, 1]
 
 
-def test_a_process_ends_though_they_hang() -> None:
+def test_a_process_exits_while_a_task_hangs() -> None:
     code = (
         "import threading; from kvstore.mover.io_threads import IoThreads\n"
         "has_begun = threading.Event()\n"

@@ -1,4 +1,4 @@
-"""`JobTable`: deadlines of jobs, each due once."""
+"""`JobTable`: deadlines of jobs; each job is due once."""
 
 import math
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def table() -> JobTable:
 def test_a_job_is_due_once_and_stays_in_the_table(table: JobTable) -> None:
     job = load(1, 7, 8)
     table.add(job)
-    assert table.next_deadline is None, "the worker half has not received it"
+    assert table.next_deadline is None, "the worker half has not received the job"
     table.start_added(10.0)
     assert (job.started_at, table.next_deadline) == (10.0, 15.0)
     assert table.take_due(14.9) == ([], [])
@@ -44,7 +44,7 @@ def test_a_closed_job_is_never_due(table: JobTable) -> None:
     assert table.next_deadline is None
 
 
-def test_a_slow_load_is_due_before_its_timeout_and_again_at_it(table: JobTable) -> None:
+def test_a_slow_load_is_due_at_its_wait_limit_and_again_at_its_timeout(table: JobTable) -> None:
     job = load(1)
     table.add(job)
     table.start_added(0.0)
@@ -55,7 +55,7 @@ def test_a_slow_load_is_due_before_its_timeout_and_again_at_it(table: JobTable) 
     assert table.take_due(5.0) == ([job], [])
 
 
-def test_an_overdue_load_is_not_slow_as_well(table: JobTable) -> None:
+def test_a_load_past_its_timeout_is_not_reported_as_slow_too(table: JobTable) -> None:
     job = load(1)
     table.add(job)
     table.start_added(0.0)
@@ -64,7 +64,7 @@ def test_an_overdue_load_is_not_slow_as_well(table: JobTable) -> None:
     assert table.take_due(99.0) == ([], [])
 
 
-def test_a_wait_without_limit_is_never_too_long(table: JobTable) -> None:
+def test_a_load_with_an_infinite_wait_limit_is_never_slow(table: JobTable) -> None:
     job = load(1)
     table.add(job)
     table.limit_wait(job, math.inf)

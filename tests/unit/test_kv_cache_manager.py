@@ -1,4 +1,4 @@
-"""KV cache manager: admission, growth, fences and swaps, by example."""
+"""`KvCacheManager`: admission, growth, fences, swaps and events."""
 
 import itertools
 
@@ -17,7 +17,7 @@ KEYS = [bytes([index]) for index in range(32)]
 SIZE = 4
 
 
-def manager(num_blocks: int = 16, windows=(None,), *, max_chunk: int = 24, **options):
+def make_manager(num_blocks: int = 16, windows=(None,), *, max_chunk: int = 24, **options):
     spec = KvCacheSpec(SIZE, windows, max_chunk)
     return KvCacheManager(num_blocks, spec, **{"enable_prefix_caching": True, **options})
 
@@ -36,22 +36,22 @@ def compute(kv: KvCacheManager, num_tokens: int) -> BlockTable:
 # Prefix cache.
 
 
-def test_one_token_is_always_left_to_compute():
-    kv = manager()
+def test_a_prefix_match_leaves_one_token_to_compute():
+    kv = make_manager()
     kv.free(compute(kv, 2 * SIZE))
     assert kv.match_prefix(KEYS, 2 * SIZE).num_blocks == 1
     assert kv.match_prefix(KEYS, 2 * SIZE + 1).num_blocks == 2
     assert kv.match_prefix(KEYS[:1], 2 * SIZE + 1).num_blocks == 1
 
 
-def test_a_partial_block_is_not_offered():
-    kv = manager()
+def test_a_partial_block_is_not_cached():
+    kv = make_manager()
     kv.free(compute(kv, 2 * SIZE - 1))
     assert kv.match_prefix(KEYS, 10 * SIZE).num_blocks == 1
 
 
-def test_blocks_that_decoding_fills_are_offered_too():
-    kv = manager()
+def test_blocks_filled_by_decoding_are_cached_too():
+    kv = make_manager()
     table = compute(kv, SIZE)
     kv.append(table, SIZE, 2 * SIZE)
     kv.register(table, KEYS, 2 * SIZE)
@@ -59,15 +59,15 @@ def test_blocks_that_decoding_fills_are_offered_too():
     assert kv.match_prefix(KEYS, 10 * SIZE).num_blocks == 2
 
 
-def test_without_caching_nothing_is_found_or_counted():
-    kv = manager(enable_prefix_caching=False)
+def test_no_block_is_matched_or_counted_without_prefix_caching():
+    kv = make_manager(enable_prefix_caching=False)
     kv.free(compute(kv, 9))
     assert kv.match_prefix(KEYS, 9).num_blocks == 0
     assert (kv.num_queries, kv.num_hits) == (0, 0)
 
 
 def test_admissions_count_queries_and_hits():
-    kv = manager()
+    kv = make_manager()
     compute(kv, 9)
     kv.match_prefix(KEYS, 100)
     admit(kv, 10)
@@ -75,7 +75,7 @@ def test_admissions_count_queries_and_hits():
 
 
 def test_discarded_blocks_are_not_found():
-    kv = manager()
+    kv = make_manager()
     table = compute(kv, 9)
     kv.discard(KEYS[1:2])
     assert kv.match_prefix(KEYS, 9).num_blocks == 1
@@ -85,8 +85,8 @@ def test_discarded_blocks_are_not_found():
     kv.check()
 
 
-def test_blocks_behind_a_window_and_free_ones_are_discarded_too():
-    kv = manager(32, windows=(None, 6))
+def test_free_blocks_and_blocks_behind_a_window_are_discarded_too():
+    kv = make_manager(32, windows=(None, 6))
     table = compute(kv, 20)
     kv.release_behind(table, 20)
     kv.free(compute(kv, 24))
@@ -97,8 +97,8 @@ def test_blocks_behind_a_window_and_free_ones_are_discarded_too():
     kv.check()
 
 
-def test_a_reset_leaves_held_blocks_to_their_owners():
-    kv = manager()
+def test_owners_keep_their_blocks_when_the_prefix_cache_is_reset():
+    kv = make_manager()
     table = compute(kv, 9)
     assert kv.reset_prefix_cache() == 2
     assert kv.match_prefix(KEYS, 9).num_blocks == 0
@@ -107,9 +107,9 @@ def test_a_reset_leaves_held_blocks_to_their_owners():
     kv.check()
 
 
-def test_tables_from_before_a_reset_are_not_offered_after_it():
+def test_tables_from_before_a_reset_are_not_cached_after_it():
     """Their old blocks were computed with the replaced weights, and later ones depend on them."""
-    kv = manager(num_host_blocks=8)
+    kv = make_manager(num_host_blocks=8)
     running, leaving = compute(kv, 9), compute(kv, 9)
     swapped = kv.swap_out([leaving], 1)
     kv.step_started(1)
@@ -123,14 +123,14 @@ def test_tables_from_before_a_reset_are_not_offered_after_it():
         kv.register(table, KEYS, 12)
     assert [kv.pool.lookup(key) for key in KEYS] == [None] * 32
     kv.free(compute(kv, 9))
-    assert kv.match_prefix(KEYS, 9).num_blocks == 2, "what comes later is"
+    assert kv.match_prefix(KEYS, 9).num_blocks == 2, "sequences computed after the reset are cached"
 
 
-def test_a_window_hits_without_the_blocks_behind_it():
-    kv = manager(32, windows=(6,))
+def test_a_prefix_match_needs_no_blocks_behind_the_window():
+    kv = make_manager(32, windows=(6,))
     table = compute(kv, 20)
     kv.append(table, 20, 21)
-    kv.release_behind(table, 20)  # sees positions from 15 on: block 3
+    kv.release_behind(table, 20)  # the window reaches back to position 15, in block 3
     assert table.blocks[0][:3] == [NO_BLOCK] * 3
     held = set(table.held())
     kv.pool.forget([b for b in range(32) if b not in held])  # evicts the blocks behind the window
@@ -142,8 +142,8 @@ def test_a_window_hits_without_the_blocks_behind_it():
     assert match.blocks == (tuple(table.blocks[0][3:5]),)
 
 
-def test_the_longest_prefix_of_all_layer_groups_is_found():
-    kv = manager(64, windows=(None, 5, 9))
+def test_the_longest_prefix_that_every_layer_group_has_is_matched():
+    kv = make_manager(64, windows=(None, 5, 9))
     table = compute(kv, 6 * SIZE)
     full, narrow, wide = table.blocks
     kv.pool.forget([wide[4]])
@@ -156,7 +156,7 @@ def test_the_longest_prefix_of_all_layer_groups_is_found():
 
 
 def test_a_layer_group_with_a_longer_prefix_is_searched_again_for_the_shorter_one():
-    kv = manager(64, windows=(9, 5))
+    kv = make_manager(64, windows=(9, 5))
     wide, narrow = compute(kv, 6 * SIZE).blocks
     kv.pool.forget([narrow[3]])
     assert kv.match_prefix(KEYS, 100).num_blocks == 6
@@ -167,16 +167,16 @@ def test_a_layer_group_with_a_longer_prefix_is_searched_again_for_the_shorter_on
 # Admission.
 
 
-def test_the_watermark_stays_free_unless_a_sequence_is_alone():
-    kv = manager(4)
+def test_only_a_sequence_that_runs_alone_may_use_the_watermark():
+    kv = make_manager(4)
     match = kv.match_prefix([], 16)
     assert kv.can_admit(16, match, alone=False) is Allocation.LATER
     assert kv.can_admit(16, match, alone=True) is Allocation.OK
     assert kv.can_admit(17, match, alone=True) is Allocation.NEVER
 
 
-def test_reviving_free_blocks_costs_free_blocks():
-    kv = manager(4)
+def test_cached_free_blocks_count_as_free_blocks_to_allocate():
+    kv = make_manager(4)
     kv.free(compute(kv, 9))
     other = kv.pool.allocate(1)
     match = kv.match_prefix(KEYS, 13)
@@ -187,14 +187,14 @@ def test_reviving_free_blocks_costs_free_blocks():
     assert kv.can_admit(13, match, alone=False) is Allocation.LATER
 
 
-def test_a_window_takes_no_more_than_it_ever_holds():
-    kv = manager(windows=(None, 5), max_chunk=4)
+def test_a_layer_group_with_a_window_is_allocated_at_most_max_live_blocks():
+    kv = make_manager(windows=(None, 5), max_chunk=4)
     table = admit(kv, 40)
     assert [len(list(filter(lambda b: b >= 0, blocks))) for blocks in table.blocks] == [10, 3]
 
 
-def test_a_load_gets_the_blocks_that_the_token_after_it_sees():
-    kv = manager(32, windows=(None, 5), max_chunk=4)
+def test_a_load_is_allocated_the_blocks_that_the_next_token_attends_to():
+    kv = make_manager(32, windows=(None, 5), max_chunk=4)
     table = admit(kv, 21, num_loaded=20)
     assert table.first_live == [0, 4]
     assert [len(blocks) for blocks in table.blocks] == [6, 6]
@@ -202,27 +202,27 @@ def test_a_load_gets_the_blocks_that_the_token_after_it_sees():
 
 
 def test_a_load_continues_the_cached_prefix():
-    kv = manager(32, windows=(None, 9), max_chunk=4)
+    kv = make_manager(32, windows=(None, 9), max_chunk=4)
     first = compute(kv, 9)
     table = admit(kv, 17, num_loaded=16)
     assert table.blocks[0][:2] == first.blocks[0][:2]
     assert table.first_live == [0, 2]
     assert table.num_registered == 2
-    assert kv.pool.references()[first.blocks[1][1]] == 1, "behind the window: not held"
+    assert kv.pool.references()[first.blocks[1][1]] == 1, "a block behind the window is not held"
 
 
 # Growth.
 
 
-def test_growing_within_a_block_changes_nothing():
-    kv = manager()
+def test_an_append_within_a_block_needs_no_change():
+    kv = make_manager()
     table = admit(kv, 5)
     assert kv.num_missing(table, 5, 8) == 0
     assert kv.append(table, 5, 8) == []
 
 
 def test_new_blocks_are_one_table_change():
-    kv = manager()
+    kv = make_manager()
     table = admit(kv, 5)
     (change,) = kv.append(table, 5, 17)
     assert change == TableChange(0, 2, tuple(table.blocks[0][2:]))
@@ -236,22 +236,22 @@ def test_runs_cover_all_indices_and_are_as_long_as_possible(indices):
     assert all(one.stop < other.start for one, other in itertools.pairwise(runs))
 
 
-def test_a_span_before_the_end_of_the_table_misses_no_block():
-    kv = manager()
+def test_an_append_before_the_end_of_the_table_needs_no_block():
+    kv = make_manager()
     table = admit(kv, 20)
     assert kv.num_missing(table, 4, 8) == 0
     assert kv.append(table, 4, 8) == []
 
 
 def test_a_shared_partial_block_is_copied_by_all_but_the_last_writer():
-    kv = manager()
+    kv = make_manager()
     table = admit(kv, 6)
     fork = kv.fork(table)
     shared = table.blocks[0][1]
 
     assert kv.num_missing(fork, 6, 7) == 1
     (change,) = kv.append(fork, 6, 7)
-    assert kv.append(table, 6, 7) == [], "the other owner has left it"
+    assert kv.append(table, 6, 7) == [], "the other owner has its own copy"
 
     assert change == TableChange(0, 1, (fork.blocks[0][1],))
     assert kv.take_copies() == ((shared, fork.blocks[0][1]),)
@@ -260,7 +260,7 @@ def test_a_shared_partial_block_is_copied_by_all_but_the_last_writer():
 
 
 def test_a_shared_block_without_tokens_is_replaced_and_not_copied():
-    kv = manager()
+    kv = make_manager()
     table = admit(kv, 9)
     fork = kv.fork(table)
     assert kv.append(fork, 8, 9) == [TableChange(0, 2, (fork.blocks[0][2],))]
@@ -270,7 +270,7 @@ def test_a_shared_block_without_tokens_is_replaced_and_not_copied():
 
 def test_a_cached_block_is_never_written():
     """The block is forked while its last owner computes, and cached once that owner ends."""
-    kv = manager()
+    kv = make_manager()
     table = admit(kv, 4)
     kv.append(table, 0, 4)
     kv.step_started(1)
@@ -286,7 +286,7 @@ def test_a_cached_block_is_never_written():
 
 
 def test_a_copy_of_a_copy_reads_the_first_source():
-    kv = manager()
+    kv = make_manager()
     table = admit(kv, 6)
     fork = kv.fork(table)
     kv.append(fork, 6, 7)
@@ -297,7 +297,7 @@ def test_a_copy_of_a_copy_reads_the_first_source():
 
 
 def test_a_copy_whose_target_is_freed_is_not_made():
-    kv = manager(4)
+    kv = make_manager(4)
     table = admit(kv, 6)
     fork = kv.fork(table)
     kv.append(fork, 6, 7)
@@ -308,8 +308,8 @@ def test_a_copy_whose_target_is_freed_is_not_made():
 
 
 def test_a_copy_into_a_block_that_only_an_earlier_step_holds_is_not_made():
-    """The block is free when that step reports, and another owner may write to it then."""
-    kv = manager()
+    """The block becomes free when that step reports, and another owner may then write to it."""
+    kv = make_manager()
     table = admit(kv, 6)
     kv.step_started(1)
     fork = kv.fork(table)
@@ -322,8 +322,8 @@ def test_a_copy_into_a_block_that_only_an_earlier_step_holds_is_not_made():
     kv.check()
 
 
-def test_a_copys_source_is_held_until_its_step_reports():
-    kv = manager()
+def test_the_source_of_a_copy_is_held_until_its_step_reports():
+    kv = make_manager()
     table = admit(kv, 6)
     fork = kv.fork(table)
     source = table.blocks[0][1]
@@ -340,9 +340,9 @@ def test_a_copys_source_is_held_until_its_step_reports():
     assert kv.pool.num_references(source) == 0
 
 
-def test_growing_releases_nothing():
+def test_an_append_releases_no_blocks():
     """A step in flight may still read blocks that the next step does not."""
-    kv = manager(32, windows=(None, 4), max_chunk=5)
+    kv = make_manager(32, windows=(None, 4), max_chunk=5)
     table = admit(kv, 12)
     held = list(table.held())
     kv.append(table, 12, 13)
@@ -350,11 +350,11 @@ def test_growing_releases_nothing():
 
 
 def test_blocks_behind_every_window_are_released():
-    kv = manager(32, windows=(None, 4, 9), max_chunk=24)
+    kv = make_manager(32, windows=(None, 4, 9), max_chunk=24)
     table = compute(kv, 20)
     kv.append(table, 20, 21)
     before = [list(blocks) for blocks in table.blocks]
-    kv.release_behind(table, 20)  # sees positions from 17 and from 12 on
+    kv.release_behind(table, 20)  # the windows reach back to positions 17 and 12
     assert table.first_live == [0, 4, 3]
     assert table.blocks[0] == before[0]
     assert table.blocks[1] == [NO_BLOCK] * 4 + before[1][4:]
@@ -362,13 +362,13 @@ def test_blocks_behind_every_window_are_released():
     assert kv.pool.num_free == 32 - 6 - 2 - 3
     assert kv.num_missing(table, 20, 24) == 0
     kv.release_behind(table, 16)
-    assert table.first_live == [0, 4, 3], "what is gone stays gone"
+    assert table.first_live == [0, 4, 3], "released blocks are not restored"
     kv.free(table)
     kv.check()
 
 
 def test_shared_blocks_behind_a_window_are_not_freed():
-    kv = manager(windows=(4,))
+    kv = make_manager(windows=(4,))
     table = admit(kv, 12)
     fork = kv.fork(table)
     kv.release_behind(table, 12)
@@ -376,8 +376,8 @@ def test_shared_blocks_behind_a_window_are_not_freed():
     assert fork.first_live == [0]
 
 
-def test_blocks_that_a_step_in_flight_sees_are_fenced():
-    kv = manager(4, windows=(4,), max_chunk=4)
+def test_released_blocks_that_a_step_in_flight_reads_are_fenced():
+    kv = make_manager(4, windows=(4,), max_chunk=4)
     table = admit(kv, 8)
     kv.step_started(1)
     kv.release_behind(table, 8)
@@ -386,9 +386,9 @@ def test_blocks_that_a_step_in_flight_sees_are_fenced():
     assert (kv.pool.num_free, kv.num_fenced) == (3, 0)
 
 
-def test_blocks_are_offered_before_they_leave_their_window():
+def test_blocks_are_cached_before_they_leave_their_window():
     """With overlapped steps, the next one is built before the one that fills a block reports."""
-    kv = manager(32, windows=(6,), max_chunk=20)
+    kv = make_manager(32, windows=(6,), max_chunk=20)
     table = admit(kv, 20)
     kv.step_started(1)
     kv.append(table, 20, 21)
@@ -398,7 +398,7 @@ def test_blocks_are_offered_before_they_leave_their_window():
     kv.step_reported(1)
     kv.step_reported(2)
     assert all(kv.pool.lookup(key) is not None for key in KEYS[:5])
-    assert kv.match_prefix(KEYS[:3], 13).num_blocks == 3, "released, and free to be found"
+    assert kv.match_prefix(KEYS[:3], 13).num_blocks == 3, "released blocks can still be matched"
 
 
 @given(
@@ -410,7 +410,7 @@ def test_blocks_are_offered_before_they_leave_their_window():
     num_output=st.integers(0, 12),
     num_branches=st.integers(1, 3),
 )
-def test_branches_that_fit_alone_always_get_their_blocks(
+def test_branches_that_fit_into_the_pool_alone_can_always_append(
     block_size, windows, max_chunk, num_open_steps, num_prompt, num_output, num_branches
 ):
     """The blocks that a step in flight reads are not released, so they count too."""
@@ -442,8 +442,8 @@ def test_branches_that_fit_alone_always_get_their_blocks(
 # Fences.
 
 
-def test_freed_blocks_wait_for_the_newest_step():
-    kv = manager(4)
+def test_freed_blocks_are_fenced_until_the_newest_step_reports():
+    kv = make_manager(4)
     table = admit(kv, 8)
     kv.step_started(1)
     kv.step_started(2)
@@ -456,7 +456,7 @@ def test_freed_blocks_wait_for_the_newest_step():
 
 
 def test_a_fenced_block_can_be_hit():
-    kv = manager(4)
+    kv = make_manager(4)
     table = compute(kv, 9)
     kv.step_started(1)
     kv.free(table)
@@ -467,7 +467,7 @@ def test_a_fenced_block_can_be_hit():
 
 
 def test_fenced_tables_are_evicted_in_the_order_in_which_they_were_freed():
-    kv = manager(6)
+    kv = make_manager(6)
     first, second = compute(kv, 8), admit(kv, 12)
     kv.append(second, 8, 12)
     kv.register(second, KEYS, 12)
@@ -476,12 +476,12 @@ def test_fenced_tables_are_evicted_in_the_order_in_which_they_were_freed():
     kv.free(first)
     kv.free(second)
     kv.step_reported(1)
-    kv.pool.allocate(3)  # those that were never cached
+    kv.pool.allocate(3)  # the blocks that were never cached
     assert kv.pool.allocate(3) == blocks[::-1]
 
 
 def test_tails_are_evicted_before_heads_in_all_layer_groups():
-    kv = manager(8, windows=(None, 99))
+    kv = make_manager(8, windows=(None, 99))
     table = compute(kv, 16)
     heads = {blocks[0] for blocks in table.blocks}
     tails = {blocks[-1] for blocks in table.blocks}
@@ -495,7 +495,7 @@ def test_tails_are_evicted_before_heads_in_all_layer_groups():
 
 
 def test_sharing_survives_a_swap():
-    kv = manager(num_host_blocks=4)
+    kv = make_manager(num_host_blocks=4)
     table = compute(kv, 10)
     fork = kv.fork(table)
     kv.append(fork, 10, 11)
@@ -506,7 +506,7 @@ def test_sharing_survives_a_swap():
     swap_ins, swap_outs = kv.take_swaps()
     assert (swap_ins, kv.num_host_used) == ((), 4)
     assert [block for block, _ in swap_outs] == list(dict.fromkeys(old))
-    assert kv.can_swap_in(swapped, alone=True) is Allocation.LATER, "it has not left yet"
+    assert kv.can_swap_in(swapped, alone=True) is Allocation.LATER, "the swap-out has not run yet"
     kv.step_started(1)
     kv.step_reported(1)
     assert kv.pool.num_free == 16
@@ -527,7 +527,7 @@ def test_sharing_survives_a_swap():
 
 
 def test_swapped_blocks_are_held_until_their_step_reports():
-    kv = manager(4, num_host_blocks=4)
+    kv = make_manager(4, num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 8)], 1)
     assert kv.num_fenced == 2
     kv.step_started(1)
@@ -538,17 +538,17 @@ def test_swapped_blocks_are_held_until_their_step_reports():
     assert kv.num_host_used == 0
 
 
-def test_a_host_pool_that_is_full_takes_no_more():
-    kv = manager(num_host_blocks=2)
+def test_a_swap_out_must_fit_into_the_host_pool():
+    kv = make_manager(num_host_blocks=2)
     tables = [admit(kv, 8), admit(kv, 4)]
     assert kv.can_swap_out(tables[:1])
     assert not kv.can_swap_out(tables)
     assert kv.can_swap_out([tables[1], kv.fork(tables[1])])
 
 
-def test_a_copys_target_is_swapped_out_from_its_source():
+def test_the_target_of_a_pending_copy_is_swapped_out_from_its_source():
     """A step swaps out before it copies."""
-    kv = manager(num_host_blocks=4)
+    kv = make_manager(num_host_blocks=4)
     table = admit(kv, 6)
     fork = kv.fork(table)
     kv.append(fork, 6, 7)
@@ -558,11 +558,11 @@ def test_a_copys_target_is_swapped_out_from_its_source():
     _, swap_outs = kv.take_swaps()
     kv.take_copies()
     assert [block for block, _ in swap_outs] == source
-    assert kv.pool.num_held(source) == 2, "until it is swapped out"
+    assert kv.pool.num_held(source) == 2, "the source is held until it is swapped out"
 
 
-def test_a_swapped_in_block_that_is_copied_is_swapped_in_though_its_owners_end():
-    kv = manager(num_host_blocks=4)
+def test_the_source_of_a_copy_is_swapped_in_even_if_its_owner_ends():
+    kv = make_manager(num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 3)], 1)
     kv.take_swaps()
     kv.step_started(1)
@@ -575,8 +575,8 @@ def test_a_swapped_in_block_that_is_copied_is_swapped_in_though_its_owners_end()
     assert kv.take_copies() == ((source, fork.blocks[0][0]),)
 
 
-def test_a_step_in_flight_does_not_let_a_freed_block_be_swapped_into():
-    kv = manager(num_host_blocks=4)
+def test_a_block_freed_before_its_swap_in_is_skipped_while_a_step_is_in_flight():
+    kv = make_manager(num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 3)], 1)
     kv.take_swaps()
     kv.step_started(1)
@@ -586,7 +586,7 @@ def test_a_step_in_flight_does_not_let_a_freed_block_be_swapped_into():
 
 
 def test_a_block_freed_before_its_swap_in_is_not_copied_in():
-    kv = manager(num_host_blocks=4)
+    kv = make_manager(num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 8)], 1)
     kv.take_swaps()
     kv.step_started(1)
@@ -596,8 +596,8 @@ def test_a_block_freed_before_its_swap_in_is_not_copied_in():
     assert kv.take_swaps() == ((), ())
 
 
-def test_swapped_in_blocks_are_offered_once_their_step_has_reported():
-    kv = manager(num_host_blocks=4)
+def test_swapped_in_blocks_are_cached_once_their_step_has_reported():
+    kv = make_manager(num_host_blocks=4)
     swapped = kv.swap_out([compute(kv, 8)], 1)
     kv.step_started(1)
     kv.step_reported(1)
@@ -615,8 +615,8 @@ def test_swapped_in_blocks_are_offered_once_their_step_has_reported():
 # Events.
 
 
-def test_events_report_what_is_cached():
-    kv = manager(4)
+def test_events_report_stored_removed_and_cleared_blocks():
+    kv = make_manager(4)
     assert kv.events.start_recording() == (CacheCleared(1),)
     kv.free(compute(kv, 13))
     assert kv.events.take_events() == (BlocksStored(2, tuple(KEYS[:3]), None),)
@@ -627,8 +627,8 @@ def test_events_report_what_is_cached():
     assert kv.events.take_events() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
 
 
-def test_events_report_one_layer_group():
-    kv = manager(windows=(None, 5))
+def test_events_report_blocks_of_the_first_layer_group_alone():
+    kv = make_manager(windows=(None, 5))
     kv.events.start_recording()
     kv.free(compute(kv, 9))
     kv.pool.allocate(16)
@@ -638,8 +638,8 @@ def test_events_report_one_layer_group():
     )
 
 
-def test_late_followers_get_a_snapshot():
-    kv = manager()
+def test_recording_starts_with_a_snapshot():
+    kv = make_manager()
     compute(kv, 9)
     assert kv.events.take_events() == (), "recording has not started"
     snapshot = (CacheCleared(1), BlocksStored(2, tuple(KEYS[:2]), None))
@@ -651,7 +651,7 @@ def test_late_followers_get_a_snapshot():
 
 
 def test_a_step_cannot_start_twice():
-    kv = manager()
+    kv = make_manager()
     kv.step_started(1)
     with pytest.raises(AssertionError, match="numbered"):
         kv.step_started(1)

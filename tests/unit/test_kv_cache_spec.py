@@ -1,4 +1,4 @@
-"""Block counts of layer groups, compared with counting one by one."""
+"""`KvCacheSpec`: block counts of layer groups, compared with counts by brute force."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ SPECS = st.builds(
 
 
 def seen_blocks(spec: KvCacheSpec, layer_group: int, start: int, end: int) -> set[int]:
-    """Blocks that queries at positions `start` to `end - 1` read or write."""
+    """Returns the blocks that queries at positions `start` to `end - 1` read or write."""
     window = spec.windows[layer_group]
     positions = {
         key
@@ -46,15 +46,15 @@ def test_layers_with_one_window_are_one_layer_group() -> None:
     assert layer_groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
-def test_overlapped_steps_leave_a_chunk_more_unreleased() -> None:
+def test_overlapped_steps_keep_the_blocks_of_one_more_chunk() -> None:
     options = {"model": "m", "block_size": 8, "max_num_batched_tokens": 100}
     assert spec_of(EngineConfig(**options), (None, 9)) == KvCacheSpec(8, (None, 9), 100)
     config = EngineConfig(**options, async_scheduling=True, long_prefill_token_threshold=30)
     assert spec_of(config, (None,)) == KvCacheSpec(8, (None,), 60)
 
 
-def test_layer_groups_of_a_real_pattern() -> None:
-    """Gemma 3: five layers with a window, one without."""
+def test_layer_groups_of_the_gemma_3_pattern() -> None:
+    """Gemma 3 repeats five layers with a window and one without."""
     layer_groups = group_layers(([512] * 5 + [None]) * 2)
     assert layer_groups.windows == (512,) * 5 + (None,)
     assert layer_groups.layers_per_block == 2
@@ -68,7 +68,7 @@ def test_the_first_live_block_is_the_first_that_is_read(spec: KvCacheSpec, posit
 
 
 @given(spec=SPECS, num_tokens=st.integers(1, 40))
-def test_the_most_live_blocks_are_those_of_the_worst_chunk(
+def test_max_live_is_the_number_of_blocks_of_the_worst_chunk(
     spec: KvCacheSpec, num_tokens: int
 ) -> None:
     total = 0
@@ -97,7 +97,7 @@ def test_the_most_live_blocks_are_those_of_the_worst_chunk(
     chunks=st.lists(st.integers(1, 5), min_size=1, max_size=12),
     num_decoded=st.integers(0, 12),
 )
-def test_the_most_live_blocks_suffice_while_a_step_is_in_flight(
+def test_max_live_suffices_while_a_step_is_in_flight(
     block_size: int,
     window: int,
     max_chunk: int,
@@ -121,7 +121,9 @@ def test_the_most_live_blocks_suffice_while_a_step_is_in_flight(
 
 
 @given(spec=SPECS, num_blocks=st.integers(0, 40), limit=st.integers(0, 60))
-def test_the_longest_sequence_that_fits(spec: KvCacheSpec, num_blocks: int, limit: int) -> None:
+def test_max_tokens_is_the_longest_sequence_that_fits(
+    spec: KvCacheSpec, num_blocks: int, limit: int
+) -> None:
     fits = [n for n in range(limit + 1) if spec.blocks_for(n) <= num_blocks]
     assert spec.max_tokens(num_blocks, limit) == max(fits)
 
@@ -129,7 +131,7 @@ def test_the_longest_sequence_that_fits(spec: KvCacheSpec, num_blocks: int, limi
 @given(
     spec=SPECS, num_shared=st.integers(0, 12), num_more=st.integers(0, 12), num=st.integers(1, 4)
 )
-def test_branches_need_no_more_blocks_than_computed(
+def test_branches_use_at_most_blocks_for_branches(
     spec: KvCacheSpec, num_shared: int, num_more: int, num: int
 ) -> None:
     """Each branch has its own blocks from the first token that it does not share."""

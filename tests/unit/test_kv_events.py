@@ -1,4 +1,4 @@
-"""The log of KV events is bounded, and numbered without a gap."""
+"""`KvEventLog`: a bounded log of KV events, numbered without gaps."""
 
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEventLog
 

@@ -1,3 +1,5 @@
+"""KV metrics: counters, histograms, their export to Prometheus, and their documentation."""
+
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +18,7 @@ DOCUMENTED = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 class Exported:
-    """What Prometheus would read of one backend, `redis`."""
+    """The metrics of one backend, `redis`, as Prometheus reads them."""
 
     def __init__(self) -> None:
         metrics = KvMetrics()
@@ -28,7 +30,7 @@ class Exported:
         return {family.name: family.type for family in self._parse()}
 
     def value(self, sample_name: str, **labels: str) -> float | None:
-        """None where there is no such sample."""
+        """Returns the value of a sample; None if there is no such sample."""
         found = [
             sample.value
             for family in self._parse()
@@ -54,7 +56,7 @@ def _stats(num_objects: int | None, num_bytes: int | None) -> StoreStats:
     )
 
 
-def test_documented_names_and_types_are_those_exported():
+def test_exported_names_and_types_are_documented():
     rows = re.findall(r"^\| `(baton_\w+)` \| (\w+) \|", DOCUMENTED.read_text(), re.MULTILINE)
     documented = {name.removesuffix("_total"): kind for name, kind in rows}
     assert len(documented) == len(rows)
@@ -62,7 +64,7 @@ def test_documented_names_and_types_are_those_exported():
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in rows)
 
 
-def test_documented_labels_are_those_of_the_table():
+def test_labels_are_documented():
     rows = re.findall(
         r"^\| `(baton_\w+)` \| \w+ \| (.*?) ?\| ", DOCUMENTED.read_text(), re.MULTILINE
     )
@@ -79,7 +81,7 @@ def test_documented_queries_name_metrics_that_exist():
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} <= known
 
 
-def test_counters_stand_at_zero_before_anything_is_counted():
+def test_counters_are_exported_as_zero_from_the_start():
     exported = Exported()
     assert exported.value("baton_kv_bytes_total", direction="load") == 0
     assert exported.value("baton_kv_failures_total", direction="save", cause="unavailable") == 0
@@ -97,7 +99,7 @@ def test_calls_are_counted_by_direction():
     assert exported.value("baton_kv_call_seconds_sum", direction="load") == pytest.approx(0.203)
 
 
-def test_buckets_hold_what_is_up_to_their_bound():
+def test_a_bucket_counts_times_up_to_and_including_its_bound():
     exported = Exported()
     for seconds in (0.0, 0.0025, 0.0026, 10.0, 11.0):
         exported.metrics.called("load", seconds)
@@ -114,14 +116,14 @@ def test_buckets_hold_what_is_up_to_their_bound():
     ("error", "cause"),
     [("missing", "missing"), ("timed out", "timed_out"), ("a third party's word", "failed")],
 )
-def test_causes_of_failures_are_few(error, cause):
+def test_unknown_causes_of_failures_are_counted_as_failed(error, cause):
     exported = Exported()
     exported.metrics.job_ended("load", 0.1, error)
     assert exported.value("baton_kv_failures_total", direction="load", cause=cause) == 1
     assert exported.value("baton_kv_job_seconds_count", direction="load") == 1
 
 
-def test_look_ups_tell_hits():
+def test_lookups_count_keys_and_hits():
     exported = Exported()
     exported.metrics.looked_up(0.01, num_asked=5, num_found=3)
     assert exported.value("baton_kv_lookup_objects_total") == 5
@@ -129,7 +131,7 @@ def test_look_ups_tell_hits():
     assert exported.value("baton_kv_lookup_seconds_count") == 1
 
 
-def test_the_rest_is_counted():
+def test_saves_leases_doubts_and_loads_given_up_are_counted():
     exported = Exported()
     metrics = exported.metrics
     metrics.job_ended("save", 0.1)
@@ -154,7 +156,7 @@ def test_the_rest_is_counted():
     assert exported.value("baton_kv_loads_given_up_total", stage="admission") == 0
 
 
-def test_a_store_tells_what_it_knows():
+def test_only_known_statistics_of_a_store_are_exported():
     exported = Exported()
     assert exported.value("baton_kv_stored_bytes") is None
     exported.metrics.read_stats = lambda: replace(_stats(3, None), evictions=2, oldest_age_s=5.0)
@@ -164,7 +166,7 @@ def test_a_store_tells_what_it_knows():
     assert exported.value("baton_kv_oldest_object_seconds") == 5
 
 
-def test_breakers_are_read_when_asked():
+def test_breakers_are_read_at_export():
     exported = Exported()
     reads, other = Breaker("reads"), Breaker("other reads")
     exported.metrics.read_breakers = lambda: [("load", reads.counts), ("load", other.counts)]
@@ -177,7 +179,7 @@ def test_breakers_are_read_when_asked():
     assert exported.value("baton_kv_breaker_openings_total", direction="load") == 1
 
 
-def test_backends_are_apart():
+def test_each_backend_has_its_own_metrics():
     metrics = KvMetrics()
     metrics.of("shm").skipped(1)
     metrics.of("shm").skipped(1)
@@ -189,7 +191,7 @@ def test_backends_are_apart():
     assert counts == {"shm": 2, "redis": 0}
 
 
-def test_threads_lose_no_count():
+def test_concurrent_counting_loses_nothing():
     metrics = TransferMetrics()
 
     def count(_: int) -> None:

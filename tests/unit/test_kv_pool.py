@@ -1,4 +1,4 @@
-"""Sizes of the KV pool, and the errors if it is too small."""
+"""Sizes of the KV pool and the host pool, and the errors if they are too small."""
 
 import logging
 import re
@@ -39,20 +39,20 @@ def test_the_override_wins_over_everything():
     assert _decide(free_bytes=_GIBIBYTE, **flags) == 7
 
 
-def test_given_memory_is_filled_with_whole_blocks():
+def test_the_pool_fills_the_given_memory_with_whole_blocks():
     assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50 - 1) == 49
     assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50, free_bytes=1) == 50
 
 
-def test_a_gpu_is_filled_with_whole_blocks():
+def test_the_pool_fills_the_free_memory_of_a_gpu_with_whole_blocks():
     assert _decide(free_bytes=_LAYOUT.block_bytes * 1000 + 5) == 1000
 
 
-def test_a_cpu_takes_no_more_than_its_sequences_need():
+def test_the_pool_of_a_cpu_is_no_larger_than_its_sequences_need():
     assert _decide(max_model_len=100, max_num_seqs=3) == 3 * 7
 
 
-def test_a_cpu_takes_one_gibibyte_at_most():
+def test_the_pool_of_a_cpu_is_at_most_one_gibibyte():
     assert _decide(max_model_len=10**5, max_num_seqs=1000) == _GIBIBYTE // _LAYOUT.block_bytes
 
 
@@ -64,7 +64,7 @@ def test_a_cpu_takes_one_gibibyte_at_most():
         ({"free_bytes": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory"),
     ],
 )
-def test_a_pool_too_small_for_one_request_says_what_to_change(flags, size_flag):
+def test_the_error_of_a_pool_too_small_for_one_request_names_sufficient_flags(flags, size_flag):
     with pytest.raises(ConfigurationError, match="the model's length is 100") as caught:
         _decide(**flags)
     message = caught.value.message
@@ -79,20 +79,20 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(flags, size_flag):
     assert _decide(**{field: remedy}) >= 7
 
 
-def test_a_pool_too_small_for_the_flag_names_the_flag():
+def test_the_error_of_a_pool_too_small_for_max_model_len_names_that_flag():
     config = EngineConfig(model="m", num_gpu_blocks_override=6, max_model_len=100)
     with pytest.raises(ConfigurationError, match="--max-model-len is 100"):
         decide_num_blocks(config, _LAYOUT, _SPEC, 100, None)
 
 
-def test_an_empty_pool_does_not_suggest_a_length_of_zero():
+def test_the_error_of_an_empty_pool_suggests_no_length():
     with pytest.raises(ConfigurationError) as caught:
         _decide(kv_cache_memory=1)
     assert "--max-model-len" not in caught.value.message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_pool_is_zeroed_in_the_layouts_shape(dtype):
+def test_the_pool_is_zeroed_and_has_the_shape_of_the_layout(dtype):
     layout = KvLayout(num_layers=2, num_kv_heads=3, block_size=8, head_dim=4, dtype=dtype)
     pool = allocate_pool(5, layout, torch.device("cpu"))
     assert pool.shape == (5, 2, 2, 3, 8, 4)
@@ -101,7 +101,7 @@ def test_the_pool_is_zeroed_in_the_layouts_shape(dtype):
     assert (pool == 0).all()
 
 
-def test_the_pool_of_8_bit_kv_is_of_bytes():
+def test_pools_of_8_bit_kv_have_the_type_uint8():
     layout = KvLayout(num_layers=2, num_kv_heads=3, block_size=8, head_dim=4, dtype="fp8_e4m3")
     for pool in (allocate_pool(5, layout, _CPU), allocate_host_pool(5, layout, _CPU)):
         assert pool.shape == (5, 2, 2, 3, 8 * 4 + 8 * 4)
@@ -129,7 +129,7 @@ def test_blocks_have_the_models_type_unless_a_flag_changes_it():
     assert _layout(block_size=8, kv_cache_dtype="fp8_e4m3") == KvLayout(3, 2, 8, 16, "fp8_e4m3")
 
 
-def test_an_unknown_type_of_kv_is_refused():
+def test_an_unknown_kv_cache_dtype_is_refused():
     with pytest.raises(ConfigurationError, match="--kv-cache-dtype is 'int3'; it must be one of"):
         EngineConfig(model="m", kv_cache_dtype="int3")
 
@@ -148,7 +148,7 @@ def test_a_pool_beyond_memory_is_a_configuration_error():
         allocate_pool(2**50, _LAYOUT, torch.device("cpu"))
 
 
-def test_windows_need_fewer_blocks():
+def test_a_model_with_windows_needs_fewer_blocks():
     spec = KvCacheSpec(block_size=16, windows=(None, 32, 32), max_chunk=16)
     needed = spec.blocks_for(1000)
     assert needed == 63 + 2 * 4
@@ -169,21 +169,19 @@ def test_windows_need_fewer_blocks():
         (None, "cuda", 99),
     ],
 )
-def test_the_host_pool_holds_what_swap_space_does_and_no_more_than_the_pool(
-    space, device, expected
-):
+def test_the_host_pool_fits_into_swap_space_and_is_no_larger_than_the_pool(space, device, expected):
     config = EngineConfig(model="m", swap_space=space)
     assert decide_num_host_blocks(config, _LAYOUT, 99, torch.device(device)) == expected
 
 
-def test_the_host_pool_is_4_gib_beside_a_gpu():
+def test_the_default_host_pool_of_a_gpu_is_4_gib():
     config = EngineConfig(model="m")
     num_blocks = decide_num_host_blocks(config, _LAYOUT, 10**9, torch.device("cuda"))
     assert num_blocks == 4 * _GIBIBYTE // _LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("space", [None, 0, 100])
-def test_swapping_without_a_host_pool_is_an_error_that_names_the_space_needed(space):
+def test_the_error_of_swapping_without_a_host_pool_names_the_space_needed(space):
     config = EngineConfig(model="m", swap_space=space, preemption_mode="swap")
     with pytest.raises(
         ConfigurationError, match=r"--swap-space (\d+)MiB holds the whole"
@@ -199,14 +197,14 @@ def test_a_host_pool_beyond_memory_is_a_configuration_error():
         allocate_host_pool(2**50, _LAYOUT, _CPU)
 
 
-def _logged(caplog, *args):
+def _pool_log(caplog, *args):
     with caplog.at_level(logging.INFO, logger="baton.engine"):
         log_pool(*args)
     return caplog.text
 
 
 def test_the_log_reports_blocks_tokens_and_concurrency(caplog):
-    text = _logged(caplog, 10, 0, _LAYOUT, _SPEC, 64)
+    text = _pool_log(caplog, 10, 0, _LAYOUT, _SPEC, 64)
     assert "10 blocks of 16 tokens, 160 tokens" in text
     assert "maximum concurrency at 64 tokens per request: 2.50" in text
     assert "host" not in text
@@ -214,19 +212,19 @@ def test_the_log_reports_blocks_tokens_and_concurrency(caplog):
 
 def test_the_log_reports_windows_and_the_host_pool(caplog):
     spec = KvCacheSpec(block_size=16, windows=(None, 16), max_chunk=1)
-    text = _logged(caplog, 30, 7, _LAYOUT, spec, 160)
+    text = _pool_log(caplog, 30, 7, _LAYOUT, spec, 160)
     assert "30 blocks of 16 tokens, 240 tokens" in text
     assert "maximum concurrency at 160 tokens per request: 2.50" in text
     assert "host pool for swapped KV: 7 blocks" in text
 
 
-def test_memory_left_for_the_pool_is_the_share_less_all_else():
+def test_memory_left_for_the_pool_is_the_share_minus_other_uses():
     memory = DeviceMemory(
         total=1000, free=500, used_by_others=100, reserved=350, peak_reserved=420, graphs=0
     )
-    # 50 outside torch (context, libraries): 1000 - 500 - 100 - 350.
+    # 1000 - 500 - 100 - 350 = 50 are used outside torch (context, libraries).
     assert memory.left_for_pool(0.8) == 800 - 420 - 50
-    # 430 are free beside activations, however large the share.
+    # With any larger share, 430 remain: 500 free, less the 70 that activations need at their peak.
     assert memory.left_for_pool(1.0) == 430
     assert memory.left_for_pool(0.4) == 0
     with_graphs = replace(memory, graphs=30)
@@ -235,7 +233,7 @@ def test_memory_left_for_the_pool_is_the_share_less_all_else():
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (7, 5)])
-def test_a_gpu_without_8_bit_floats_is_an_error_before_the_model_is_loaded(monkeypatch, capability):
+def test_8_bit_kv_on_a_gpu_without_8_bit_floats_is_refused(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
     message = rf"--kv-cache-dtype fp8_e4m3 needs .* 8\.9 or newer; GPU of old has {capability[0]}"
@@ -245,6 +243,6 @@ def test_a_gpu_without_8_bit_floats_is_an_error_before_the_model_is_loaded(monke
     check_kv_cache_dtype("fp8_e4m3", torch.device("cpu"))
 
 
-def test_a_gpu_with_8_bit_floats_may_use_them(monkeypatch):
+def test_8_bit_kv_on_a_gpu_with_8_bit_floats_is_accepted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_kv_cache_dtype("fp8_e4m3", torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Loads in doubt: something may still write to their memory, which stays held so long."""
+"""Loads in doubt: a peer may still write to their memory, so it stays held until that ends."""
 
 import threading
 import time
@@ -20,8 +20,8 @@ TIMEOUT_S = 10.0
 NUM_SEGMENTS = 2
 
 
-class Peer:
-    """Lends blocks of ones, twos and so on; fetches are in doubt while it `is_silent`."""
+class FakePeer:
+    """A backend of blocks of ones, twos and so on; fetches are in doubt while `is_silent`."""
 
     def __init__(self):
         self.is_silent = self.has_settled = False
@@ -38,19 +38,19 @@ class Peer:
         if self.is_silent:
             raise InDoubtError("silent", lambda: self.has_settled)
         for key, slot in zip(keys, slots, strict=True):
-            slot.fill(sealed(key))
+            slot.fill(sealed_block(key))
         return [GetStatus.HIT] * len(keys)
 
     def discard(self, key):
         pass
 
 
-def block(key):
+def block_of_key(key):
     return torch.full(LAYOUT.block_shape, key[-1] + 1.0)
 
 
-def sealed(key):
-    payload = block(key).numpy().tobytes()
+def sealed_block(key):
+    payload = block_of_key(key).numpy().tobytes()
     [header] = make_headers([memoryview(payload)], [key])
     return header + payload
 
@@ -59,7 +59,7 @@ class Rig:
     """A mover that is polled only when the test says so."""
 
     def __init__(self, copier_of=StagedCopier, num_threads=2):
-        self.peer = Peer()
+        self.peer = FakePeer()
         self.woken = threading.Event()
         self.mover = BlockMover(self.peer, self.woken.set, copier_of, num_threads)
         self.pool = torch.zeros(16, *LAYOUT.block_shape)
@@ -67,7 +67,7 @@ class Rig:
         self.results = []
 
     def wait(self):
-        """Returns when an I/O thread has done its part of a piece."""
+        """Waits until an I/O thread has done its part of a piece."""
         assert self.woken.wait(TIMEOUT_S)
         self.woken.clear()
 
@@ -89,7 +89,7 @@ class Rig:
         while self.mover.num_in_doubt < NUM_SEGMENTS:
             assert time.monotonic() < until
             self.woken.wait(0.01)
-            assert self.mover.poll() == ([], []), "with a result the blocks would be free"
+            assert self.mover.poll() == ([], []), "a result would free the blocks"
         self.peer.is_silent = False
         return list(jobs)
 
@@ -108,7 +108,7 @@ def make_rig(monkeypatch):
         rig.mover.close()
 
 
-def test_with_all_segments_in_doubt_jobs_fail_at_once(make_rig):
+def test_jobs_fail_at_once_while_every_segment_is_in_doubt(make_rig):
     rig = make_rig()
     lost = rig.lose_segments()
     assert rig.mover.take_doubted() == lost
@@ -121,11 +121,11 @@ def test_with_all_segments_in_doubt_jobs_fail_at_once(make_rig):
     assert rig.mover.is_in_doubt
 
 
-def test_a_segment_is_used_again_when_nothing_writes_to_it_any_more(make_rig):
+def test_a_segment_is_reused_once_its_doubt_settles(make_rig):
     rig = make_rig()
     lost = rig.lose_segments()
     for segment in rig.mover.staging.segments:
-        segment.frames[:] = 0x5A  # late, and before it has settled
+        segment.frames[:] = 0x5A  # a late write, before the doubt settles
     rig.peer.has_settled = True
     assert {(each.job_id, each.error) for each in rig.run_until(NUM_SEGMENTS)} == {
         (job_id, "unavailable") for job_id in lost
@@ -136,10 +136,10 @@ def test_a_segment_is_used_again_when_nothing_writes_to_it_any_more(make_rig):
     rig.mover.start(loads=[LoadJob(1, keys(3), (4, 5, 6))])
     assert rig.run_until(1) == [LoadResult(1, 3)]
     for block_id, key in zip((4, 5, 6), keys(3), strict=True):
-        assert torch.equal(rig.pool[block_id], block(key))
+        assert torch.equal(rig.pool[block_id], block_of_key(key))
 
 
-def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
+def test_one_segment_in_doubt_does_not_delay_other_loads(make_rig):
     rig = make_rig()
     rig.peer.is_silent = True
     rig.mover.start(loads=[LoadJob(1, keys(1), (0,))])
@@ -154,14 +154,14 @@ def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
 
 @pytest.fixture
 def in_place(make_rig, monkeypatch):
-    """A rig whose one thread fetches two blocks at a time straight into the pool."""
+    """A rig whose single thread fetches two blocks at a time directly into the pool."""
     monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
     rig = make_rig(copier_for, num_threads=1)
     rig.peer.is_silent = True
     return rig
 
 
-def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
+def test_pool_blocks_stay_held_while_a_read_may_write_to_them(in_place):
     is_known, fetch = threading.Event(), in_place.peer.fetch
 
     def fetch_when_known(job, keys, slots):
@@ -172,7 +172,7 @@ def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
     in_place.mover.start(loads=[LoadJob(1, keys(6), (3, 4, 5, 6, 7, 8))])
     while not in_place.mover.is_in_doubt:
         in_place.wait()
-        assert in_place.mover.poll() == ([], []), "with a result the blocks would be free"
+        assert in_place.mover.poll() == ([], []), "a result would free the blocks"
     assert in_place.mover.take_doubted() == [1], "the engine gives the load up"
     is_known.set()
     [job] = in_place.mover._jobs.values()
@@ -184,13 +184,13 @@ def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
     in_place.peer.has_settled = True
 
     assert in_place.run_until(1) == [LoadResult(1, 0, "unavailable")]
-    assert not in_place.pool.any(), "nor is anything left there that is no number"
+    assert not in_place.pool.any(), "no NaN is left in the pool"
     assert not in_place.mover.is_in_doubt
-    assert in_place.peer.num_fetches < 3, "nothing more is fetched for a load that has failed"
-    assert in_place.mover.take_doubted() == [], "it is returned once"
+    assert in_place.peer.num_fetches < 3, "a failed load fetches no further pieces"
+    assert in_place.mover.take_doubted() == [], "a load in doubt is returned once"
 
 
-def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
+def test_a_load_in_place_in_doubt_does_not_delay_other_loads(in_place):
     in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
     while not in_place.mover.is_in_doubt:
         in_place.wait()
@@ -199,12 +199,12 @@ def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
     in_place.mover.start(loads=[LoadJob(2, keys(1), (4,))])
 
     assert in_place.run_until(1) == [LoadResult(2, 1)]
-    assert torch.equal(in_place.pool[4], block(keys(1)[0]))
+    assert torch.equal(in_place.pool[4], block_of_key(keys(1)[0]))
     assert in_place.mover.is_in_doubt
 
 
-def test_a_doubt_that_has_settled_before_the_next_poll_ends_then(in_place):
-    """Nothing wakes the engine once more."""
+def test_a_load_whose_doubt_settles_before_the_next_poll_ends_in_that_poll(in_place):
+    """Nothing wakes the engine again, so this poll must end the load."""
     in_place.peer.has_settled = True
     in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
     in_place.wait()
@@ -212,7 +212,7 @@ def test_a_doubt_that_has_settled_before_the_next_poll_ends_then(in_place):
     assert in_place.mover.take_doubted() == []
 
 
-def test_a_load_in_doubt_that_is_cancelled_was_unavailable(in_place):
+def test_a_cancelled_load_in_doubt_ends_as_unavailable(in_place):
     in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
     while not in_place.mover.is_in_doubt:
         in_place.wait()

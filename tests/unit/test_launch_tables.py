@@ -1,4 +1,4 @@
-"""Launch parameters: which table and row serve, and which tables are refused."""
+"""Launch tables: the choice of a table and a row, and invalid tables."""
 
 import json
 from pathlib import Path
@@ -30,13 +30,13 @@ def test_the_checked_in_tables_can_be_used_and_name_each_device_once():
         load_launch_table(name)
 
 
-def test_full_names_of_hopper_cards_have_a_table_of_their_own():
+def test_hopper_cards_have_their_own_table():
     default = load_launch_table("cpu")
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 PCIe"):
         assert load_launch_table(name).prefill_attention != default.prefill_attention
 
 
-def test_the_first_row_that_is_large_enough_serves(folder):
+def test_the_first_row_that_is_large_enough_is_used(folder):
     rows = [{**ATTENTION, "up_to": 128}, {**ATTENTION, "up_to": 256, "block_n": 64}, ATTENTION]
     add_table(folder, ["Some"], prefill_attention=rows)
     table = load_launch_table("Some GPU", folder).prefill_attention
@@ -45,7 +45,7 @@ def test_the_first_row_that_is_large_enough_serves(folder):
     ]
 
 
-def test_the_longest_beginning_of_a_name_decides_and_the_default_fills_up(folder):
+def test_the_longest_prefix_of_a_name_selects_the_table_and_the_default_completes_it(folder):
     add_table(folder, ["GPU 1", "Other"], row_norm=[{"num_warps": 2}])
     other = {"devices": ["GPU 100"], "row_norm": [{"num_warps": 32}]}
     (folder / "other.json").write_text(json.dumps(other))
@@ -82,7 +82,7 @@ def test_the_longest_beginning_of_a_name_decides_and_the_default_fills_up(folder
         ({"devices": "Some"}, "devices is 'Some': it must be a list of names"),
     ],
 )
-def test_bad_tables_are_refused_by_name(folder, kernels, message):
+def test_the_error_of_an_invalid_table_names_the_field(folder, kernels, message):
     devices = kernels.pop("devices", ["Some"])
     add_table(folder, devices, **kernels)
     with pytest.raises(ConfigurationError, match=message):
@@ -96,7 +96,7 @@ def test_a_file_that_holds_no_table_is_refused(folder, text):
         load_launch_table("cpu", folder)
 
 
-def test_a_default_that_leaves_something_out_is_refused(tmp_path):
+def test_an_incomplete_default_table_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"default\.json: block_copy is missing"):
         load_launch_table("cpu", tmp_path)
     some = {kernel: rows for kernel, rows in DEFAULT.items() if kernel != "row_norm"}

@@ -1,4 +1,4 @@
-"""The cost model of loads: what it learns, predicts and gives up."""
+"""`LoadCosts`, the cost model of loads: measurements, predictions, loads given up."""
 
 import math
 
@@ -11,8 +11,8 @@ from engine.kv_transfer.costs import LoadCosts
 TOKEN_S = 0.016
 
 
-class Store:
-    """Loads one after the other, by a clock of its own."""
+class FakeStore:
+    """A store that loads one request after the other, with its own clock."""
 
     def __init__(self, latency_s: float = 0.0, token_s: float = 0.0) -> None:
         self.costs = LoadCosts(TOKEN_S)
@@ -29,16 +29,16 @@ class Store:
         return self.costs.may_load(num_tokens, num_queued_tokens, self.now)
 
 
-def test_the_first_loads_are_not_judged():
-    store = Store(latency_s=2.0)
+def test_the_first_loads_are_always_accepted():
+    store = FakeStore(latency_s=2.0)
     for _ in range(4):
         assert store.may_load(1)
         store.load(1)
     assert not store.may_load(1)
 
 
-def test_latency_and_rate_are_told_apart():
-    store = Store(latency_s=0.5, token_s=0.002)
+def test_latency_and_rate_are_estimated_separately():
+    store = FakeStore(latency_s=0.5, token_s=0.002)
     for num_tokens in (10, 200, 50, 100):
         store.load(num_tokens)
     assert store.costs.predict_s(20) == pytest.approx(0.54)
@@ -48,24 +48,24 @@ def test_latency_and_rate_are_told_apart():
     assert store.may_load(1000)
 
 
-def test_what_is_computed_first_counts():
-    store = Store(latency_s=0.5)
+def test_queued_tokens_count_as_time_to_compute():
+    store = FakeStore(latency_s=0.5)
     for _ in range(4):
         store.load(10)
     assert not store.may_load(10)
     assert store.may_load(10, num_queued_tokens=40)
 
 
-def test_quick_loads_are_taken_however_quick_computing_is():
-    store = Store(latency_s=0.04)
+def test_quick_loads_are_accepted_even_if_computing_is_quicker():
+    store = FakeStore(latency_s=0.04)
     store.costs = LoadCosts(0.0)
     for _ in range(4):
         store.load(10)
     assert store.may_load(10)
 
 
-def test_a_load_is_tried_in_a_while_and_recovery_is_seen_at_once():
-    store = Store(latency_s=2.0)
+def test_a_slow_store_is_tried_every_five_seconds_and_recovers_at_once():
+    store = FakeStore(latency_s=2.0)
     for _ in range(10):
         store.load(10)
     store.now += 1
@@ -83,8 +83,8 @@ def test_a_load_is_tried_in_a_while_and_recovery_is_seen_at_once():
     assert store.costs.predict_s(10) == pytest.approx(0.001)
 
 
-def test_only_one_load_is_tried_at_a_time():
-    store = Store(latency_s=2.0)
+def test_a_slow_store_is_tried_with_one_load_at_a_time():
+    store = FakeStore(latency_s=2.0)
     for _ in range(4):
         store.load(10)
     store.now += 5
@@ -93,8 +93,8 @@ def test_only_one_load_is_tried_at_a_time():
     assert not store.may_load(10)
 
 
-def test_a_load_that_is_given_up_shows_that_loads_take_long():
-    store = Store(latency_s=0.001)
+def test_loads_given_up_count_as_slow_loads():
+    store = FakeStore(latency_s=0.001)
     for _ in range(5):
         store.load(10)
     for _ in range(5):
@@ -104,8 +104,8 @@ def test_a_load_that_is_given_up_shows_that_loads_take_long():
     assert not store.may_load(10)
 
 
-def test_loads_given_up_together_count_in_full_each():
-    """Streams in lockstep on a store that hangs: it is left, but for a try in a while."""
+def test_loads_given_up_together_count_in_full():
+    """Many streams load from a store that hangs; soon they only try it every five seconds."""
     costs, now, num_tried = LoadCosts(TOKEN_S), 100.0, 0
     for _ in range(100):
         running = []
@@ -116,11 +116,11 @@ def test_loads_given_up_together_count_in_full_each():
         now += 0.4
         for load in running:
             costs.give_up(load, now)
-    assert num_tried < 50 + 10, "all once, and then one in five seconds"
+    assert num_tried < 50 + 10, "every stream tries once, then one load is tried every five seconds"
     assert costs.predict_s(8) == pytest.approx(0.4)
 
 
-def test_patience_is_some_times_what_computing_takes():
+def test_patience_is_three_times_the_time_to_compute():
     costs = LoadCosts(TOKEN_S)
     for num_tokens, num_queued in [(1, 0), (100, 0), (100, 100)]:
         load = costs.start(num_tokens, num_queued, now=50.0)
@@ -128,8 +128,8 @@ def test_patience_is_some_times_what_computing_takes():
         assert load.patience_s == pytest.approx(patience_s)
 
 
-def test_where_nothing_may_be_computed_nothing_is_given_up():
-    store = Store(latency_s=100.0)
+def test_loads_are_always_accepted_if_tokens_cannot_be_computed():
+    store = FakeStore(latency_s=100.0)
     store.costs = LoadCosts(math.inf)
     for _ in range(10):
         store.load(10)
@@ -137,7 +137,7 @@ def test_where_nothing_may_be_computed_nothing_is_given_up():
     assert store.costs.start(10, 0, store.now).patience_s == math.inf
 
 
-def test_what_a_load_took_counts_and_not_when_it_was_asked_for():
+def test_the_reported_duration_of_a_load_counts_rather_than_its_age():
     costs = LoadCosts(TOKEN_S)
     load = costs.start(10, 0, now=0.0)
     costs.end(load, now=5.0, seconds=0.2)
@@ -151,10 +151,10 @@ def test_loads_that_run_side_by_side_share_their_time():
         costs.end(load, 0.1 * (index + 1))
     assert costs.predict_s(10) == pytest.approx(0.1)
     costs.start(10, 0, now=1.0)
-    assert costs.predict_s(10) == pytest.approx(0.2)  # behind the one that runs
+    assert costs.predict_s(10) == pytest.approx(0.2)  # waits for the load that runs
 
 
-def test_a_load_that_is_dropped_changes_nothing():
+def test_a_dropped_load_does_not_change_predictions():
     costs = LoadCosts(TOKEN_S)
     before = costs.start(10, 0, now=0.0)
     costs.end(before, 0.5)
@@ -166,7 +166,7 @@ def test_a_load_that_is_dropped_changes_nothing():
     st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 100, allow_subnormal=False)), min_size=1),
     st.integers(1, 4096),
 )
-def test_predictions_neither_fall_nor_pass_below_zero(loads, num_tokens):
+def test_predictions_rise_with_size_and_are_never_negative(loads, num_tokens):
     costs, now = LoadCosts(TOKEN_S), 0.0
     for size, seconds in loads:
         load = costs.start(size, 0, now)
@@ -181,10 +181,10 @@ def test_predictions_neither_fall_nor_pass_below_zero(loads, num_tokens):
     st.floats(0, 0.1),
     st.integers(1, 500),
 )
-def test_a_steady_store_is_predicted_as_it_is(sizes, latency_s, token_s, num_tokens):
-    store = Store(latency_s, token_s)
-    store.costs = LoadCosts(1e3)  # so slow that every load is worth it
-    for size in [*sizes, 1, 500]:  # of two sizes at least
+def test_predictions_for_a_steady_store_are_exact(sizes, latency_s, token_s, num_tokens):
+    store = FakeStore(latency_s, token_s)
+    store.costs = LoadCosts(1e3)  # computing is so slow that every load is worth it
+    for size in [*sizes, 1, 500]:  # at least two sizes
         store.load(size)
     expected_s = latency_s + num_tokens * token_s
     assert store.costs.predict_s(num_tokens) == pytest.approx(expected_s, rel=1e-3, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Limits of cores and memory, as control groups of both versions say them."""
+"""Limits of cores and memory, set by control groups of either version."""
 
 import pytest
 
@@ -10,30 +10,30 @@ MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 5 kB\nMemAvailable: {9 * G
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that lays files out under a root, and returns the root."""
+    """Returns a function that writes files under a root folder and returns the root."""
 
-    def lay_out(group, files):
+    def write_files(group, files):
         for name, text in {"proc/self/cgroup": group, "proc/meminfo": MEMINFO, **files}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         return tmp_path
 
-    return lay_out
+    return write_files
 
 
-def test_without_control_groups_the_machine_is_the_limit(machine):
+def test_there_is_no_limit_without_control_groups(machine):
     root = machine("", {})
     assert cpu_quota(root) is None
     assert read_memory(root) == Memory(total=16 * GIB, available=9 * GIB, limit=None)
 
 
-def test_a_system_that_says_nothing(tmp_path):
+def test_limits_are_unknown_without_proc_and_sys(tmp_path):
     assert cpu_quota(tmp_path) is None
     assert read_memory(tmp_path) == Memory(None, None, None)
 
 
-def test_version_2(machine):
+def test_limits_of_version_2(machine):
     root = machine(
         "0::/pod/container\n",
         {
@@ -47,7 +47,7 @@ def test_version_2(machine):
     assert read_memory(root) == Memory(total=16 * GIB, available=3 * GIB, limit=4 * GIB)
 
 
-def test_a_group_above_ours_limits_us_too(machine):
+def test_limits_of_parent_groups_apply_too(machine):
     root = machine(
         "0::/pod/container\n",
         {
@@ -62,7 +62,7 @@ def test_a_group_above_ours_limits_us_too(machine):
     assert read_memory(root) == Memory(total=16 * GIB, available=0, limit=GIB)
 
 
-def test_version_1_in_a_container_that_sees_the_hosts_path(machine):
+def test_limits_of_version_1_in_a_container_with_the_path_of_its_host(machine):
     root = machine(
         "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
         {
@@ -77,7 +77,7 @@ def test_version_1_in_a_container_that_sees_the_hosts_path(machine):
     assert read_memory(root) == Memory(total=16 * GIB, available=7 * GIB, limit=8 * GIB)
 
 
-def test_version_1_without_limits(machine):
+def test_version_1_may_have_no_limits(machine):
     root = machine(
         "5:cpu:/\n4:memory:/\n",
         {
@@ -94,7 +94,7 @@ def test_version_1_without_limits(machine):
 @pytest.mark.parametrize(
     ("affinity", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (2, 4.0, 2), (4, 0.3, 1)]
 )
-def test_usable_cores(monkeypatch, affinity, quota, cores):
+def test_usable_cores_are_bounded_by_affinity_and_quota(monkeypatch, affinity, quota, cores):
     monkeypatch.setattr("baton.machine_limits.affine_cores", lambda: affinity)
     monkeypatch.setattr("baton.machine_limits.cpu_quota", lambda: quota)
     assert usable_cores() == cores

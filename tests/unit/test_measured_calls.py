@@ -1,4 +1,4 @@
-"""`PieceIo` counts its calls of a backend, if there are metrics to count in."""
+"""`PieceIo` counts its calls of a backend if it has metrics."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def load(io):
     return io.read_in_place(job, piece_of(job))
 
 
-def test_calls_count_what_they_moved(io):
+def test_calls_count_the_objects_and_bytes_they_move(io):
     assert save(io).num_good == 2
     assert load(io).num_good == 1
     assert io.num_held(KEYS) == 1
@@ -91,14 +91,14 @@ def test_calls_that_fail_are_timed_and_move_nothing(io, backend):
     assert sum(histograms["baton_kv_call_seconds", "load"].counts) == 1
 
 
-def test_what_is_discarded_was_not_what_was_saved(io, backend):
+def test_corrupt_objects_are_discarded_and_counted(io, backend):
     backend.is_corrupt = True
     assert load(io).error == "corrupt"
     assert backend.discarded == [KEYS[0]]
     assert io.metrics.snapshot()[0]["baton_kv_verify_failures",] == 1
 
 
-def test_without_metrics_nothing_is_counted(io, backend):
+def test_calls_work_without_metrics(io, backend):
     io.metrics = None
     backend.is_corrupt = True
     assert (save(io).num_good, load(io).num_good, io.num_held(KEYS)) == (2, 0, 1)

@@ -1,4 +1,4 @@
-"""Copies and digests of many runs: by the native library and without it, the same."""
+"""Copies and digests of many runs: same results with and without the native library."""
 
 import mmap
 import random
@@ -17,7 +17,7 @@ from kernels.native.memory_runs import native_runs
 from kvstore import memory_runs
 from kvstore.memory_runs import copy_runs, digest_runs
 
-# About where copies go another way: to the native library, past the caches, line by line.
+# Sizes around the thresholds: use of the native library, non-temporal stores, cache lines.
 SIZES = st.sampled_from(
     (0, 1, 63, 240, 241, 4095, 4096, 4097, 8191, 32_767, 32_768, 32_769, 40_001)
 )
@@ -37,14 +37,14 @@ def library(request):
 
 
 def run_at(offset, content):
-    """A view of a run somewhere in memory, and that memory, which has guards around the run."""
+    """Returns a view of a run at `offset` in memory, and that memory, with guards around it."""
     memory = bytearray(bytes(offset) + GUARD + content + GUARD)
     start = offset + len(GUARD)
     return memoryview(memory)[start : start + len(content)], memory
 
 
 @given(st.lists(st.tuples(SIZES, OFFSETS, OFFSETS), max_size=6), st.integers(0, 2**32))
-def test_each_run_is_copied_and_nothing_beside_it(runs, seed):
+def test_each_run_is_copied_and_no_other_bytes(runs, seed):
     lots = random.Random(seed)
     contents = [lots.randbytes(size) for size, _, _ in runs]
     sources = [run_at(run[1], content)[0] for run, content in zip(runs, contents, strict=True)]
@@ -85,7 +85,7 @@ def test_runs_of_other_lengths_are_refused(size, by):
 
 
 @both_sizes
-def test_another_number_of_runs_is_refused(size):
+def test_different_numbers_of_runs_are_refused(size):
     with pytest.raises(ValueError, match="zip"):
         copy_runs([memoryview(bytearray(size))], [memoryview(bytes(size))] * 2)
 
@@ -102,19 +102,19 @@ VIEWS = {
 @both_sizes
 @pytest.mark.parametrize("source_view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("place_view", VIEWS.values(), ids=VIEWS)
-def test_views_of_any_items_are_copied(size, place_view, source_view):
+def test_views_of_any_format_are_copied(size, place_view, source_view):
     content, place = random.Random(size).randbytes(size), memoryview(bytearray(size))
     copy_runs([place_view(place)], [source_view(memoryview(content))])
     assert bytes(place) == content
 
 
-def test_nothing_of_any_form_is_copied():
+def test_empty_views_of_any_format_are_accepted():
     nothing = memoryview(np.zeros((0, 3), np.float32))
     copy_runs([nothing, memoryview(bytearray())], [memoryview(b""), nothing])
 
 
 @both_sizes
-def test_what_is_not_contiguous_is_refused(size):
+def test_views_that_are_not_contiguous_are_refused(size):
     whole, every_other = memoryview(bytearray(size)), memoryview(bytearray(2 * size))[::2]
     for to, source in ((whole, every_other), (every_other, whole)):
         with pytest.raises(ValueError, match="not contiguous"):
@@ -131,7 +131,7 @@ def test_memory_of_any_kind_is_copied():
 
 
 @both_sizes
-def test_what_is_not_writable_is_refused(size):
+def test_views_that_are_not_writable_are_refused(size):
     with pytest.raises(TypeError):
         copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
 
@@ -148,20 +148,22 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "kern
 """
 
 
-def test_a_process_that_only_copies_imports_no_torch():
+def test_copies_and_digests_do_not_import_torch():
     command = [sys.executable, "-c", _COPY_ALONE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("kernels\n", "")
 
 
-def test_short_runs_need_no_library(monkeypatch):
-    monkeypatch.setattr(memory_runs, "_native_runs", lambda: pytest.fail("it was asked for"))
+def test_short_runs_do_not_use_the_native_library(monkeypatch):
+    monkeypatch.setattr(
+        memory_runs, "_native_runs", lambda: pytest.fail("the native library was used")
+    )
     place, _ = run_at(0, bytes(4095))
     copy_runs([place] * 2, [memoryview(b"\1" * 4095)] * 2)
     assert digest_runs([b""] * 2, [place] * 2) == [xxhash.xxh3_128_digest(b"\1" * 4095)] * 2
 
 
-def test_a_library_that_is_refused_is_done_without(monkeypatch, caplog):
+def test_copies_work_without_a_library_that_is_refused(monkeypatch, caplog):
     def refuse():
         raise ConfigurationError("built from other sources")
 

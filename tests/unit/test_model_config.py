@@ -1,4 +1,4 @@
-"""Reading config.json: supported fields, errors for unsupported ones, rotary scaling."""
+"""Model configurations from config.json: supported fields, refused fields, rotary scaling."""
 
 import dataclasses
 
@@ -22,20 +22,20 @@ ARCHITECTURE = {
 }
 
 
-def source(model_type, **fields):
+def source_config(model_type, **fields):
     return transformers.AutoConfig.for_model(model_type, **fields)
 
 
-def read(model_type, **fields):
-    return FAMILIES[ARCHITECTURE[model_type]].read_config(source(model_type, **fields))
+def read_config_of(model_type, **fields):
+    return FAMILIES[ARCHITECTURE[model_type]].read_config(source_config(model_type, **fields))
 
 
-def build(model_type, **fields) -> CausalModel:
+def build_model(model_type, **fields) -> CausalModel:
     with torch.device("meta"):
-        return FAMILIES[ARCHITECTURE[model_type]].build(read(model_type, **fields))
+        return FAMILIES[ARCHITECTURE[model_type]].build(read_config_of(model_type, **fields))
 
 
-def scaled(rope_type, **parameters):
+def rope_fields(rope_type, **parameters):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 5e5, **parameters}}
 
 
@@ -43,8 +43,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURE)
-def test_defaults_of_each_family_build(model_type):
-    model = build(model_type, num_hidden_layers=2)
+def test_the_default_config_of_each_family_builds(model_type):
+    model = build_model(model_type, num_hidden_layers=2)
     assert model.config.num_layers == 2
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -52,16 +52,16 @@ def test_defaults_of_each_family_build(model_type):
 @pytest.mark.parametrize("model_type", ARCHITECTURE)
 def test_a_config_does_not_change(model_type):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        read(model_type).vocab_size = 1
+        read_config_of(model_type).vocab_size = 1
 
 
 @pytest.mark.parametrize(
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", scaled("dynamic", factor=2.0), "rope_type 'dynamic'"),
+        ("llama", rope_fields("dynamic", factor=2.0), "rope_type 'dynamic'"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
-        ("llama", scaled("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        ("llama", rope_fields("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads 5"),
         (
             "qwen2",
@@ -74,9 +74,9 @@ def test_a_config_does_not_change(model_type):
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(model_type, fields, named):
+def test_the_error_of_an_unsupported_field_names_it(model_type, fields, named):
     with pytest.raises(ConfigurationError) as failure:
-        build(model_type, **fields)
+        build_model(model_type, **fields)
     assert named in failure.value.message
 
 
@@ -104,38 +104,38 @@ def test_what_is_not_supported_is_refused_by_name(model_type, fields, named):
     ],
 )
 def test_sliding_windows_per_layer(model_type, fields, expected):
-    assert read(model_type, num_hidden_layers=3, **fields).sliding_windows == expected
+    assert read_config_of(model_type, num_hidden_layers=3, **fields).sliding_windows == expected
 
 
 @pytest.mark.parametrize(
     "rope",
     [
-        scaled("linear", factor=3.0),
-        scaled("llama3", **LLAMA3, original_max_position_embeddings=256),
-        scaled("llama3", **{**LLAMA3, "high_freq_factor": 9.0}),
-        scaled("yarn", factor=4.0, original_max_position_embeddings=512),
-        scaled("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
-        scaled("yarn", factor=2.0, beta_fast=16.0, beta_slow=2.0, attention_factor=0.7),
-        scaled("yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.8),
+        rope_fields("linear", factor=3.0),
+        rope_fields("llama3", **LLAMA3, original_max_position_embeddings=256),
+        rope_fields("llama3", **{**LLAMA3, "high_freq_factor": 9.0}),
+        rope_fields("yarn", factor=4.0, original_max_position_embeddings=512),
+        rope_fields("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+        rope_fields("yarn", factor=2.0, beta_fast=16.0, beta_slow=2.0, attention_factor=0.7),
+        rope_fields("yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.8),
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_rotary_scaling_is_that_of_transformers(rope, head_dim):
     fields = {"head_dim": head_dim, "max_position_embeddings": 1024, **rope}
-    config = source("llama", **fields)
+    config = source_config("llama", **fields)
     frequencies, amplitude = ROPE_INIT_FUNCTIONS[rope["rope_parameters"]["rope_type"]](config)
-    rotary = RotaryEmbedding(read("llama", **fields).rope, head_dim)
+    rotary = RotaryEmbedding(read_config_of("llama", **fields).rope, head_dim)
     torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
 
 
-def test_yarn_extends_the_models_length():
-    rope = scaled("yarn", factor=4.0, original_max_position_embeddings=512)
-    assert read("llama", max_position_embeddings=512, **rope).max_model_len == 2048
-    assert read("llama", max_position_embeddings=4096, **rope).max_model_len == 4096
+def test_yarn_extends_max_model_len():
+    rope = rope_fields("yarn", factor=4.0, original_max_position_embeddings=512)
+    assert read_config_of("llama", max_position_embeddings=512, **rope).max_model_len == 2048
+    assert read_config_of("llama", max_position_embeddings=4096, **rope).max_model_len == 4096
 
 
-def test_a_tied_model_has_no_head_of_its_own():
-    tied, untied = (build("llama", tie_word_embeddings=tied) for tied in (True, False))
+def test_a_tied_model_has_no_separate_head():
+    tied, untied = (build_model("llama", tie_word_embeddings=tied) for tied in (True, False))
     assert "lm_head.weight" not in tied.checkpoint_tensors()
     assert untied.checkpoint_tensors()["lm_head.weight"].shape == (32000, 4096)

@@ -1,4 +1,4 @@
-"""`multi://`, the scheduler half: order of members, members that fail, terms of handoffs."""
+"""Scheduler half of `multi://`: order of members, failures of members, handoff parameters."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def other():
     return FakeMember("other", lease_s=3600)
 
 
-def test_a_look_up_asks_each_for_what_those_before_it_lack(peer, store, other):
+def test_a_lookup_continues_in_the_next_member_at_the_first_missing_key(peer, store, other):
     store.objects, other.objects = {KEYS[0], KEYS[1], KEYS[3]}, {KEYS[2], KEYS[3]}
     both = Members(peer, store, other)
     job = both.scheduler.lookup(KEYS)
@@ -45,7 +45,7 @@ def test_a_look_up_asks_each_for_what_those_before_it_lack(peer, store, other):
     assert both.scheduler.num_found(job) == 4
 
 
-def test_a_look_up_ends_with_the_first_that_has_all(store, other):
+def test_a_lookup_ends_with_the_first_member_that_has_every_key(store, other):
     store.objects = set(KEYS)
     both = Members(store, other)
     job = both.scheduler.lookup(KEYS)
@@ -56,13 +56,13 @@ def test_a_look_up_ends_with_the_first_that_has_all(store, other):
     assert not other.pending
 
 
-def test_among_peers_a_look_up_finds_nothing_at_once(peer):
+def test_a_lookup_among_peers_ends_at_once_without_keys(peer):
     both = Members(peer, FakeMember("another", finds_by_key=False))
     assert both.scheduler.finds_by_key is False
     assert both.scheduler.num_found(both.scheduler.lookup(KEYS)) == 0
 
 
-def test_a_look_up_that_is_forgotten_is_taken_back_where_it_is_open(store, other):
+def test_a_forgotten_lookup_is_cancelled_in_the_member_where_it_is_open(store, other):
     both = Members(store, other)
     job = both.scheduler.lookup(KEYS)
     both.start()
@@ -77,7 +77,7 @@ def test_a_look_up_that_is_forgotten_is_taken_back_where_it_is_open(store, other
 
 
 @pytest.mark.parametrize("error", ["missing", "corrupt", "unavailable", "timed out", "failed"])
-def test_what_the_first_cannot_give_the_next_is_asked_for(peer, store, error):
+def test_the_next_member_loads_the_blocks_that_the_first_could_not(peer, store, error):
     both = Members(peer, store)
     handoff = both.scheduler.make_handoff("h", b"n", KEYS, 20)
     job = both.scheduler.load(KEYS, BLOCKS, handoff)
@@ -91,7 +91,7 @@ def test_what_the_first_cannot_give_the_next_is_asked_for(peer, store, error):
     assert both.step().loads == (LoadResult(job, 5),)
 
 
-def test_who_lacked_one_block_is_asked_for_the_next_and_who_did_not_answer_is_not(store, other):
+def test_a_load_returns_to_a_member_that_lacked_a_block_and_not_to_one_that_failed(store, other):
     both = Members(store, other)
     job = both.scheduler.load(KEYS, BLOCKS)
     both.start()
@@ -106,7 +106,7 @@ def test_who_lacked_one_block_is_asked_for_the_next_and_who_did_not_answer_is_no
     assert not other.pending
 
 
-def test_who_did_not_answer_is_not_asked_for_what_comes_later(store, other):
+def test_a_load_does_not_return_to_a_member_that_timed_out(store, other):
     both = Members(store, other)
     job = both.scheduler.load(KEYS, BLOCKS)
     both.start()
@@ -118,7 +118,7 @@ def test_who_did_not_answer_is_not_asked_for_what_comes_later(store, other):
     assert not store.pending
 
 
-def test_a_load_that_nobody_can_end_says_the_worst_that_it_heard(peer, store):
+def test_a_load_that_no_member_can_finish_has_the_worst_error(peer, store):
     both = Members(peer, store)
     job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 20))
     both.start()
@@ -128,7 +128,7 @@ def test_a_load_that_nobody_can_end_says_the_worst_that_it_heard(peer, store):
     assert both.step().loads == (LoadResult(job, 0, "timed out"),)
 
 
-def test_what_a_look_up_found_is_not_asked_of_peers(peer, store):
+def test_a_load_without_a_handoff_skips_peers(peer, store):
     both = Members(peer, store)
     both.scheduler.load(KEYS, BLOCKS)
     both.start()
@@ -136,7 +136,7 @@ def test_what_a_look_up_found_is_not_asked_of_peers(peer, store):
     assert len(store.pending) == 1
 
 
-def test_a_cancelled_load_goes_to_nobody_else(peer, store):
+def test_a_cancelled_load_does_not_continue_in_another_member(peer, store):
     both = Members(peer, store)
     job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 20))
     both.start()
@@ -150,7 +150,7 @@ def test_a_cancelled_load_goes_to_nobody_else(peer, store):
     assert not store.pending
 
 
-def test_a_cancelled_load_that_came_whole_is_whole(store, other):
+def test_a_cancelled_load_that_finished_succeeds(store, other):
     both = Members(store, other)
     job = both.scheduler.load(KEYS, BLOCKS)
     both.start()
@@ -159,7 +159,7 @@ def test_a_cancelled_load_that_came_whole_is_whole(store, other):
     assert both.step().loads == (LoadResult(job, 5),)
 
 
-def test_a_cancel_that_comes_too_late_is_nothing(store, other):
+def test_a_cancel_after_the_end_of_a_load_is_ignored(store, other):
     both = Members(store, other)
     job = both.scheduler.load(KEYS, BLOCKS)
     both.start()
@@ -169,7 +169,7 @@ def test_a_cancel_that_comes_too_late_is_nothing(store, other):
     assert not both.scheduler.build_work()
 
 
-def test_a_save_goes_to_all_and_ends_with_the_last(peer, store):
+def test_a_save_goes_to_every_member_and_ends_with_the_last(peer, store):
     both = Members(peer, store)
     job = both.scheduler.save(KEYS, BLOCKS, 3, num_found=2, lease_id="h")
     both.start()
@@ -183,7 +183,7 @@ def test_a_save_goes_to_all_and_ends_with_the_last(peer, store):
     assert both.step().saves == (SaveResult(job, committed=True),)
 
 
-def test_what_no_handoff_leads_to_is_not_lent(peer, store):
+def test_a_save_without_a_lease_skips_peers(peer, store):
     both = Members(peer, store)
     job = both.scheduler.save(KEYS, BLOCKS)
     both.start()
@@ -192,7 +192,7 @@ def test_what_no_handoff_leads_to_is_not_lent(peer, store):
     assert both.step().saves == (SaveResult(job, committed=True),)
 
 
-def test_peers_alone_are_told_of_every_save(peer):
+def test_every_save_goes_to_peers_if_there_are_only_peers(peer):
     both = Members(peer, FakeMember("another", finds_by_key=False))
     job = both.scheduler.save(KEYS, BLOCKS)
     both.start()
@@ -202,7 +202,7 @@ def test_peers_alone_are_told_of_every_save(peer):
 
 
 @pytest.mark.parametrize(("carried", "committed"), [(True, True), (False, False)])
-def test_only_who_carries_handoffs_commits(carried, committed):
+def test_only_members_that_carry_handoffs_commit_a_save(carried, committed):
     near, far = FakeMember("near", carries_handoffs=False), FakeMember("far")
     both = Members(near, far)
     job = both.scheduler.save(KEYS, BLOCKS)
@@ -212,7 +212,7 @@ def test_only_who_carries_handoffs_commits(carried, committed):
     assert both.step().saves == (SaveResult(job, committed),)
 
 
-def test_results_say_why_and_how_long(store, other):
+def test_results_have_errors_and_durations(store, other):
     both = Members(store, other)
     load, save = both.scheduler.load(KEYS, BLOCKS), both.scheduler.save(KEYS, BLOCKS)
     both.start()
@@ -231,7 +231,7 @@ def test_results_say_why_and_how_long(store, other):
     assert (results.loads[0].seconds, results.saves[0].seconds) == (3.0, 2.0)
 
 
-def test_blocks_that_peers_hold_are_given_back_once_when_none_does(peer):
+def test_held_blocks_are_released_once_every_peer_has_released_them(peer):
     another = FakeMember("another", finds_by_key=False)
     both = Members(peer, another)
     job = both.scheduler.save(KEYS, BLOCKS, lease_id="h")
@@ -246,7 +246,7 @@ def test_blocks_that_peers_hold_are_given_back_once_when_none_does(peer):
     assert not both.step()
 
 
-def test_a_lease_that_ended_before_the_other_members_answered_does_not_commit(peer, store):
+def test_a_save_is_not_committed_if_its_lease_ended_and_the_other_member_failed(peer, store):
     both = Members(peer, store)
     job = both.scheduler.save(KEYS, BLOCKS, lease_id="h")
     both.start()
@@ -258,7 +258,7 @@ def test_a_lease_that_ended_before_the_other_members_answered_does_not_commit(pe
     assert both.step() == TransferResults(saves=(SaveResult(job, committed=False),))
 
 
-def test_a_handoff_carries_each_members_own_terms(peer, store):
+def test_a_handoff_contains_the_parameters_of_each_member(peer, store):
     both = Members(peer, store)
     handoff = both.scheduler.make_handoff("h", b"n", KEYS, 20)
     assert handoff.connector == both.scheduler.scheme == "multi(peer,store)"
@@ -276,7 +276,7 @@ def test_a_handoff_carries_each_members_own_terms(peer, store):
 
 
 @pytest.mark.parametrize("params", [b"", b"x", pack_params([(1, b"a")])])
-def test_a_handoff_without_terms_is_tried_with_none(peer, store, params):
+def test_a_handoff_with_invalid_parameters_is_loaded_without_them(peer, store, params):
     both = Members(peer, store)
     handoff = both.scheduler.make_handoff("h", b"n", KEYS, 20)
     both.scheduler.load(KEYS, BLOCKS, replace(handoff, connector_params=params))
@@ -284,7 +284,7 @@ def test_a_handoff_without_terms_is_tried_with_none(peer, store, params):
     assert peer.pending[0].handoff.connector_params == b""
 
 
-def test_leases_and_deletions_go_to_all(peer, store):
+def test_ended_leases_and_deletions_go_to_every_member(peer, store):
     both = Members(peer, store)
     both.scheduler.end_lease("h")
     both.scheduler.delete(KEYS[:1])
@@ -292,7 +292,7 @@ def test_leases_and_deletions_go_to_all(peer, store):
     assert sorted(peer.received) == sorted(store.received) == [("deletes", KEYS[0]), ("ended", "h")]
 
 
-def test_params_come_back_and_nothing_else_passes():
+def test_parameters_survive_a_round_trip_and_invalid_ones_are_refused():
     members = [(0, b""), (1 << 40, b"abc"), (7, bytes(300))]
     packed = pack_params(members)
     assert unpack_params(packed, 3) == members
@@ -302,7 +302,7 @@ def test_params_come_back_and_nothing_else_passes():
     assert unpack_params(packed, 4) is None
 
 
-def test_a_load_in_doubt_goes_to_no_other_member(peer, store):
+def test_a_load_in_doubt_does_not_continue_in_another_member(peer, store):
     """The first member may still write to the blocks."""
     store.objects = set(KEYS)
     both = Members(peer, store)

@@ -1,4 +1,4 @@
-"""`multi://`, the worker half: each member's jobs are counted under the member's own name."""
+"""Worker half of `multi://`: the jobs of each member are counted under the member's name."""
 
 import pytest
 
@@ -23,7 +23,7 @@ NAMES = ("shm", "redis", "redis-2")
 
 
 class ScriptedWorker(FakeWorker):
-    """Reports what the test puts into `results`."""
+    """Reports the results that the test puts into `results`."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -42,7 +42,7 @@ class ScriptedWorker(FakeWorker):
 
 
 class Rig:
-    """Three members, of which the second gets jobs."""
+    """A worker with three members, the second of which receives the jobs."""
 
     def __init__(self) -> None:
         self.members = [ScriptedWorker(), ScriptedWorker(), ScriptedWorker()]
@@ -92,7 +92,7 @@ def test_jobs_are_timed_from_start_to_result():
     assert not any(value for (name, *_), value in values.items() if "failures" in name)
 
 
-def test_a_load_and_a_save_of_one_number_are_two_jobs():
+def test_a_load_and_a_save_with_the_same_number_are_two_jobs():
     rig = Rig()
     rig.start(loads=[LOAD])
     rig.now = 11.0
@@ -118,7 +118,7 @@ def test_failures_are_counted_by_cause_for_the_member_alone(results, direction, 
     assert rig.value("baton_kv_failures", direction, cause) == [0, 1, 0]
 
 
-def test_look_ups_count_the_keys_asked_and_found():
+def test_lookups_count_keys_requested_and_found():
     rig = Rig()
     rig.start(lookups=[LookupJob(7, (b"a", b"b", b"c"))])
     rig.now = 10.5
@@ -136,7 +136,7 @@ def test_a_cancelled_look_up_is_not_counted():
     assert rig.total_s("baton_kv_lookup_seconds") == (0, 0.0)
 
 
-def test_a_doubted_load_is_counted_once():
+def test_a_load_in_doubt_is_counted_once():
     rig = Rig()
     rig.start(loads=[LOAD])
     rig.now = 12.0

@@ -1,4 +1,4 @@
-"""Which native library is chosen, given the CPU, what was built, and what was asked for."""
+"""The choice of a native library, by CPU, built libraries and BATON_CPU_KERNELS."""
 
 import itertools
 
@@ -31,7 +31,7 @@ EVERYTHING = libraries("avx512_bf16", "avx512", "avx2", "generic")
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2"])
-def test_the_best_that_the_cpu_has(name):
+def test_the_best_variant_that_the_cpu_supports_is_chosen(name):
     selection = choose(EVERYTHING, FEATURES[name], "auto")
     assert selection.variant == name
     assert selection.path == library_path(name)
@@ -45,11 +45,11 @@ def test_an_old_cpu_runs_the_generic_library():
 
 
 @pytest.mark.parametrize("missing", sorted(FEATURES["avx2"]))
-def test_a_level_counts_only_if_all_of_it_is_there(missing):
+def test_a_variant_needs_all_of_its_cpu_features(missing):
     assert choose(EVERYTHING, FEATURES["avx2"] - {missing}, "auto").variant == "generic"
 
 
-def test_what_was_not_built_is_told_with_the_reason():
+def test_the_reason_names_a_better_library_that_was_not_built():
     some = libraries("avx2", "generic", problem="gcc 8 does not take it")
     selection = choose(some, FEATURES["avx512_bf16"], "auto")
     assert selection.variant == "avx2"
@@ -59,7 +59,7 @@ def test_what_was_not_built_is_told_with_the_reason():
     )
 
 
-def test_torch_serves_where_nothing_was_built():
+def test_torch_is_chosen_if_no_library_was_built():
     selection = choose(libraries(problem="no compiler"), FEATURES["avx2"], "auto")
     assert (selection.variant, selection.path) == ("torch", None)
     assert selection.reason == (
@@ -68,7 +68,7 @@ def test_torch_serves_where_nothing_was_built():
     )
 
 
-def test_torch_serves_where_what_was_built_does_not_run():
+def test_torch_is_chosen_if_the_cpu_runs_no_built_library():
     selection = choose(libraries("avx512", "avx2"), frozenset(), "auto")
     assert selection.variant == "torch"
     assert "this CPU does not run what was built (avx512, avx2)" in selection.reason
@@ -97,7 +97,7 @@ def test_torch_can_be_forced_whatever_was_built():
     assert selection.reason == "forced by BATON_CPU_KERNELS=torch"
 
 
-def test_triton_can_be_forced_where_it_interprets(monkeypatch):
+def test_triton_can_be_forced_with_its_interpreter(monkeypatch):
     monkeypatch.setenv(library.INTERPRET_VARIABLE, "1")
     selection = choose(EVERYTHING, FEATURES["avx2"], "triton")
     assert (selection.variant, selection.path) == ("triton", None)
@@ -105,7 +105,7 @@ def test_triton_can_be_forced_where_it_interprets(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [None, "0", ""])
-def test_triton_is_refused_where_it_would_compile(monkeypatch, value):
+def test_triton_is_refused_without_its_interpreter(monkeypatch, value):
     monkeypatch.delenv(library.INTERPRET_VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(library.INTERPRET_VARIABLE, value)
@@ -113,7 +113,7 @@ def test_triton_is_refused_where_it_would_compile(monkeypatch, value):
         choose(EVERYTHING, FEATURES["avx2"], "triton")
 
 
-def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
     monkeypatch.setenv(library.INTERPRET_VARIABLE, "1")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="`pip install triton`"):
@@ -136,7 +136,7 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
         ("avx512,avx2", "it must be one of"),
     ],
 )
-def test_what_cannot_be_had_is_refused(wish, message):
+def test_an_unavailable_variant_is_refused(wish, message):
     some = libraries("avx512_bf16", "avx512", problem="gone")
     with pytest.raises(ConfigurationError, match=message):
         choose(some, FEATURES["avx512"], wish)
@@ -148,19 +148,19 @@ def test_a_library_of_other_sources_is_refused(wish):
         choose(libraries("avx2", "generic", stale=("avx2",)), FEATURES["avx2"], wish)
 
 
-def test_a_stale_library_that_is_not_chosen_disturbs_nobody():
+def test_a_stale_library_that_is_not_chosen_is_ignored():
     selection = choose(libraries("avx2", "generic", stale=("generic",)), FEATURES["avx2"], "auto")
     assert selection.variant == "avx2"
 
 
-def test_an_empty_variable_asks_for_nothing(monkeypatch):
+def test_an_empty_variable_means_auto(monkeypatch):
     monkeypatch.setenv(library.WISH_VARIABLE, "")
     monkeypatch.setattr(library, "find_libraries", lambda: libraries("generic"))
     monkeypatch.setattr(library, "cpu_features", frozenset)
     assert library.select().variant == "generic"
 
 
-def test_every_variant_has_its_own_name_and_no_faster_one_needs_less():
+def test_variants_have_distinct_names_and_faster_ones_need_more_features():
     names = [variant.name for variant in VARIANTS]
     assert len(set(names)) == len(names)
     assert not {"auto", "torch", "triton"} & set(names)
@@ -180,14 +180,14 @@ flags\t\t: fpu other
 CPUINFO_ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n"
 
 
-def test_features_of_the_first_core():
+def test_features_are_read_of_the_first_core():
     assert features_of_cpuinfo(CPUINFO_X86) == {"fpu", "sse2", "avx2", "fma"}
     assert features_of_cpuinfo(CPUINFO_ARM) == {"fp", "asimd", "bf16"}
     assert features_of_cpuinfo("") == set()
 
 
-def test_features_of_macos_in_the_words_of_linux():
-    # As an Intel Mac of 2015 says them.
+def test_features_of_macos_are_translated_to_names_of_linux():
+    # The output of an Intel Mac of 2015.
     text = (
         "FPU VME SSE4.2 MOVBE POPCNT AES XSAVE OSXSAVE AVX1.0 RDRAND F16C FMA "
         "SYSCALL XD LAHF LZCNT PREFETCHW RDTSCP "

@@ -13,11 +13,11 @@ from kvstore.peer.transport import UnreadablePeerError
 
 
 class _Native:
-    """What an agent of nixl owns."""
+    """The native object that an agent of nixl owns."""
 
 
 class _StuckAgent:
-    """An agent whose requests stay under way."""
+    """An agent whose requests stay in progress."""
 
     def __init__(self):
         self.agent = _Native()
@@ -47,8 +47,8 @@ class _StuckAgent:
         return "PROC"
 
 
-def test_what_a_failed_probe_may_still_write_to_is_not_freed(monkeypatch):
-    """A GPU goes on with a copy when nixl has given it up, and the agent has ended."""
+def test_memory_that_a_failed_probe_may_still_write_to_is_not_freed(monkeypatch):
+    """A GPU continues a copy after nixl has given it up and the agent has ended."""
     landings = []
     create = ctypes.create_string_buffer
 

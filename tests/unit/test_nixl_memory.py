@@ -1,4 +1,4 @@
-"""Metadata of transports, lookup of registered memory, and the requests for ranges."""
+"""Metadata of NIXL agents, registered memory, and requests for ranges."""
 
 import ctypes
 import os
@@ -31,18 +31,18 @@ def metadata(**changes):
     return probe, replace(values, **changes)
 
 
-def test_metadata_comes_back_whole():
+def test_metadata_survives_a_round_trip():
     _, values = metadata(transports="tcp", regions=(HOST, GPU))
     assert AgentMetadata.from_bytes(values.to_bytes()) == values
 
 
-def test_the_probe_holds_its_token():
+def test_the_memory_of_a_probe_contains_its_token():
     probe = MemoryProbe()
     assert ctypes.string_at(probe.address, len(probe.token)) == probe.token
     assert MemoryProbe().token != probe.token
 
 
-def test_the_reason_why_a_peer_cannot_be_read_is_named(monkeypatch):
+def test_the_obstacle_to_reading_a_peer_is_named(monkeypatch):
     needs_process_vm_readv()
     monkeypatch.delenv("UCX_TLS", raising=False)
     probe, values = metadata()
@@ -77,7 +77,7 @@ def test_ranges_get_the_device_of_their_region():
     ("address", "num_bytes"),
     [(999, 1), (999, 10), (1500, 1), (1499, 2), (0, 5), (1000, 2**64 - 1000), (2**64 - 1, 9)],
 )
-def test_ranges_outside_are_refused(address, num_bytes):
+def test_ranges_outside_registered_memory_are_refused(address, num_bytes):
     with pytest.raises(TransferError, match="not registered") as caught:
         MemoryMap([HOST, GPU]).describe(make_ranges([1000, address], [1, num_bytes]))
     assert caught.value.is_settled
@@ -85,7 +85,7 @@ def test_ranges_outside_are_refused(address, num_bytes):
         MemoryMap().describe(make_ranges([address], num_bytes))
 
 
-def test_a_request_has_ranges_of_one_kind_and_not_too_many_bytes(monkeypatch):
+def test_each_request_has_ranges_of_one_device_and_a_bounded_size(monkeypatch):
     monkeypatch.setattr(nixl_link, "_PART_BYTES", 100)
     memory = MemoryMap([HOST, GPU])
     own = memory.describe(make_ranges([1000] * 6, [40, 40, 40, 300, 1, 1]))

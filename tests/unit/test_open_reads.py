@@ -1,4 +1,4 @@
-"""`OpenReads`: a load's blocks are asked for once, in time and again where that is needed."""
+"""`OpenReads`: the calls of OpenBlocks that find the blocks of a load."""
 
 import threading
 import time
@@ -23,28 +23,28 @@ def header(key):
 
 
 class FakePeer:
-    """Lends some blocks for some time, and notes what it is asked for."""
+    """Lends the first `num_lent` blocks for `granted_ms`, and records the requested keys."""
 
     def __init__(self):
         self.address = ADDRESS
         self.stub = self
-        self.asked = []
+        self.requested_keys = []
         self.num_lent = len(KEYS)
-        self.ranges_per_block = 0  # as long as no answer names any
+        self.ranges_per_block = 0  # unknown until a response names it
         self.granted_ms = int(TIMEOUT_S * 1000)
         self.failures = []
-        self.is_asked, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
+        self.is_called, self.may_continue = threading.Event(), threading.Event()
+        self.may_continue.set()
 
     def OpenBlocks(self, request, timeout):
-        self.is_asked.set()
-        assert self.go_on.wait(TIMEOUT_S)
+        self.is_called.set()
+        assert self.may_continue.wait(TIMEOUT_S)
         if self.failures:
             raise self.failures.pop()
-        self.asked.append(tuple(request.blocks.keys))
+        self.requested_keys.append(tuple(request.blocks.keys))
         lent = [key for key in request.blocks.keys if key in KEYS[: self.num_lent]]
         return pb.OpenBlocksResponse(
-            read_id=len(self.asked),
+            read_id=len(self.requested_keys),
             locations=pb.KvBlockLocations(
                 headers=b"".join(map(header, lent)), num_ranges=[0] * len(lent)
             ),
@@ -73,7 +73,7 @@ def closer():
 @pytest.fixture
 def reads(closer):
     reads = OpenReads(closer)
-    reads.ranges_per_block = 32  # so that a question is for 512 blocks
+    reads.ranges_per_block = 32  # so that a call is for 512 blocks
     return reads
 
 
@@ -86,35 +86,35 @@ def headers(reads, peer, request):
     return [found[start:][:2] for start in range(0, len(found), HEADER_BYTES)]
 
 
-def test_the_pieces_of_a_load_take_one_question(reads, peer):
+def test_the_pieces_of_a_load_share_one_call(reads, peer):
     for first in range(0, 100, 20):
         assert headers(reads, peer, piece(first, 20)) == list(KEYS[first : first + 20])
-    assert peer.asked == [KEYS[:100]]
+    assert peer.requested_keys == [KEYS[:100]]
 
 
-def test_pieces_that_come_together_in_any_order_take_one_question(reads, peer):
-    peer.go_on.clear()
+def test_concurrent_pieces_in_any_order_share_one_call(reads, peer):
+    peer.may_continue.clear()
     with ThreadPoolExecutor(4) as pool:
         found = {3: pool.submit(headers, reads, peer, piece(60, 20))}
-        assert peer.is_asked.wait(TIMEOUT_S)
+        assert peer.is_called.wait(TIMEOUT_S)
         found |= {i: pool.submit(headers, reads, peer, piece(20 * i, 20)) for i in (1, 0, 2)}
-        peer.go_on.set()
+        peer.may_continue.set()
         for i, each in found.items():
             assert each.result(TIMEOUT_S) == list(KEYS[20 * i :][:20])
-    assert len(peer.asked) == 1
+    assert len(peer.requested_keys) == 1
 
 
-def test_blocks_that_are_not_there_end_the_list(reads, peer):
+def test_the_list_ends_at_the_first_missing_block(reads, peer):
     peer.num_lent = 30
     assert headers(reads, peer, piece(20, 20)) == list(KEYS[20:30])
     assert headers(reads, peer, piece(40, 20)) == []
-    assert len(peer.asked) == 1
+    assert len(peer.requested_keys) == 1
 
 
-def test_what_fits_into_no_message_is_asked_for_in_parts(reads, peer):
+def test_blocks_that_exceed_a_message_are_requested_in_parts(reads, peer):
     for first in range(0, 3000, 300):
         assert headers(reads, peer, piece(first, 300, num_blocks=3000)) == list(KEYS[first:][:300])
-    assert [(KEYS.index(keys[0]), KEYS.index(keys[-1])) for keys in peer.asked] == [
+    assert [(KEYS.index(keys[0]), KEYS.index(keys[-1])) for keys in peer.requested_keys] == [
         (0, 511),
         (0, 1023),
         (512, 1535),
@@ -124,47 +124,47 @@ def test_what_fits_into_no_message_is_asked_for_in_parts(reads, peer):
     ]
 
 
-def test_pieces_may_leave_blocks_out(reads, peer):
+def test_a_piece_may_skip_blocks(reads, peer):
     keys = KEYS[500:530:7]
     request = replace(piece(500, 30, num_blocks=3000), keys=keys)
     assert headers(reads, peer, request) == list(keys)
 
 
-def test_a_piece_beyond_that_bound_is_asked_for_whole(reads, peer):
+def test_a_piece_larger_than_the_bound_is_requested_in_one_call(reads, peer):
     assert len(headers(reads, peer, piece(0, 2000, num_blocks=3000))) == 2000
 
 
 @pytest.mark.parametrize(("ranges_per_block", "num_blocks"), [(1280, 12), (20_000, 1)])
-def test_blocks_of_many_ranges_are_asked_for_in_smaller_parts(
+def test_blocks_of_many_ranges_are_requested_in_smaller_parts(
     reads, peer, ranges_per_block, num_blocks
 ):
     reads.ranges_per_block = ranges_per_block
     for first in range(24):
         assert headers(reads, peer, piece(first, 1)) == [KEYS[first]]
-    assert peer.asked == [KEYS[i:][:num_blocks] for i in range(0, 24, num_blocks)]
+    assert peer.requested_keys == [KEYS[i:][:num_blocks] for i in range(0, 24, num_blocks)]
 
 
-def test_a_lender_that_keeps_blocks_for_less_time_is_asked_no_more_often(reads, peer):
+def test_a_lender_that_grants_less_time_needs_no_more_calls(reads, peer):
     peer.granted_ms = int(TIMEOUT_S * 1000 * 0.4)
     found = [reads.find(peer, piece(first, 20)) for first in range(0, 100, 20)]
-    assert len(peer.asked) == 1
+    assert len(peer.requested_keys) == 1
     assert found[-1].remaining_s <= TIMEOUT_S * 0.4
 
 
-def test_what_will_not_stay_long_enough_is_asked_for_anew(reads, peer, closer, monkeypatch):
+def test_blocks_whose_read_ends_too_soon_are_requested_again(reads, peer, closer, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     reads.find(peer, piece(0, 20))
     now += TIMEOUT_S * 0.2
     reads.find(peer, piece(20, 20))
-    assert len(peer.asked) == 1
+    assert len(peer.requested_keys) == 1
     now += TIMEOUT_S * 0.1
     reads.find(peer, piece(40, 20))
-    assert len(peer.asked) == 2
-    now += TIMEOUT_S * 0.75  # the first is cut off by now
+    assert len(peer.requested_keys) == 2
+    now += TIMEOUT_S * 0.75  # the first read has ended by now
     reads.find(peer, piece(60, 20))
-    assert peer.asked == [KEYS[:100]] * 3
-    assert closer.closed == []  # a thread may still be at one of them
+    assert peer.requested_keys == [KEYS[:100]] * 3
+    assert closer.closed == []  # a thread may still use one of the reads
     reads.end(1)
     assert closer.closed == [(ADDRESS, 2), (ADDRESS, 3)]
 
@@ -179,19 +179,19 @@ def test_a_load_that_ends_closes_its_reads_and_no_others(reads, peer, closer):
     assert closer.closed == [(ADDRESS, 1)]
 
 
-def test_a_question_that_failed_is_asked_again(reads, peer):
+def test_a_failed_call_is_repeated_for_the_next_piece(reads, peer):
     peer.failures = [ValueError("closed channel")]
     with pytest.raises(ValueError, match="closed channel"):
         reads.find(peer, piece(0, 20))
     assert headers(reads, peer, piece(0, 20)) == list(KEYS[:20])
 
 
-def test_nobody_waits_for_anothers_question_beyond_its_time(reads, peer):
-    peer.go_on.clear()
+def test_a_piece_waits_for_the_call_of_another_no_longer_than_its_timeout(reads, peer):
+    peer.may_continue.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(headers, reads, peer, piece(0, 20))
-        assert peer.is_asked.wait(TIMEOUT_S)
+        assert peer.is_called.wait(TIMEOUT_S)
         with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
             reads.find(peer, piece(20, 20, timeout_s=0.01))
-        peer.go_on.set()
+        peer.may_continue.set()
         assert first.result(TIMEOUT_S) == list(KEYS[:20])

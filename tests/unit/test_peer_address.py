@@ -1,4 +1,4 @@
-"""Peer connectors' URLs, and what handoffs say of a peer."""
+"""URLs of peer connectors, and the address of a peer in handoffs."""
 
 import ipaddress
 
@@ -8,7 +8,7 @@ from baton.errors import ConfigurationError
 from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
 
 
-def test_defaults():
+def test_default_values():
     url = PeerUrl.parse("grpc://")
     assert (url.host, url.port, url.advertised_host) == ("127.0.0.1", 0, "127.0.0.1")
     assert (url.lease_s, url.timeout_s) == (30, 2)
@@ -23,18 +23,18 @@ def test_defaults():
         ("nixl://[::1]:7000", "::1", 7000),
     ],
 )
-def test_hosts_and_ports(text, host, port):
+def test_hosts_and_ports_are_parsed(text, host, port):
     url = PeerUrl.parse(text)
     assert (url.host, url.port, url.advertised_host) == (host, port, host)
 
 
-def test_options():
+def test_options_are_parsed():
     url = PeerUrl.parse("nixl://0.0.0.0?lease_s=5&timeout_s=0.5&advertise=prefill-0")
     assert (url.lease_s, url.timeout_s) == (5, 0.5)
     assert url.advertised_host == "prefill-0"
 
 
-def test_who_listens_everywhere_tells_an_address_of_this_machine(monkeypatch):
+def test_a_peer_that_listens_on_all_interfaces_advertises_an_address_of_this_machine(monkeypatch):
     url = PeerUrl.parse("grpc://0.0.0.0")
     assert not ipaddress.ip_address(url.advertised_host).is_unspecified
 
@@ -60,19 +60,19 @@ def test_who_listens_everywhere_tells_an_address_of_this_machine(monkeypatch):
         ("grpc://user:secret@host", "a user and a password"),
     ],
 )
-def test_what_is_wrong_is_named(text, complaint):
+def test_the_error_of_an_invalid_url_names_the_problem(text, complaint):
     with pytest.raises(ConfigurationError, match=complaint) as refused:
         PeerUrl.parse(text)
     assert "secret" not in str(refused.value)
 
 
-def test_handoffs_name_the_process():
+def test_handoff_parameters_identify_the_process():
     address = PeerAddress(join_host_port("::1", 70), b"g" * 16)
     assert PeerAddress.from_params(address.to_params("grpc")) == address
     assert address.endpoint == "[::1]:70"
 
 
 @pytest.mark.parametrize("params", [b"", b"\xff", PeerAddress("", b"g").to_params("grpc")])
-def test_params_of_no_peer_are_refused(params):
+def test_invalid_handoff_parameters_are_refused(params):
     with pytest.raises(ValueError, match="connector_params"):
         PeerAddress.from_params(params)

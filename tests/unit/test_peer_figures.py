@@ -22,7 +22,7 @@ def ceilings(read=NO_LIMIT, operations=NO_LIMIT):
 
 
 def even_run(requests, first_s, gap_s):
-    """A run whose requests get a first token after `first_s`, then one every `gap_s`."""
+    """Returns a run whose requests get a token after `first_s` and then one every `gap_s`."""
     answers = []
     for request in requests:
         times = tuple(first_s + gap_s * i for i in range(request.num_output_tokens))
@@ -30,7 +30,7 @@ def even_run(requests, first_s, gap_s):
     return PeerRun(max(answer.token_times_s[-1] for answer in answers), tuple(answers))
 
 
-def test_cases_are_the_documented_ones():
+def test_the_cases_have_their_documented_sizes():
     cases = build_cases(32_768)
     assert tuple(cases) == CASE_NAMES
     sizes = {
@@ -51,13 +51,13 @@ def test_cases_are_the_documented_ones():
     assert len(prefixes) == 1
 
 
-def test_models_of_any_vocabulary_get_ids_of_their_own():
+def test_token_ids_are_within_the_vocabulary():
     assert build_cases(16_384) == build_cases(32_768)
     largest = max(max(r.prompt_token_ids) for r in build_cases(100)["mixed"].requests)
     assert 90 < largest < 100
 
 
-def test_no_prompt_begins_as_one_of_another_case_or_round_does():
+def test_prompts_of_different_cases_and_rounds_share_no_prefix():
     cases = build_cases(32_768).values()
     beginnings = [
         {
@@ -77,12 +77,12 @@ def test_the_better_of_two_measurements_is_the_ceiling():
     assert with_best_ceilings(before, after) == before | {"read_gb_per_s": 30.0}
 
 
-def test_rates_measured_beside_each_round_come_to_their_medians():
+def test_rates_measured_in_each_round_are_reduced_to_medians():
     machines = [{"cpu": "some", "read_gb_per_s": rate} for rate in (58.0, 35.0, 36.0)]
     assert with_median_rates(machines) == {"cpu": "some", "read_gb_per_s": 36.0}
 
 
-def test_shape_of_a_checkpoint_counts_the_tables_apart():
+def test_the_shape_of_a_checkpoint_counts_embeddings_separately():
     config = {
         "hidden_size": 8,
         "vocab_size": 5,
@@ -97,11 +97,11 @@ def test_shape_of_a_checkpoint_counts_the_tables_apart():
     assert tied == ModelShape(1000, 3, 40, 24)
 
 
-def test_a_token_alone_reads_every_weight_but_the_embeddings():
+def test_a_single_token_reads_every_weight_except_the_embeddings():
     assert token_floor_s(SHAPE, ceilings(read=BYTES_PER_STEP / 4)) == 4
 
 
-def test_floor_is_the_operations_where_these_take_longest():
+def test_the_floor_is_the_operations_if_they_take_longest():
     # 3 prompt tokens and 1 of the 2 drawn go through the first layer, attending to 1, 2, 3, 4;
     # the last prompt token and the drawn one go through the second too.
     operations = 100 * 4 + 2 * (1 + 2 + 3 + 4) + 100 * 2 + 2 * (3 + 4) + 2 * 10 * 2
@@ -109,7 +109,7 @@ def test_floor_is_the_operations_where_these_take_longest():
     assert floor_s([request], SHAPE, ceilings(operations=operations)) == 1
 
 
-def test_floor_is_the_bytes_of_the_longest_answer_where_these_take_longest():
+def test_the_floor_is_the_bytes_of_the_longest_answer_if_they_take_longest():
     requests = [BenchRequest((1,), 3), BenchRequest((2,), 5)]
     assert floor_s(requests, SHAPE, ceilings(read=BYTES_PER_STEP)) == 5
 
@@ -124,7 +124,7 @@ def test_floor_computes_a_shared_prefix_once():
     assert floor_s(same_token_elsewhere, SHAPE, ceilings(operations=operations)) == 1
 
 
-def test_figures_medians_and_ratios():
+def test_a_summary_has_medians_and_ratios():
     cases = list(build_cases(100).values())
     gaps = {"baton": (0.02, 0.01, 0.03), "slow": (0.05,) * 3, "quick": (0.04,) * 3}
     runs = {
@@ -152,7 +152,7 @@ def test_figures_medians_and_ratios():
 
 
 @pytest.mark.parametrize("engines", [("baton",), ("vllm", "openvino")])
-def test_no_ratio_without_baton_or_without_peers(engines):
+def test_a_summary_without_baton_or_without_peers_has_no_ratio(engines):
     case = build_cases(100)["batch-1"]
     runs = {name: {case.name: [even_run(case.requests, 1, 1)]} for name in engines}
     assert all("best_peer" not in entry for entry in summarize(runs, [case], SHAPE, ceilings()))
@@ -166,7 +166,7 @@ def test_agreement_counts_the_tokens_before_the_first_difference():
     assert summarize_agreement(answers, expected) == {"agreeing": [2, 0], "of": [2, 2]}
 
 
-def test_table_shows_every_part_that_was_measured(capsys):
+def test_the_printed_comparison_has_every_measured_part(capsys):
     report = {
         "machine": {"cpu": "some"},
         "model": "m",

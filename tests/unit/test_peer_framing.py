@@ -1,4 +1,4 @@
-"""Blocks in the messages of ReadBlocks: what protobuf would make of them, and nothing lost."""
+"""Framing of blocks in the messages of ReadBlocks: protobuf encoding, round trips, refusals."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ BUFFERS = st.lists(st.binary(max_size=40), max_size=12)
 
 
 @given(BUFFERS, st.integers(1, 50), st.integers(1, 20))
-def test_frames_arrive_as_they_were_sent(buffers, chunk_bytes, slot_bytes):
+def test_received_frames_equal_those_sent(buffers, chunk_bytes, slot_bytes):
     stream = b"".join(buffers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(framing, "MAX_CHUNK_BYTES", chunk_bytes)
@@ -32,7 +32,7 @@ def test_frames_arrive_as_they_were_sent(buffers, chunk_bytes, slot_bytes):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 127, 128, 16_383, 16_384, 1 << 20])
-def test_messages_are_protobufs(num_bytes):
+def test_messages_have_the_encoding_of_protobuf(num_bytes):
     data = bytes(num_bytes - 1) + b"x"
     message = to_message([memoryview(data)])
     assert message == pb.ReadBlocksResponse(data=data).SerializeToString()
@@ -40,7 +40,7 @@ def test_messages_are_protobufs(num_bytes):
 
 
 @given(st.binary(max_size=30))
-def test_what_is_no_such_message_is_refused(message):
+def test_other_messages_are_refused_or_parsed_as_by_protobuf(message):
     try:
         view = to_view(message)
     except FramingError:
@@ -51,13 +51,13 @@ def test_what_is_no_such_message_is_refused(message):
 @pytest.mark.parametrize(
     "change", [lambda m: m[:-1], lambda m: m + b"x", lambda m: b"\x12" + m[1:]]
 )
-def test_cut_and_lengthened_messages_are_refused(change):
+def test_truncated_and_altered_messages_are_refused(change):
     message = to_message([memoryview(b"x" * 300)])
     with pytest.raises(FramingError):
         to_view(change(message))
 
 
-def test_more_than_was_asked_for_is_refused():
+def test_more_bytes_than_requested_are_refused():
     filler = FrameFiller([memoryview(bytearray(3))])
     filler.feed(memoryview(b"abc"))
     with pytest.raises(FramingError):

@@ -1,4 +1,4 @@
-"""Renewals and the peers they go to: in batches, on time, until they are lost or dropped."""
+"""Renewals of leases, in batches until leases are lost or dropped; and `Peers`."""
 
 import threading
 import time
@@ -21,22 +21,22 @@ ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1
 
 
 class FakePeer:
-    """Answers RenewLeases as the test sets it up."""
+    """Answers RenewLeases with `gone`, or raises `failure`."""
 
     def __init__(self):
         self.stub = self
         self.calls = []
         self.gone = []
         self.failure = None
-        self.go_on = threading.Event()
-        self.go_on.set()
+        self.may_continue = threading.Event()
+        self.may_continue.set()
 
     def ask(self, call):
         return call()
 
     def RenewLeases(self, request, timeout):
         self.calls.append(sorted(request.lease_ids))
-        self.go_on.wait(10)
+        self.may_continue.wait(10)
         if self.failure:
             raise self.failure
         return pb.RenewLeasesResponse(gone=self.gone)
@@ -63,7 +63,7 @@ def clock():
 
 @pytest.fixture
 def renewals(peers, clock, monkeypatch):
-    """Renewals whose thread is the test's."""
+    """Renewals without a thread; the test calls `run_due` instead."""
     monkeypatch.setattr(Renewals, "_start", lambda self: None)
     return Renewals(peers, 1.0, lambda: clock[0])
 
@@ -75,18 +75,20 @@ def handoff(name, address=ADDRESSES[0]):
 
 
 def run_due(renewals):
-    """Returns what the thread would renew now; nothing if it would sleep."""
+    """Renews the leases that the thread would renew now."""
     if any(k.renew_at <= renewals._clock() and not k.is_gone for k in renewals._kept.values()):
         for address, lease_ids in renewals._wait_for_due().items():
             renewals._ask(address, lease_ids)
 
 
-def test_leases_of_a_peer_go_in_one_call(renewals, peers, clock):
+def test_the_leases_of_a_peer_are_renewed_in_one_call(renewals, peers, clock):
     for name in "abc":
         renewals.keep(handoff(name))
     renewals.keep(handoff("d", ADDRESSES[1]))
     run_due(renewals)
-    assert peers.peers[ADDRESSES[0]].calls == [], "what is loaded at once needs none"
+    assert peers.peers[ADDRESSES[0]].calls == [], (
+        "a handoff that is loaded at once needs no renewal"
+    )
 
     clock[0] += 1
     run_due(renewals)
@@ -96,7 +98,7 @@ def test_leases_of_a_peer_go_in_one_call(renewals, peers, clock):
     assert peers.peers[ADDRESSES[1]].calls == [["d"]] * 2
 
 
-def test_a_lease_is_renewed_until_as_many_drops(renewals, peers, clock):
+def test_a_lease_kept_twice_is_renewed_until_it_is_dropped_twice(renewals, peers, clock):
     renewals.keep(handoff("a"))
     renewals.keep(handoff("a"))
     renewals.drop("a")
@@ -108,7 +110,7 @@ def test_a_lease_is_renewed_until_as_many_drops(renewals, peers, clock):
     assert renewals._kept == {}
 
 
-def test_what_a_peer_says_is_gone_is_lost(renewals, peers, clock):
+def test_a_lease_that_its_peer_reports_as_gone_is_lost(renewals, peers, clock):
     peers.peers[ADDRESSES[0]].gone = ["b"]
     for name in "ab":
         renewals.keep(handoff(name))
@@ -118,11 +120,11 @@ def test_what_a_peer_says_is_gone_is_lost(renewals, peers, clock):
     assert renewals.is_lost("b")
     clock[0] += LEASE_S / 3
     run_due(renewals)
-    assert peers.peers[ADDRESSES[0]].calls[-1] == ["a"], "nothing more is asked of what is lost"
+    assert peers.peers[ADDRESSES[0]].calls[-1] == ["a"], "a lost lease is not renewed"
 
 
 @pytest.mark.parametrize("refusal", [PeerRefusedError("other KV"), GenerationGoneError("restart")])
-def test_a_refusal_loses_all(renewals, peers, clock, refusal):
+def test_leases_of_a_peer_that_refuses_are_lost(renewals, peers, clock, refusal):
     peers.peers[ADDRESSES[0]].failure = refusal
     renewals.keep(handoff("a"))
     clock[0] += 1
@@ -131,18 +133,18 @@ def test_a_refusal_loses_all(renewals, peers, clock, refusal):
     assert not renewals.is_lost("unknown")
 
 
-def test_a_peer_that_does_not_answer_loses_a_lease_with_time(renewals, peers, clock):
+def test_a_lease_is_lost_if_its_peer_does_not_answer_for_its_duration(renewals, peers, clock):
     peers.peers[ADDRESSES[0]].failure = StoreUnavailableError("down")
     renewals.keep(handoff("a"))
     clock[0] += 1
     run_due(renewals)
-    assert not renewals.is_lost("a"), "it may answer again"
+    assert not renewals.is_lost("a"), "the peer may answer again"
     clock[0] += LEASE_S
     assert renewals.is_lost("a")
 
 
-def test_a_lease_without_time_is_not_asked_for_again_at_once(renewals, peers, clock):
-    renewals.keep(replace(handoff("a"), lease_ms=0))  # as members of multi:// may speak of it
+def test_a_lease_with_a_duration_of_zero_is_not_renewed_twice_at_once(renewals, peers, clock):
+    renewals.keep(replace(handoff("a"), lease_ms=0))  # as handoffs of multi:// may have
     run_due(renewals)
     run_due(renewals)
     assert peers.peers[ADDRESSES[0]].calls == [["a"]]
@@ -161,10 +163,10 @@ def test_the_thread_renews_and_ends():
     assert not renewals._thread.is_alive()
 
 
-def test_a_peer_that_hangs_keeps_no_others_leases_from_being_renewed():
+def test_a_hanging_peer_does_not_delay_renewals_at_other_peers():
     peers = FakePeers()
     hanging, well = (peers.peers[address] for address in ADDRESSES)
-    hanging.go_on.clear()
+    hanging.may_continue.clear()
     renewals = Renewals(peers, 1.0)
     try:
         for name, address in zip("ab", ADDRESSES, strict=True):
@@ -173,9 +175,9 @@ def test_a_peer_that_hangs_keeps_no_others_leases_from_being_renewed():
         while len(well.calls) < 3:
             assert time.monotonic() < give_up_at
             threading.Event().wait(0.005)
-        assert hanging.calls == [["a"]], "one call at a time"
+        assert hanging.calls == [["a"]], "a peer gets one call at a time"
     finally:
-        hanging.go_on.set()
+        hanging.may_continue.set()
         renewals.close()
 
 
@@ -194,7 +196,7 @@ def address(number):
     return PeerAddress("127.0.0.1:1", number.to_bytes(16, "big"))
 
 
-def test_a_bounded_number_of_peers_is_known(monkeypatch):
+def test_the_number_of_remembered_peers_is_bounded(monkeypatch):
     monkeypatch.setattr(peers_module, "_MAX_PEERS", 3)
     transport = FakeTransport()
     peers = Peers(transport)
@@ -204,7 +206,7 @@ def test_a_bounded_number_of_peers_is_known(monkeypatch):
                 pass
         assert len(peers._peers) <= 5
         with peers.use(address(0)) as same:
-            assert same is in_use, "what is used stays"
+            assert same is in_use, "a peer in use is kept"
     assert len(transport.removed) >= 5
     peers.close()
     assert sorted(transport.removed) == sorted(address(n).peer_id for n in range(10))
@@ -223,7 +225,7 @@ def test_idle_peers_are_forgotten(monkeypatch):
     peers.close()
 
 
-def test_a_generation_that_is_gone_is_forgotten():
+def test_a_peer_whose_generation_is_gone_is_forgotten():
     transport = FakeTransport()
     peers = Peers(transport)
     with pytest.raises(GenerationGoneError), peers.use(address(0)):
@@ -233,7 +235,7 @@ def test_a_generation_that_is_gone_is_forgotten():
     peers.close()
 
 
-def test_one_peers_breaker_is_not_anothers():
+def test_each_peer_has_its_own_breaker():
     peers = Peers()
 
     def fail():
@@ -245,14 +247,14 @@ def test_one_peers_breaker_is_not_anothers():
         calls = []
         with pytest.raises(StoreUnavailableError):
             dead.ask(lambda: calls.append(0))
-        assert calls == [], "refused at once"
+        assert calls == [], "the open breaker refuses the call"
         assert well.ask(lambda: 7) == 7
     assert peers.breaker_counts == BreakerCounts(num_open=1, num_opened=1)
     peers.close()
-    assert peers.breaker_counts == BreakerCounts(num_open=0, num_opened=1), "a counter"
+    assert peers.breaker_counts == BreakerCounts(num_open=0, num_opened=1), "openings are a counter"
 
 
-def test_a_refusal_is_an_answer():
+def test_a_refusal_does_not_open_the_breaker():
     peers = Peers()
 
     def refuse():

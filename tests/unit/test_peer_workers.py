@@ -1,4 +1,4 @@
-"""Workers of other engines: their common loop, their messages, and how they start."""
+"""Workers of other engines: their common loop, messages and launch commands."""
 
 import io
 import json
@@ -56,7 +56,7 @@ class OneTokenPerSecond:
         return outputs
 
 
-def test_stepping_adds_requests_when_they_are_due_and_notes_every_time():
+def test_run_stepped_adds_requests_at_their_arrival_and_records_token_times():
     engine = OneTokenPerSecond()
     requests = [Request([1], 2, arrival_s=1.5), Request([1], 3), Request([1], 1, arrival_s=9.0)]
     results = run_stepped(engine, requests, engine.clock, engine.sleep)
@@ -84,7 +84,7 @@ class CountingEngine:
         self.num_resets += 1
 
 
-def test_a_worker_answers_line_by_line_until_it_must_quit():
+def test_a_worker_answers_each_line_until_the_quit_command():
     engine, answers = CountingEngine(), io.StringIO()
     commands = [format_run(REQUESTS), {"command": "reset"}, {"command": "quit"}, {"command": "?"}]
     serve(engine, [json.dumps(command) for command in commands], answers)
@@ -96,18 +96,18 @@ def test_a_worker_answers_line_by_line_until_it_must_quit():
     assert engine.num_resets == 1
 
 
-def test_a_worker_refuses_what_it_does_not_know():
+def test_a_worker_refuses_an_unknown_command():
     with pytest.raises(ValueError, match="unknown command 'stop'"):
         serve(CountingEngine(), ['{"command": "stop"}'], io.StringIO())
 
 
 @pytest.mark.parametrize("line", ["", "loading ...", "[1]", "3"])
-def test_what_is_no_answer_is_refused(line):
+def test_an_answer_that_is_no_json_object_is_refused(line):
     with pytest.raises(PeerError, match="no JSON object"):
         parse_answer("vllm", line)
 
 
-def test_an_engines_error_is_reported():
+def test_the_error_of_an_engine_is_reported():
     with pytest.raises(PeerError, match="vllm failed: out of memory"):
         parse_answer("vllm", '{"error": "out of memory"}')
 
@@ -131,7 +131,7 @@ def test_a_run_that_lacks_tokens_is_refused(results, message):
 
 
 class FakePeer:
-    """A fake that records its calls, and refuses to run while it is paused."""
+    """Records its calls; it must not run while it is paused."""
 
     def __init__(self, name, log):
         self._name, self._log, self._is_paused = name, log, True
@@ -178,12 +178,12 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     ]
     assert [name for name, _ in round_1] == ["b", "b", "a", "a"] * 2
     assert [name for name, _ in round_2] == ["a", "a", "b", "b"] * 2
-    # All engines get the same tokens, which no other round has.
+    # Within a round every engine gets the same tokens; each round has new ones.
     assert [prompt for _, prompt in round_1[1::2]] == [(7920,), (7920,), (7921,), (7921,)]
     assert len({prompt for _, prompt in round_0 + round_1 + round_2} - {"reset"}) == 6
 
 
-def test_an_engine_that_fails_is_paused_like_the_others():
+def test_an_engine_that_fails_is_paused():
     class FailingPeer(FakePeer):
         def run(self, requests):
             raise PeerError("failed")
@@ -194,7 +194,7 @@ def test_an_engine_that_fails_is_paused_like_the_others():
     assert peer._is_paused
 
 
-def test_peak_memory_is_that_of_the_whole_tree(tmp_path):
+def test_peak_memory_includes_all_descendants(tmp_path):
     children = {1: "2 3", 2: "4", 3: "", 4: ""}
     for pid, its_children in children.items():
         task = tmp_path / str(pid) / "task" / str(pid)
@@ -222,7 +222,7 @@ def test_a_missing_environment_is_reported_with_the_command_that_makes_it(engine
         launch_of(engine, setting_of(tmp_path))
 
 
-def test_peers_get_their_own_interpreter_and_nothing_of_batons_environment(tmp_path, monkeypatch):
+def test_peers_run_their_own_interpreter_without_the_environment_of_baton(tmp_path, monkeypatch):
     python = tmp_path / "transformers" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()

@@ -1,4 +1,4 @@
-"""Outputs that wait for a reader merge without loss."""
+"""`PendingOutputs`: outputs that wait for a reader are merged without loss."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +10,11 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 ABORTED = common_pb2.FINISH_REASON_ABORTED
 
 
-def output(*token_ids, **fields):
+def make_output(*token_ids, **fields):
     return request_pb2.CandidateOutput(request_id="r", token_ids=token_ids, **fields)
 
 
-def all_of(*outputs):
+def pending_of(*outputs):
     pending: PendingOutputs = {}
     for each in outputs:
         add_output(pending, each)
@@ -27,7 +27,7 @@ def test_merging_keeps_every_token_in_order(steps):
     pending: PendingOutputs = {}
     for index, token_ids in enumerate(steps):
         is_last = index == len(steps) - 1
-        step = output(*token_ids, finish_reason=LENGTH if is_last else 0, is_last=is_last)
+        step = make_output(*token_ids, finish_reason=LENGTH if is_last else 0, is_last=is_last)
         if index == 0:
             step.cached_tokens = 16
             step.timings.queue_ms = 1.0
@@ -39,23 +39,28 @@ def test_merging_keeps_every_token_in_order(steps):
     assert merged.finish_reason == LENGTH
 
 
-def test_outputs_wait_by_candidate_and_the_requests_last_stays_last():
-    steps = output(1), output(2, index=1), output(3, index=1), output(4, is_last=True)
-    assert all_of(*steps) == [(1, [2, 3], 0, False), (0, [1, 4], 0, True)]
+def test_outputs_are_merged_by_candidate_and_the_last_output_stays_last():
+    steps = (
+        make_output(1),
+        make_output(2, index=1),
+        make_output(3, index=1),
+        make_output(4, is_last=True),
+    )
+    assert pending_of(*steps) == [(1, [2, 3], 0, False), (0, [1, 4], 0, True)]
 
 
-def test_the_requests_end_leaves_a_candidate_that_has_ended_before_its_end():
-    ended, other = output(1, finish_reason=LENGTH), output(2, index=1)
-    end = output(finish_reason=ABORTED, is_last=True)
-    assert all_of(ended, other, end) == [
+def test_the_end_of_a_request_does_not_change_a_candidate_that_has_ended():
+    ended, other = make_output(1, finish_reason=LENGTH), make_output(2, index=1)
+    end = make_output(finish_reason=ABORTED, is_last=True)
+    assert pending_of(ended, other, end) == [
         (0, [1], LENGTH, False),
         (1, [2], 0, False),
         (0, [], ABORTED, True),
     ]
 
 
-def test_an_error_is_no_candidates():
+def test_an_error_is_not_merged_into_a_candidate():
     reason = common_pb2.FINISH_REASON_ERROR
-    failed = output(finish_reason=reason, is_last=True, error=request_pb2.WorkerError(code=13))
-    assert all_of(output(1), failed) == [(0, [1], 0, False), (0, [], reason, True)]
-    assert all_of(failed) == [(0, [], reason, True)]
+    failed = make_output(finish_reason=reason, is_last=True, error=request_pb2.WorkerError(code=13))
+    assert pending_of(make_output(1), failed) == [(0, [1], 0, False), (0, [], reason, True)]
+    assert pending_of(failed) == [(0, [], reason, True)]

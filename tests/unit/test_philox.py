@@ -1,4 +1,4 @@
-"""Philox4x32-10 against the known answers of Random123's kat_vectors."""
+"""Philox4x32-10, compared with known answers of Random123 (kat_vectors) and plain Python."""
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ _KNOWN_ANSWERS = [
 ]
 
 
-# Torch computes single elements and long runs by different code.
+# Torch computes single elements and long arrays with different code.
 @pytest.mark.parametrize("size", [1, 7, 4099])
 @pytest.mark.parametrize(("counter", "key", "answer"), _KNOWN_ANSWERS)
-def test_known_answers(counter, key, answer, size):
+def test_words_equal_the_known_answers(counter, key, answer, size):
     words = philox4x32(
         tuple(torch.full((size,), word) for word in counter),
         tuple(torch.full((size,), word) for word in key),
@@ -31,7 +31,7 @@ def test_known_answers(counter, key, answer, size):
         assert (word == expected).all()
 
 
-def test_agrees_with_a_plain_python_implementation_under_broadcasting():
+def test_broadcast_words_equal_those_of_plain_python():
     keys = torch.tensor([[3, 0xDEADBEEF, 2**31]]).T
     counters = torch.arange(0, 2**32, 2**28 + 12345)
     zero = torch.zeros(3, 1, dtype=torch.int64)
@@ -43,7 +43,7 @@ def test_agrees_with_a_plain_python_implementation_under_broadcasting():
 
 
 def _plain_philox(counter, key):
-    """The same from the paper's figure, in Python's unbounded integers."""
+    """Implements the figure of the paper with Python's unbounded integers."""
     word0, word1, word2, word3 = counter
     key0, key1 = key
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Which group is preempted, how, and how it returns."""
+"""Preemption: the choice of a group, recomputation and swapping."""
 
 import pytest
 
@@ -11,16 +11,16 @@ SWAP = {"preemption_mode": "swap", "enable_prefix_caching": False}
 
 
 def step_until_preempted(driven: DrivenScheduler) -> list[str]:
-    """Steps until a group is preempted; returns the ids of those that still run."""
+    """Runs steps until a group is preempted; returns the ids of the groups that still run."""
     for _ in range(100):
         driven.step()
         if driven.scheduler.load().num_preemptions:
             driven.scheduler.check()
             return list(driven.shares)
-    raise AssertionError("nobody had to give way")
+    raise AssertionError("no group was preempted")
 
 
-def test_the_latest_arrival_gives_way_and_comes_back() -> None:
+def test_the_latest_arrival_is_preempted_and_resumed() -> None:
     driven = DrivenScheduler(num_blocks=5, **RECOMPUTE)
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9))
     assert step_until_preempted(driven) == ["a"]
@@ -29,10 +29,10 @@ def test_the_latest_arrival_gives_way_and_comes_back() -> None:
     while driven.scheduler.num_unfinished:
         driven.step()
         shares.append(driven.shares.get("b", 0))
-    assert max(shares) in range(9, 17), "prompt and generated tokens, in one chunk"
+    assert max(shares) in range(9, 17), "prompt and generated tokens are recomputed in one chunk"
 
 
-def test_the_lowest_priority_gives_way_though_it_came_first() -> None:
+def test_the_lowest_priority_is_preempted_even_if_it_arrived_first() -> None:
     driven = DrivenScheduler(num_blocks=5, **RECOMPUTE)
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9, priority=1))
 
@@ -49,7 +49,7 @@ def test_tokens_are_the_same_after_preemption() -> None:
         assert tokens["b"] == expected_tokens((1,) * 8, 9)
 
 
-def test_a_group_gives_way_as_a_whole() -> None:
+def test_a_group_is_preempted_as_a_whole() -> None:
     driven = DrivenScheduler(num_blocks=10, max_num_seqs=8, **RECOMPUTE)
     group = request("group", 6, max_tokens=9, n=3)
     driven.add(request("a", 7, max_tokens=16), group)
@@ -57,12 +57,12 @@ def test_a_group_gives_way_as_a_whole() -> None:
     assert step_until_preempted(driven) == ["a"]
     load = driven.scheduler.load()
     assert (load.num_running, load.num_waiting) == (1, 1)
-    assert load.num_free_blocks == 10 - 4, "what a holds"
+    assert load.num_free_blocks == 10 - 4, "request a holds 4 blocks"
     assert driven.run()["group"] == expected_tokens((1,) * 6, 9)[-3:]
 
 
 @pytest.mark.parametrize("is_search", [False, True])
-def test_what_candidates_have_in_common_is_computed_again_once(is_search: bool) -> None:
+def test_the_common_prefix_of_candidates_is_recomputed_once(is_search: bool) -> None:
     driven = DrivenScheduler(num_blocks=8, max_num_seqs=8, **RECOMPUTE)
     two = {"beam_width": 2} if is_search else {"best_of": 2}
     group = request("group", 6, max_tokens=9, **two)
@@ -74,7 +74,7 @@ def test_what_candidates_have_in_common_is_computed_again_once(is_search: bool) 
     assert starts.count(0) == 2 + driven.scheduler.load().num_preemptions
 
 
-def test_swapped_blocks_come_back_and_nothing_is_computed_again() -> None:
+def test_swapped_blocks_are_restored_without_recomputation() -> None:
     driven = DrivenScheduler(num_blocks=5, num_host_blocks=4, **SWAP)
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9))
     step_until_preempted(driven)
@@ -88,7 +88,7 @@ def test_swapped_blocks_come_back_and_nothing_is_computed_again() -> None:
     driven.run()
 
 
-def test_what_the_host_has_no_room_for_is_computed_again() -> None:
+def test_a_group_that_does_not_fit_into_the_host_pool_is_recomputed() -> None:
     driven = DrivenScheduler(num_blocks=5, num_host_blocks=1, **SWAP)
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9))
     step_until_preempted(driven)
@@ -100,7 +100,7 @@ def test_what_the_host_has_no_room_for_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("block_s", "swaps"), [(1e-3, True), (1.0, False)])
-def test_auto_does_what_is_quicker(block_s: float, swaps: bool) -> None:
+def test_auto_mode_chooses_the_quicker_way(block_s: float, swaps: bool) -> None:
     driven = DrivenScheduler(
         num_blocks=5, num_host_blocks=8, preemption_mode="auto", enable_prefix_caching=False
     )
@@ -112,9 +112,11 @@ def test_auto_does_what_is_quicker(block_s: float, swaps: bool) -> None:
     assert (driven.scheduler.load().num_swapped_blocks > 0) == swaps
 
 
-def test_what_beams_have_reported_is_kept_over_a_swap() -> None:
-    """The third is preempted; its fenced blocks delay one beam of the second, which is preempted
-    too when the first needs a block, though its other beams have reported.
+def test_the_reports_of_beams_are_kept_through_a_swap() -> None:
+    """The third group is preempted, and its fenced blocks delay one beam of the second group.
+
+    The second group is preempted too when the first needs a block, although its other beams
+    have reported.
     """
     driven = DrivenScheduler(num_blocks=14, num_host_blocks=50, max_num_seqs=8, **SWAP)
     driven.add(
@@ -127,7 +129,7 @@ def test_what_beams_have_reported_is_kept_over_a_swap() -> None:
     assert driven.scheduler.load().num_preemptions >= 2
 
 
-def test_nobody_new_comes_in_the_step_in_which_somebody_gives_way() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts_a_group() -> None:
     driven = DrivenScheduler(num_blocks=5, **RECOMPUTE)
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9))
     driven.step()
@@ -136,7 +138,7 @@ def test_nobody_new_comes_in_the_step_in_which_somebody_gives_way() -> None:
     assert step_until_preempted(driven) == ["a"]
 
 
-def test_one_that_runs_alone_never_gives_way() -> None:
+def test_a_group_that_runs_alone_is_never_preempted() -> None:
     driven = DrivenScheduler(num_blocks=4, **RECOMPUTE)
     driven.add(request("a", 4, max_tokens=13))
     driven.run()

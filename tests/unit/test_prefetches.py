@@ -1,4 +1,4 @@
-"""What decode loads of prompts that are still being computed, and what comes before it."""
+"""Prefetches: decode loads blocks of prompts that prefill still computes."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ def decode_engine(**config: object) -> DrivenScheduler:
     return DrivenScheduler(with_connector=True, role="decode", **config)
 
 
-def load_beside_two_that_run(driven: DrivenScheduler) -> LoadJob:
-    """A prefetch into all that is spare of a pool that two requests will need all of."""
+def start_prefetch_beside_two_running(driven: DrivenScheduler) -> LoadJob:
+    """Starts two requests that will need the whole pool, and a prefetch into its free blocks."""
     driven.add(request("a", 6, max_tokens=9), request("b", 6, max_tokens=9, first_token=2))
     driven.step()
     driven.answer()
@@ -27,23 +27,23 @@ def load_beside_two_that_run(driven: DrivenScheduler) -> LoadJob:
     return load
 
 
-def test_blocks_enter_the_cache_and_the_request_loads_the_rest() -> None:
+def test_prefetched_blocks_are_cached_and_the_request_loads_the_rest() -> None:
     driven = decode_engine()
-    asked = handed_over("a", max_tokens=2)
-    driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+    submitted = handed_over("a", max_tokens=2)
+    driven.scheduler.prefetch(_first_blocks(submitted.handoff, 1))
     (early,) = driven.work().loads
-    assert early.keys == asked.handoff.block_keys[:1]
-    driven.add(asked)
+    assert early.keys == submitted.handoff.block_keys[:1]
+    driven.add(submitted)
     driven.step()
-    assert driven.work().loads == [], "it waits for what is on its way"
-    driven.end_load(early, asked.spec.prompt_token_ids)
+    assert driven.work().loads == [], "the request waits for the prefetch in flight"
+    driven.end_load(early, submitted.spec.prompt_token_ids)
     driven.step()
     (rest,) = driven.work().loads
-    assert rest.keys == asked.handoff.block_keys[1:]
-    assert rest.handoff == asked.handoff
+    assert rest.keys == submitted.handoff.block_keys[1:]
+    assert rest.handoff == submitted.handoff
 
 
-def test_what_is_cached_or_on_its_way_is_not_asked_for_again() -> None:
+def test_blocks_cached_or_in_flight_are_not_prefetched_again() -> None:
     driven = decode_engine()
     handoff = handed_over("a").handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 1))
@@ -58,7 +58,7 @@ def test_what_is_cached_or_on_its_way_is_not_asked_for_again() -> None:
     assert driven.num_free == 32
 
 
-def test_what_did_not_come_is_not_cached() -> None:
+def test_only_blocks_that_arrived_are_cached() -> None:
     driven = decode_engine()
     handoff = handed_over("a").handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 2))
@@ -69,7 +69,7 @@ def test_what_did_not_come_is_not_cached() -> None:
     assert driven.num_free == 32
 
 
-def test_a_reset_of_the_cache_holds_for_what_was_on_its_way() -> None:
+def test_a_reset_of_the_cache_drops_prefetches_in_flight() -> None:
     driven = decode_engine()
     handoff = handed_over("a").handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 2))
@@ -80,7 +80,7 @@ def test_a_reset_of_the_cache_holds_for_what_was_on_its_way() -> None:
     assert driven.num_free == 32
 
 
-def test_only_what_there_is_room_for_is_loaded_ahead() -> None:
+def test_a_prefetch_loads_only_the_blocks_that_fit() -> None:
     driven = DrivenScheduler(3, with_connector=True, role="decode")
     handoff = handed_over("a", 16).handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 3))
@@ -89,10 +89,10 @@ def test_only_what_there_is_room_for_is_loaded_ahead() -> None:
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 2),)))
     last = replace(handoff, block_keys=handoff.block_keys[3:])
     driven.scheduler.prefetch(last)
-    assert driven.work().loads == [], "nobody would find what lies behind the gap"
+    assert driven.work().loads == [], "a prefix match cannot skip the gap"
 
 
-def test_what_is_cached_of_a_prompt_is_not_evicted_for_its_rest() -> None:
+def test_a_prefetch_does_not_evict_cached_blocks_of_its_own_prompt() -> None:
     driven = DrivenScheduler(3, with_connector=True, role="decode")
     handoff = handed_over("a", 16).handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 2))
@@ -104,24 +104,24 @@ def test_what_is_cached_of_a_prompt_is_not_evicted_for_its_rest() -> None:
     assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:2]
 
 
-def test_what_runs_is_not_preempted_for_what_is_loaded_ahead() -> None:
+def test_a_prefetch_is_cancelled_before_a_running_request_is_preempted() -> None:
     driven = DrivenScheduler(8, with_connector=True, role="decode")
-    load = load_beside_two_that_run(driven)
+    load = start_prefetch_beside_two_running(driven)
     cancelled = []
     for _ in range(8):
         driven.step()
         cancelled += driven.work().cancelled_loads
     assert cancelled == [load.job_id]
-    assert driven.shares == {}, "both wait for it"
+    assert driven.shares == {}, "both requests wait for the cancelled prefetch"
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "cancelled"),)))
     driven.run()
     assert driven.scheduler.load().num_preemptions == 0
     assert driven.num_free == 8
 
 
-def test_one_that_does_not_end_is_waited_for_no_longer_than_any_job() -> None:
+def test_a_prefetch_that_does_not_end_is_waited_for_until_the_transfer_timeout() -> None:
     driven = DrivenScheduler(8, with_connector=True, role="decode", kv_transfer_timeout_s=5.0)
-    load_beside_two_that_run(driven)
+    start_prefetch_beside_two_running(driven)
     driven.steps(8)
     assert driven.scheduler.load().num_preemptions == 0
     driven.now = 5.0
@@ -134,7 +134,7 @@ def test_one_that_does_not_end_is_waited_for_no_longer_than_any_job() -> None:
     assert driven.metrics.snapshot()[0]["baton_kv_failures", "load", "timed_out"] == 1
 
 
-def test_one_that_is_given_up_is_cancelled() -> None:
+def test_a_prefetch_that_times_out_is_cancelled() -> None:
     driven = decode_engine(kv_transfer_timeout_s=5.0)
     driven.scheduler.prefetch(_first_blocks(handed_over("a").handoff, 2))
     (load,) = driven.work().loads
@@ -146,7 +146,7 @@ def test_one_that_is_given_up_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("num_good", [0, 1])
-def test_nothing_is_loaded_behind_what_did_not_come(num_good: int) -> None:
+def test_no_blocks_are_prefetched_behind_a_block_that_failed(num_good: int) -> None:
     driven = decode_engine()
     handoff = handed_over("a", 20).handoff
     driven.scheduler.prefetch(_first_blocks(handoff, 2))
@@ -157,7 +157,7 @@ def test_nothing_is_loaded_behind_what_did_not_come(num_good: int) -> None:
     assert driven.work().loads == []
 
 
-def test_a_key_that_comes_twice_does_no_harm() -> None:
+def test_a_repeated_key_is_cached_once() -> None:
     driven = decode_engine()
     handoff = handed_over("a").handoff
     twice = replace(handoff, block_keys=handoff.block_keys[:1] * 2, num_tokens=8)
@@ -168,7 +168,7 @@ def test_a_key_that_comes_twice_does_no_harm() -> None:
     assert driven.num_free == 32
 
 
-def test_what_waits_has_its_room_before_what_is_loaded_ahead() -> None:
+def test_a_prefetch_leaves_room_for_waiting_requests() -> None:
     driven = DrivenScheduler(7, with_connector=True, role="decode")
     driven.add(request("a", 8, max_tokens=4), request("b", 12))
     driven.scheduler.prefetch(_first_blocks(handed_over("c", 16, first_token=0).handoff, 4))
@@ -176,7 +176,7 @@ def test_what_waits_has_its_room_before_what_is_loaded_ahead() -> None:
     assert len(load.keys) == 7 - 1 - 2 - 3
 
 
-def test_followers_hear_what_came_before_each_block() -> None:
+def test_events_of_prefetched_blocks_have_their_parent() -> None:
     driven = decode_engine()
     handoff = handed_over("a", 20).handoff
     first, second, third, fourth, *_ = handoff.block_keys
@@ -193,27 +193,27 @@ def test_followers_hear_what_came_before_each_block() -> None:
     assert (stored.keys, stored.parent) == ((second, third, fourth), first)
 
 
-def test_a_request_does_not_wait_for_what_never_reports() -> None:
+def test_a_request_does_not_wait_for_a_prefetch_that_timed_out() -> None:
     driven = decode_engine(kv_transfer_timeout_s=5.0)
-    asked = handed_over("a")
-    driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+    submitted = handed_over("a")
+    driven.scheduler.prefetch(_first_blocks(submitted.handoff, 1))
     driven.work()
-    driven.add(asked)
+    driven.add(submitted)
     driven.step()
     driven.now = 5.0
     driven.scheduler.expire()
     driven.step()
     (load,) = driven.work().loads
-    assert load.keys == asked.handoff.block_keys
+    assert load.keys == submitted.handoff.block_keys
 
 
 def _first_blocks(handoff: KvHandoff, count: int) -> KvHandoff:
     return replace(handoff, block_keys=handoff.block_keys[:count], num_tokens=4 * count)
 
 
-def test_one_in_doubt_does_not_keep_what_runs_waiting() -> None:
+def test_a_prefetch_in_doubt_does_not_block_running_requests() -> None:
     driven = DrivenScheduler(8, with_connector=True, role="decode", kv_transfer_timeout_s=5.0)
-    load = load_beside_two_that_run(driven)
+    load = start_prefetch_beside_two_running(driven)
     driven.scheduler.apply(TransferResults(doubted=(load.job_id,)))
     for _ in range(60):
         driven.step()

@@ -1,4 +1,4 @@
-"""What a router is told of a prompt, however slowly it reads."""
+"""`PromptEvents`: the messages that a router receives about a prompt."""
 
 import asyncio
 from dataclasses import replace
@@ -23,16 +23,16 @@ HANDOFF = KvHandoff(
 )
 
 
-def saved(*keys, num_tokens):
+def saved_output(*keys, num_tokens):
     part = KvHandoff("h", b"n" * 32, keys, num_tokens, "memory", "xxh3-128", 5000)
     return RequestOutput(request_id="r", saved=part)
 
 
-def drawn(*token_ids, **fields):
+def drawn_output(*token_ids, **fields):
     return RequestOutput(request_id="r", token_ids=token_ids, **fields)
 
 
-def handed_over(handoff=HANDOFF, **fields):
+def handoff_output(handoff=HANDOFF, **fields):
     return RequestOutput(
         request_id="r",
         finish_reason=FinishReason.HANDOFF,
@@ -43,12 +43,12 @@ def handed_over(handoff=HANDOFF, **fields):
     )
 
 
-def ended(reason, **fields):
+def ended_output(reason, **fields):
     return RequestOutput(request_id="r", finish_reason=reason, is_last=True, **fields)
 
 
 async def all_messages(*outputs, **params):
-    """What is told if nobody reads before the last output."""
+    """Returns the messages if all outputs are added before the first read."""
     events = PromptEvents(SamplingParams(**params))
     for output in outputs:
         events.add(output)
@@ -59,23 +59,23 @@ def kinds(messages):
     return [message.WhichOneof("event") for message in messages]
 
 
-async def test_each_part_is_told_as_it_comes():
+async def test_each_output_is_sent_at_once():
     events = PromptEvents(SamplingParams())
     messages = events.messages()
     for keys, num_tokens in (((b"1", b"2"), 8), ((b"3",), 12)):
-        events.add(saved(*keys, num_tokens=num_tokens))
+        events.add(saved_output(*keys, num_tokens=num_tokens))
         part = (await anext(messages)).saved
         assert (tuple(part.block_keys), part.num_tokens) == (keys, num_tokens)
-    events.add(drawn(42, timings=StageTimings(queue_ms=1.0), cached_tokens=4))
+    events.add(drawn_output(42, timings=StageTimings(queue_ms=1.0), cached_tokens=4))
     (first,) = (await anext(messages)).result.outputs
     assert (list(first.token_ids), first.cached_tokens) == ([42], 4)
     assert first.timings.queue_ms == 1.0
-    events.add(saved(b"4", num_tokens=16))
+    events.add(saved_output(b"4", num_tokens=16))
     assert list((await anext(messages)).saved.block_keys) == [b"4"]
     waiting = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
     assert not waiting.done()
-    events.add(handed_over())
+    events.add(handoff_output())
     end = (await waiting).end
     assert (list(end.handoff.block_keys), end.output.timings.transfer_ms) == ([b"k" * 32], 3.0)
     assert end.output.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
@@ -84,10 +84,10 @@ async def test_each_part_is_told_as_it_comes():
         await anext(messages)
 
 
-async def test_what_is_saved_while_nobody_reads_is_one_event():
+async def test_unread_saved_blocks_are_merged_into_one_event():
     events = PromptEvents(SamplingParams())
     for index in range(1000):
-        events.add(saved(index.to_bytes(4), num_tokens=4 * (index + 1)))
+        events.add(saved_output(index.to_bytes(4), num_tokens=4 * (index + 1)))
     messages = events.messages()
     part = (await anext(messages)).saved
     assert list(part.block_keys) == [index.to_bytes(4) for index in range(1000)]
@@ -95,9 +95,9 @@ async def test_what_is_saved_while_nobody_reads_is_one_event():
     await messages.aclose()
 
 
-async def test_what_was_saved_of_another_handoff_is_not_told():
-    """The prompt had to give way, and its blocks with it."""
-    earlier = saved(b"1", num_tokens=3)
+async def test_saved_blocks_of_an_earlier_handoff_are_dropped():
+    """The prompt was preempted, which ended its first handoff."""
+    earlier = saved_output(b"1", num_tokens=3)
     later = replace(earlier, saved=replace(earlier.saved, handoff_id="i", block_keys=(b"1", b"2")))
     events = PromptEvents(SamplingParams())
     events.add(earlier)
@@ -106,24 +106,24 @@ async def test_what_was_saved_of_another_handoff_is_not_told():
     assert (message.saved.handoff_id, message.saved.block_keys) == ("i", [b"1", b"2"])
 
 
-async def test_the_first_tokens_overtake_what_is_saved():
+async def test_first_tokens_are_sent_before_saved_blocks():
     events = PromptEvents(SamplingParams())
-    events.add(saved(b"1", num_tokens=4))
-    events.add(drawn(42))
+    events.add(saved_output(b"1", num_tokens=4))
+    events.add(drawn_output(42))
     messages = events.messages()
     assert kinds([await anext(messages), await anext(messages)]) == ["result", "saved"]
     await messages.aclose()
 
 
-async def test_a_handoff_makes_parts_of_it_needless():
-    told = await all_messages(drawn(42), saved(b"1", num_tokens=4), handed_over())
-    assert kinds(told) == ["result", "end"]
+async def test_saved_blocks_are_not_sent_once_the_handoff_is_available():
+    sent = await all_messages(drawn_output(42), saved_output(b"1", num_tokens=4), handoff_output())
+    assert kinds(sent) == ["result", "end"]
 
 
 async def test_first_tokens_of_several_candidates_are_one_result():
-    in_one = await all_messages(drawn(42, 43, cached_tokens=4), handed_over(None), n=2)
+    in_one = await all_messages(drawn_output(42, 43, cached_tokens=4), handoff_output(None), n=2)
     each = await all_messages(
-        drawn(42, cached_tokens=4), drawn(43, index=1), handed_over(None), n=2
+        drawn_output(42, cached_tokens=4), drawn_output(43, index=1), handoff_output(None), n=2
     )
     assert in_one == each
     result, end = in_one[0].result, in_one[1].end
@@ -134,9 +134,9 @@ async def test_first_tokens_of_several_candidates_are_one_result():
 
 
 @pytest.mark.parametrize("params", [{"best_of": 2}, {"beam_width": 2}])
-async def test_first_tokens_of_ranked_candidates_are_for_decode_alone(params):
-    tokens = drawn(42, 43, logprobs=(-0.5, -1.5), cached_tokens=4)
-    result = (await all_messages(tokens, handed_over(), **params))[0].result
+async def test_first_tokens_of_ranked_candidates_are_sent_for_decode_alone(params):
+    tokens = drawn_output(42, 43, logprobs=(-0.5, -1.5), cached_tokens=4)
+    result = (await all_messages(tokens, handoff_output(), **params))[0].result
     (output,) = result.outputs
     assert (list(output.token_ids), output.cached_tokens, output.is_last) == ([], 4, False)
     begun = [(c.index, list(c.output_token_ids), c.logprob) for c in result.candidates]
@@ -147,7 +147,7 @@ async def test_first_tokens_of_ranked_candidates_are_for_decode_alone(params):
         assert (begun, beams) == ([], [(42, -0.5), (43, -1.5)])
 
 
-async def test_a_generation_that_is_over_has_no_other_end():
+async def test_a_generation_that_ends_in_prefill_has_no_end_event():
     first = RequestOutput(
         request_id="r",
         token_ids=(2,),
@@ -156,8 +156,8 @@ async def test_a_generation_that_is_over_has_no_other_end():
         cached_tokens=2,
         timings=StageTimings(queue_ms=1.0),
     )
-    told = await all_messages(first, ended(FinishReason.LENGTH, index=1, token_ids=(3,)))
-    (message,) = told
+    sent = await all_messages(first, ended_output(FinishReason.LENGTH, index=1, token_ids=(3,)))
+    (message,) = sent
     result = message.result
     assert [(c.index, list(c.token_ids)) for c in result.outputs] == [(0, [2]), (1, [3])]
     assert [c.HasField("score") for c in result.outputs] == [True, False]
@@ -166,23 +166,25 @@ async def test_a_generation_that_is_over_has_no_other_end():
 
 
 async def test_an_abort_after_the_first_tokens_ends_the_request():
-    told = await all_messages(drawn(42, 43), ended(FinishReason.ABORTED), n=2)
-    assert kinds(told) == ["result", "end"]
-    assert [list(output.token_ids) for output in told[0].result.outputs] == [[42], [43]]
-    assert told[1].end.output.finish_reason == common_pb2.FINISH_REASON_ABORTED
-    assert told[1].end.output.is_last
+    sent = await all_messages(drawn_output(42, 43), ended_output(FinishReason.ABORTED), n=2)
+    assert kinds(sent) == ["result", "end"]
+    assert [list(output.token_ids) for output in sent[0].result.outputs] == [[42], [43]]
+    assert sent[1].end.output.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert sent[1].end.output.is_last
 
 
-async def test_an_abort_before_them_is_the_result():
-    (message,) = await all_messages(saved(b"1", num_tokens=4), ended(FinishReason.ABORTED))
+async def test_an_abort_before_the_first_tokens_is_the_result():
+    (message,) = await all_messages(
+        saved_output(b"1", num_tokens=4), ended_output(FinishReason.ABORTED)
+    )
     (candidate,) = message.result.outputs
     assert candidate.finish_reason == common_pb2.FINISH_REASON_ABORTED
 
 
-async def test_first_tokens_are_told_before_an_error():
+async def test_first_tokens_are_sent_before_an_error_is_raised():
     events = PromptEvents(SamplingParams())
-    events.add(drawn(42))
-    events.add(ended(FinishReason.ERROR, error=DeadlineExceededError("too late")))
+    events.add(drawn_output(42))
+    events.add(ended_output(FinishReason.ERROR, error=DeadlineExceededError("too late")))
     messages = events.messages()
     assert kinds([await anext(messages)]) == ["result"]
     with pytest.raises(DeadlineExceededError, match="too late"):

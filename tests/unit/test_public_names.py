@@ -1,4 +1,4 @@
-"""What the package exports exists, is documented, and costs nothing until used."""
+"""Public names exist and are documented, and importing a package stays cheap."""
 
 import importlib
 import pkgutil
@@ -39,10 +39,10 @@ def test_every_exported_name_exists(name):
     assert len(set(exported)) == len(exported)
     for exported_name in exported:
         assert hasattr(module, exported_name), f"{name}.__all__ has {exported_name}"
-    assert module.__doc__, f"{name} does not say what it is"
+    assert module.__doc__, f"{name} has no docstring"
 
 
-def test_the_package_exports_its_public_face():
+def test_the_package_exports_its_public_names():
     assert set(baton.__all__) == {
         "LLM",
         "AsyncClient",
@@ -69,7 +69,7 @@ def test_the_package_exports_its_public_face():
         ("import kvstore.registry", ("torch", "grpc")),
     ],
 )
-def test_imports_stay_cheap(statement, unwanted):
+def test_imports_do_not_load_heavy_packages(statement, unwanted):
     program = (
         f"import sys; {statement}; print([name for name in {unwanted} if name in sys.modules])"
     )

@@ -1,4 +1,4 @@
-"""`ReadCloser`: ends of reads go to their peers together, and wait for none that load."""
+"""`ReadCloser`: closes reads at their peers in batches, on a thread of its own."""
 
 import threading
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1
 
 
 class FakePeers:
-    """Peers that note the calls, which wait for `go_on`."""
+    """Peers that record their calls; each call waits for `may_continue`."""
 
     def __init__(self):
         self.stub = self
         self.calls = []
         self.called = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
         self.failure = None
 
     @contextmanager
@@ -32,7 +32,7 @@ class FakePeers:
     def CloseBlocks(self, request, timeout):
         self.calls.append((request.generation, list(request.read_ids)))
         self.called.release()
-        assert self.go_on.wait(timeout=timeout)
+        assert self.may_continue.wait(timeout=timeout)
 
     def wait(self, count):
         for _ in range(count):
@@ -48,18 +48,18 @@ def peers():
 def closer(peers):
     closer = ReadCloser(peers)
     yield closer
-    peers.go_on.set()
+    peers.may_continue.set()
     closer.close()
 
 
-def test_what_ends_while_a_peer_is_told_goes_in_one_call_each(closer, peers):
+def test_reads_that_end_during_a_call_are_closed_in_one_call_per_peer(closer, peers):
     first, second = ADDRESSES
     closer.add(first, 1)
     peers.wait(1)
     for read_id in (2, 3):
         closer.add(first, read_id)
         closer.add(second, 10 * read_id)
-    peers.go_on.set()
+    peers.may_continue.set()
     peers.wait(2)
     assert peers.calls == [
         (first.generation, [1]),
@@ -69,18 +69,18 @@ def test_what_ends_while_a_peer_is_told_goes_in_one_call_each(closer, peers):
 
 
 @pytest.mark.parametrize("failure", [StoreUnavailableError("closed"), ValueError("closed channel")])
-def test_who_cannot_be_told_keeps_nobody_else_from_it(closer, peers, failure):
+def test_a_failed_call_does_not_prevent_calls_to_other_peers(closer, peers, failure):
     peers.failure = failure
     closer.add(ADDRESSES[0], 1)
     closer._thread.submit(lambda: None).result(TIMEOUT_S)
     peers.failure = None
-    peers.go_on.set()
+    peers.may_continue.set()
     closer.add(ADDRESSES[1], 2)
     peers.wait(1)
     assert peers.calls == [(ADDRESSES[1].generation, [2])]
 
 
-def test_reads_that_end_after_the_end_are_nobodys(closer, peers):
+def test_reads_that_end_after_close_are_ignored(closer, peers):
     closer.close()
     closer.add(ADDRESSES[0], 1)
     closer.close()

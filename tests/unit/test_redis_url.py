@@ -1,4 +1,4 @@
-"""Redis URLs: what they name, and what is refused."""
+"""Redis URLs: addresses, logins, options, refusals."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_the_login_is_decoded(login, expected):
     assert RedisUrl.parse(f"redis+cluster://{login}a,b").login == expected
 
 
-def test_all_parts_are_read(tmp_path):
+def test_all_options_are_parsed(tmp_path):
     for name in ("ca.pem", "cert.pem", "key.pem"):
         (tmp_path / name).touch()
     options = (
@@ -56,7 +56,7 @@ def test_all_parts_are_read(tmp_path):
     }
 
 
-def test_tls_is_for_rediss_alone():
+def test_only_rediss_uses_tls():
     assert RedisUrl.parse("redis://a").tls is None
     assert RedisUrl.parse("rediss://a").tls == {}
     assert RedisUrl.parse("rediss+cluster://a").tls == {}
@@ -86,7 +86,7 @@ def test_tls_is_for_rediss_alone():
         ("rediss://a?ssl_cert_reqs=none", "certificates are always checked"),
     ],
 )
-def test_a_bad_url_says_what_to_write(url, message):
+def test_the_error_of_an_invalid_url_says_what_to_write_without_the_password(url, message):
     secret = url.replace("://", f"://user:{_PASSWORD}@", 1)
     with pytest.raises(ConfigurationError) as caught:
         open_store(secret)
@@ -94,7 +94,7 @@ def test_a_bad_url_says_what_to_write(url, message):
     assert _PASSWORD not in caught.value.message
 
 
-def test_all_spellings_name_one_connector():
+def test_all_redis_schemes_have_the_same_connector_name():
     schemes = [
         f"redis{tls}{topology}" for tls in ("", "s") for topology in ("", "+sentinel", "+cluster")
     ]

@@ -1,4 +1,4 @@
-"""How many requests a router runs."""
+"""`Admission`: the bound on the number of requests that a router runs."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from baton.errors import InvalidArgumentError, ResourceExhaustedError, Unavailab
 from router.admission import Admission
 
 
-async def test_bounds_and_names():
+async def test_excess_requests_and_duplicate_ids_are_refused():
     admission = Admission(2)
     with admission.admit("a"):
         with pytest.raises(InvalidArgumentError, match="request_id"), admission.admit("a"):
@@ -25,7 +25,7 @@ async def test_bounds_and_names():
         pass
 
 
-async def test_drain_waits_for_what_runs_and_admits_no_more():
+async def test_drain_waits_for_running_requests_and_refuses_new_ones():
     admission = Admission(2)
     with admission.admit("a"):
         assert await admission.drain(0) == 1

@@ -1,11 +1,11 @@
-"""What a client is told of its candidates' tokens."""
+"""`Completion`: the responses that a client receives for outputs of candidates."""
 
 import pytest
 
 from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, request_pb2
-from router import text_stream as stop_strings
+from router import text_stream
 from router.completion import Completion
 from tests.support.running_router import script_of, tokenizer
 
@@ -13,7 +13,7 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 ABORTED = common_pb2.FINISH_REASON_ABORTED
 
 
-def completion(**params):
+def make_completion(**params):
     spec = RequestSpec(
         request_id="r/0123456789abcdef",
         prompt_token_ids=(5, 6),
@@ -22,13 +22,13 @@ def completion(**params):
     return Completion(spec, tokenizer(), arrival=0.0)
 
 
-def output(token_ids, finish_reason=0, **fields):
+def make_output(token_ids, finish_reason=0, **fields):
     return request_pb2.CandidateOutput(token_ids=token_ids, finish_reason=finish_reason, **fields)
 
 
-async def test_tokens_after_a_stop_text_are_not_told():
+async def test_tokens_after_a_stop_string_are_dropped():
     token_ids = script_of("a.b.c")
-    (response,) = completion(stop=["b"]).add(output(token_ids, LENGTH, is_last=True))
+    (response,) = make_completion(stop=["b"]).add(make_output(token_ids, LENGTH, is_last=True))
     assert list(response.token_ids) == token_ids[:3]
     assert response.text == "a."
     assert response.finish_reason == STOP
@@ -36,36 +36,38 @@ async def test_tokens_after_a_stop_text_are_not_told():
     assert response.usage.completion_tokens == 3
 
 
-async def test_text_held_back_for_a_stop_comes_at_the_end():
-    part = completion(stop=["b!"])
-    (first,) = part.add(output(script_of("ab")))
-    (last,) = part.add(output([], LENGTH, is_last=True))
+async def test_text_held_back_for_a_stop_string_is_sent_at_the_end():
+    part = make_completion(stop=["b!"])
+    (first,) = part.add(make_output(script_of("ab")))
+    (last,) = part.add(make_output([], LENGTH, is_last=True))
     assert (first.text, last.text) == ("a", "b")
     assert last.finish_reason == LENGTH
     assert not last.HasField("matched_stop")
 
 
-async def test_stops_are_prepared_once_for_all_candidates(monkeypatch):
+async def test_stop_strings_are_prepared_once_for_all_candidates(monkeypatch):
     prepared = []
-    prepare = stop_strings._build_automaton
+    prepare = text_stream._build_automaton
     monkeypatch.setattr(
-        stop_strings, "_build_automaton", lambda stops: prepared.append(stops) or prepare(stops)
+        text_stream, "_build_automaton", lambda stops: prepared.append(stops) or prepare(stops)
     )
-    part = completion(n=3, stop=["b!"])
-    texts = [part.add(output(script_of(text), index=i))[0].text for i, text in enumerate("abc")]
+    part = make_completion(n=3, stop=["b!"])
+    texts = [
+        part.add(make_output(script_of(text), index=i))[0].text for i, text in enumerate("abc")
+    ]
     assert texts == ["a", "", "c"]
     assert prepared == [("b!",)]
 
 
-async def test_half_a_character_waits_for_the_other_half():
+async def test_an_incomplete_character_is_held_back():
     token_ids = [token_id for byte in "€".encode() for token_id in byte_token(byte)]
-    part = completion()
-    texts = [part.add(output([token_id]))[0].text for token_id in token_ids]
+    part = make_completion()
+    texts = [part.add(make_output([token_id]))[0].text for token_id in token_ids]
     assert texts == ["", "", "€"]
 
 
 def byte_token(byte):
-    """The token of one byte in a byte-level vocabulary."""
+    """Returns the token of one byte in a byte-level vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [other for other in range(256) if other not in printable]
     symbol = chr(byte) if byte in printable else chr(256 + others.index(byte))
@@ -73,31 +75,31 @@ def byte_token(byte):
 
 
 @pytest.mark.parametrize(("reason", "matched"), [(STOP, 7), (LENGTH, 0)])
-async def test_stopping_token_is_told(reason, matched):
-    (response,) = completion().add(output([9, 7], reason, is_last=True))
+async def test_the_stop_token_is_reported_if_one_ended_the_candidate(reason, matched):
+    (response,) = make_completion().add(make_output([9, 7], reason, is_last=True))
     assert response.matched_stop.token_id == matched
     assert response.finish_reason == reason
 
 
-async def test_a_stop_token_may_have_come_before_the_end():
-    """As when prefill drew it, and decode was told to go on with the other candidates."""
-    part = completion(n=2)
-    part.add(output([7]))
-    (end,) = part.add(output([], STOP))
+async def test_a_stop_token_may_precede_the_end():
+    """Prefill may draw the stop token of one candidate while decode continues the others."""
+    part = make_completion(n=2)
+    part.add(make_output([7]))
+    (end,) = part.add(make_output([], STOP))
     assert end.matched_stop.token_id == 7
     assert not end.HasField("usage")
 
 
-async def test_only_the_first_output_tells_of_the_prompt():
-    part = completion()
+async def test_timings_and_cached_tokens_come_from_the_first_output_that_has_them():
+    part = make_completion()
     prompt = common_pb2.Timings(queue_ms=1, prefill_ms=2)
-    part.add(output([9], cached_tokens=4, timings=prompt))
+    part.add(make_output([9], cached_tokens=4, timings=prompt))
     saved = common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
     assert part.add(request_pb2.CandidateOutput(timings=saved)) == []
     handed_over = common_pb2.Timings(queue_ms=50, prefill_ms=60, load_ms=5)
-    part.add(output([9], cached_tokens=8, timings=handed_over))
+    part.add(make_output([9], cached_tokens=8, timings=handed_over))
     resumed = common_pb2.Timings(load_ms=500)
-    (last,) = part.add(output([9], LENGTH, timings=resumed, is_last=True))
+    (last,) = part.add(make_output([9], LENGTH, timings=resumed, is_last=True))
     assert last.usage.cached_tokens == 4
     assert last.usage.prompt_tokens == 2
     timings = last.timings
@@ -105,50 +107,50 @@ async def test_only_the_first_output_tells_of_the_prompt():
     assert timings.load_ms == 5
 
 
-async def test_each_candidate_ends_and_the_last_tells_of_all():
-    part = completion(n=3)
-    first_end, *_ = part.add(output([9, 8], STOP, index=1))
+async def test_the_last_candidates_output_ends_the_request_with_usage_of_all():
+    part = make_completion(n=3)
+    first_end, *_ = part.add(make_output([9, 8], STOP, index=1))
     assert (first_end.index, first_end.matched_stop.token_id) == (1, 8)
     assert not first_end.HasField("usage")
-    part.add(output([9], index=0))
-    part.add(output([4], LENGTH, index=0))
+    part.add(make_output([9], index=0))
+    part.add(make_output([4], LENGTH, index=0))
     assert not part.is_over
-    (last,) = part.add(output([9, 9, 9], LENGTH, index=2, is_last=True))
+    (last,) = part.add(make_output([9, 9, 9], LENGTH, index=2, is_last=True))
     assert part.is_over
     assert last.usage.completion_tokens == 7
 
 
 async def test_late_tokens_of_an_ended_candidate_are_dropped():
-    part = completion(n=2, stop=["b"])
-    (stopped,) = part.add(output(script_of("ab")))
+    part = make_completion(n=2, stop=["b"])
+    (stopped,) = part.add(make_output(script_of("ab")))
     assert stopped.matched_stop.text == "b"
-    assert part.add(output(script_of("cd"))) == []
-    (last,) = part.add(output([9], LENGTH, index=1))
+    assert part.add(make_output(script_of("cd"))) == []
+    (last,) = part.add(make_output([9], LENGTH, index=1))
     assert last.usage.completion_tokens == len(script_of("ab")) + 1
 
 
 async def test_candidates_that_have_not_ended_end_with_the_request():
-    part = completion(n=3)
-    part.add(output([9], LENGTH, index=1))
-    held = part.add(output([], ABORTED, is_last=True))
+    part = make_completion(n=3)
+    part.add(make_output([9], LENGTH, index=1))
+    held = part.add(make_output([], ABORTED, is_last=True))
     assert [(response.index, response.finish_reason) for response in held] == [
         (0, ABORTED),
         (2, ABORTED),
     ]
     assert [response.HasField("usage") for response in held] == [False, True]
-    # The one that ended before carried it: the rest end all the same.
-    part = completion(n=2)
-    part.add(output([9], LENGTH, index=0))
-    (rest,) = part.add(output([], ABORTED, index=0, is_last=True))
+    # The request's last output may be of a candidate that has ended: the others end all the same.
+    part = make_completion(n=2)
+    part.add(make_output([9], LENGTH, index=0))
+    (rest,) = part.add(make_output([], ABORTED, index=0, is_last=True))
     assert (rest.index, rest.finish_reason) == (1, ABORTED)
 
 
-async def test_scores_are_told_where_candidates_were_compared():
-    part = completion(n=1, best_of=2)
-    assert part.add(output([], timings=common_pb2.Timings(prefill_ms=2))) == []
-    (best,) = part.add(output([9], LENGTH, score=-0.5, is_last=True))
+async def test_only_ranked_candidates_have_a_score():
+    part = make_completion(n=1, best_of=2)
+    assert part.add(make_output([], timings=common_pb2.Timings(prefill_ms=2))) == []
+    (best,) = part.add(make_output([9], LENGTH, score=-0.5, is_last=True))
     assert best.score == -0.5
     assert best.timings.prefill_ms == 2
     assert best.timings.first_token_ms == pytest.approx(best.timings.total_ms, rel=0.01)
-    (plain,) = completion().add(output([9], LENGTH, is_last=True))
+    (plain,) = make_completion().add(make_output([9], LENGTH, is_last=True))
     assert not plain.HasField("score")

@@ -1,4 +1,4 @@
-"""The router's flags and targets."""
+"""The router's configuration, flags and targets, and `Discovery`."""
 
 import argparse
 import asyncio
@@ -14,14 +14,14 @@ from router.discovery import Discovery, Target, parse_target
 from rpc.server_config import ServerConfig
 
 
-def parsed(*flags):
+def parse_config(*flags):
     parser = argparse.ArgumentParser()
     add_args(parser)
     return config_from_args(parser.parse_args(["--model", "org/name", *flags]))
 
 
-def test_flags_become_the_config():
-    config = parsed(
+def test_flags_set_the_configuration():
+    config = parse_config(
         *("--decode", "a:1, b:2", "--decode", "dns:///d:3", "--prefill", "p:4,"),
         *("--port", "7", "--max-local-prefill-tokens", "0", "--default-timeout-s", "1.5"),
     )
@@ -31,12 +31,21 @@ def test_flags_become_the_config():
     assert (config.max_local_prefill_tokens, config.default_timeout_s) == (0, 1.5)
 
 
-def test_defaults_are_the_dataclass_s():
-    config = parsed("--decode", "a:1")
+def test_defaults_are_those_of_the_dataclass():
+    config = parse_config("--decode", "a:1")
     server = ServerConfig(port=8000)
     assert config == RouterConfig(server=server, model="org/name", decode=("a:1",))
     assert config.model_name == "name"
-    assert parsed("--decode", "a:1", "--served-model-name", "n").model_name == "n"
+    assert parse_config("--decode", "a:1", "--served-model-name", "n").model_name == "n"
+
+
+def test_the_generation_config_is_one_of_two(capsys):
+    assert parse_config("--decode", "a:1").generation_config == "auto"
+    none = parse_config("--decode", "a:1", "--generation-config", "none")
+    assert none.generation_config == "none"
+    with pytest.raises(SystemExit):
+        parse_config("--decode", "a:1", "--generation-config", "vllm")
+    assert "--generation-config: invalid choice: 'vllm'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -58,22 +67,22 @@ def test_defaults_are_the_dataclass_s():
 )
 def test_bad_values_name_their_flag(flags):
     with pytest.raises(ConfigurationError, match=rf"^{flags[-2]} is"):
-        parsed(*flags)
+        parse_config(*flags)
 
 
-def test_the_longest_timeouts_fit_the_wire():
+def test_the_longest_timeout_in_milliseconds_fits_32_bits():
     flags = ("--default-timeout-s", "4294967", "--resume-timeout-s", "4294967")
-    config = parsed("--decode", "a:1", *flags)
+    config = parse_config("--decode", "a:1", *flags)
     assert config.default_timeout_s * 1000 < 2**32
     assert config.resume_timeout_s == config.default_timeout_s
     with pytest.raises(ConfigurationError, match=r"must be in \(0, 4294967\]"):
-        parsed("--decode", "a:1", "--default-timeout-s", "4294968")
+        parse_config("--decode", "a:1", "--default-timeout-s", "4294968")
 
 
 @pytest.mark.parametrize("flag", ["--decode", "--prefill"])
-def test_a_malformed_target_is_told_with_the_flags(flag):
+def test_a_malformed_target_is_refused_with_the_flags(flag):
     with pytest.raises(ConfigurationError, match="target 'foo' must be host:port"):
-        parsed("--decode", "a:1", flag, "foo")
+        parse_config("--decode", "a:1", flag, "foo")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_a_malformed_target_is_told_with_the_flags(flag):
         ("dns:///name.of.it:2", Target("name.of.it", 2, is_dns=True)),
     ],
 )
-def test_targets(text, target):
+def test_targets_are_parsed(text, target):
     assert parse_target(text) == target
 
 
@@ -120,43 +129,43 @@ async def test_name_that_fails_to_resolve_keeps_its_last_addresses(monkeypatch):
 
 
 class HangingResolver:
-    """Answers one look-up after the other, when it may."""
+    """A resolver whose lookups hang until `may_answer` is set."""
 
     def __init__(self, monkeypatch) -> None:
-        self.num_asked = 0
-        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.num_calls = 0
+        self.is_called, self.may_answer = threading.Event(), threading.Event()
         self._resolve = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
 
     def __call__(self, *args, **kwargs):
-        self.num_asked += 1
-        self.asked.set()
+        self.num_calls += 1
+        self.is_called.set()
         self.may_answer.wait(30)
         return self._resolve(*args, **kwargs)
 
 
-async def test_a_look_up_that_hangs_is_the_only_one(monkeypatch):
+async def test_no_other_lookup_starts_while_one_hangs(monkeypatch):
     monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 0.01)
     resolver = HangingResolver(monkeypatch)
     discovery = Discovery(["dns:///127.0.0.1:5", "a:1"])
     for _ in range(3):
         assert await discovery.addresses() == {"a:1"}
-    assert resolver.num_asked == 1
+    assert resolver.num_calls == 1
     monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 20)
     resolver.may_answer.set()
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
-    assert resolver.num_asked == 1
+    assert resolver.num_calls == 1
     await discovery.addresses()
-    assert resolver.num_asked == 2
+    assert resolver.num_calls == 2
 
 
 def test_a_look_up_that_hangs_does_not_keep_the_event_loop_from_ending(monkeypatch):
     resolver = HangingResolver(monkeypatch)
 
     async def leave() -> None:
-        asking = asyncio.create_task(Discovery(["dns:///127.0.0.1:5"]).addresses())
-        await asyncio.to_thread(resolver.asked.wait, 10)
-        asking.cancel()
+        lookup = asyncio.create_task(Discovery(["dns:///127.0.0.1:5"]).addresses())
+        await asyncio.to_thread(resolver.is_called.wait, 10)
+        lookup.cancel()
 
     process = threading.Thread(target=lambda: asyncio.run(leave()))
     process.start()

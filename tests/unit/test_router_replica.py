@@ -1,4 +1,4 @@
-"""What policy hears of a replica."""
+"""`Replica.state`: the load of a replica, as routing policies see it."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from router.replica import Replica
 from rpc.channels import open_channel
 
 
-async def test_load_is_the_larger_of_what_is_reported_and_reserved():
+async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
         replica = Replica("a:1", info, channel)
@@ -27,7 +27,9 @@ async def test_load_is_the_larger_of_what_is_reported_and_reserved():
 
 
 @pytest.mark.parametrize(("pool_block_size", "num_blocks"), [(2, 20), (8, 5), (3, 14)])
-async def test_blocks_count_as_keys_name_them_whatever_the_pools_are(pool_block_size, num_blocks):
+async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size(
+    pool_block_size, num_blocks
+):
     info = worker_pb2.GetInfoResponse(
         worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
     )

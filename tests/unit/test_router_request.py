@@ -1,4 +1,4 @@
-"""A client's message becomes a spec; prompts that cannot fit are neither tokenized nor copied."""
+"""`prepare_request` and `tokenize_prompt`: specs of client messages, prompts that are too long."""
 
 import time
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ MODEL = ServedModel.from_info(
 LIMITS = RequestLimits(vocab_size=1000, max_model_len=8, max_pool_tokens=16, max_candidates=4)
 
 
-class Uncopied(Sequence):
-    """Ids that may be counted and not read."""
+class UnreadableIds(Sequence):
+    """Token ids that can be counted but not read."""
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index):
-        raise AssertionError("was read")
+        raise AssertionError("a token id was read")
 
 
-async def test_too_many_ids_are_refused_unread():
+async def test_too_many_token_ids_are_refused_without_reading_them():
     with pytest.raises(InvalidArgumentError, match="prompt has 8 tokens"):
-        await tokenize_prompt(Uncopied(), tokenizer(), LIMITS)
+        await tokenize_prompt(UnreadableIds(), tokenizer(), LIMITS)
 
 
-async def test_text_that_no_tokens_could_hold_is_not_tokenized(monkeypatch):
+async def test_text_too_long_for_any_tokens_is_refused_without_tokenizing(monkeypatch):
     strict = tokenizer()
     limit = 8 * strict.longest_token_chars
     with monkeypatch.context() as patch:
@@ -45,11 +45,48 @@ async def test_text_that_no_tokens_could_hold_is_not_tokenized(monkeypatch):
             await tokenize_prompt("a" * (limit + 1), strict, LIMITS)
 
 
-async def test_what_fits_is_taken():
+async def test_a_prompt_that_fits_is_accepted():
     assert await tokenize_prompt([5] * 7, tokenizer(), LIMITS) == (5,) * 7
 
 
-async def prepared(params, num_tokens=5):
+async def test_a_text_to_truncate_may_be_longer_than_what_fits():
+    few = tokenizer()
+    text = "the dog sleeps " * 1000
+    assert len(text) > 8 * few.longest_token_chars
+    token_ids = few.encode(text)
+    for truncate, kept in ((3, 3), (-1, 7)):
+        assert await tokenize_prompt(text, few, LIMITS, truncate) == tuple(token_ids[-kept:])
+    with pytest.raises(InvalidArgumentError, match=r"text has 1048577 .* most 1048576$"):
+        await tokenize_prompt("a" * (2**20 + 1), few, LIMITS, 3)
+
+
+async def test_a_truncated_prompt_must_still_fit():
+    with pytest.raises(InvalidArgumentError, match="prompt has 8 tokens"):
+        await tokenize_prompt([5] * 20, tokenizer(), LIMITS, 8)
+    assert await tokenize_prompt([1, 2, 3], tokenizer(), LIMITS, 8) == (1, 2, 3)
+    assert await tokenize_prompt(range(20), tokenizer(), LIMITS, 2) == (18, 19)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": [1000]}, "stop_token_ids is 1000; .* vocabulary size 1000"),
+        ({"allowed_token_ids": [3, 1001]}, "allowed_token_ids is 1001"),
+        ({"logit_bias": {1002: 1.0}}, "logit_bias is 1002"),
+        ({"bad_words": ["fine", " "]}, "bad_words is ' '"),
+    ],
+)
+async def test_tokens_outside_the_vocabulary_are_refused(params, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        await prepare(SamplingParams(**params))
+
+
+async def test_as_many_tokens_as_fit_are_generated():
+    spec = (await prepare(SamplingParams(max_tokens=None, min_tokens=50))).spec
+    assert (spec.params.max_tokens, spec.params.min_tokens) == (3, 3)
+
+
+async def prepare(params, num_tokens=5):
     message = generation_pb2.GenerateRequest(
         request_id="r",
         token_ids=common_pb2.TokenIds(ids=[5] * num_tokens),
@@ -62,8 +99,8 @@ async def prepared(params, num_tokens=5):
     return request
 
 
-async def test_the_spec_has_all_that_was_asked_for():
-    request = await prepared(SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9]))
+async def test_the_spec_has_every_field_of_the_message():
+    request = await prepare(SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9]))
     spec = request.spec
     assert spec.prompt_token_ids == (5,) * 5
     assert spec.params == SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9])
@@ -74,11 +111,11 @@ async def test_the_spec_has_all_that_was_asked_for():
     assert (len(request.block_keys), request.num_prompt_blocks) == (1, 2)
 
 
-async def test_what_was_left_open_is_filled_in():
-    warm = (await prepared(SamplingParams(max_tokens=100, ignore_eos=True))).spec
+async def test_missing_parameters_are_filled_in():
+    warm = (await prepare(SamplingParams(max_tokens=100, ignore_eos=True))).spec
     assert warm.params.seed is not None
-    assert warm.params.max_tokens == 3  # what fits after the prompt
+    assert warm.params.max_tokens == 3  # the tokens that fit after the prompt
     assert not warm.stop_token_ids
-    other = (await prepared(SamplingParams())).spec
+    other = (await prepare(SamplingParams())).spec
     assert other.params.seed != warm.params.seed
-    assert (await prepared(SamplingParams(temperature=0))).spec.params.seed == 0
+    assert (await prepare(SamplingParams(temperature=0))).spec.params.seed == 0

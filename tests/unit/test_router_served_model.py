@@ -1,4 +1,4 @@
-"""What replicas of a cluster must agree on, and how a difference is told."""
+"""`ServedModel.differences`: properties that replicas of a cluster must share."""
 
 from dataclasses import replace
 
@@ -24,25 +24,25 @@ def test_equal_models_do_not_differ():
     assert MODEL.differences(replace(MODEL)) == ""
 
 
-def test_what_the_namespace_is_made_of_is_named_in_its_place():
+def test_fields_that_determine_the_namespace_are_named_instead_of_it():
     other = replace(MODEL, kv_dtype="float16", block_size=32, kv_form="f", namespace=b"\x02")
     assert MODEL.differences(other) == (
         "kv_dtype is 'float16', the cluster's is 'bfloat16'; block_size is 32, the cluster's is 16"
     )
 
 
-def test_a_form_that_differs_in_what_has_no_field_is_named_in_words():
+def test_a_difference_of_the_kv_form_without_its_own_field_is_described():
     other = replace(MODEL, kv_form="model 0123, bfloat16, 2 head slices", namespace=b"\x02")
     assert MODEL.differences(other) == (
         "kv_form is 'model 0123, bfloat16, 2 head slices', the cluster's is 'model 0123, bfloat16'"
     )
 
 
-def test_a_namespace_that_differs_alone_is_named():
+def test_a_different_namespace_is_named_if_nothing_else_differs():
     other = replace(MODEL, namespace=b"\x02")
     assert MODEL.differences(other) == "namespace is 02, the cluster's is 01"
 
 
 @pytest.mark.parametrize("field", ["model_fingerprint", "layout_version", "kv_connector"])
-def test_any_other_field_is_named(field):
+def test_other_different_fields_are_named(field):
     assert MODEL.differences(replace(MODEL, **{field: 7})).startswith(f"{field} is 7, ")

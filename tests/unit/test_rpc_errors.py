@@ -1,4 +1,4 @@
-"""Errors keep their kind and message over the wire."""
+"""Errors keep their type and message across RPC."""
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ def rpc_error(status: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 @pytest.mark.parametrize("error_type", WIRE_ERRORS)
-def test_status_round_trip(error_type):
+def test_an_error_survives_a_round_trip_as_a_status(error_type):
     status, message = to_status(error_type("top_p is 2"))
     assert status.name == error_type.code
     back = from_rpc_error(rpc_error(status, message))
@@ -29,12 +29,12 @@ def test_status_round_trip(error_type):
 
 
 @pytest.mark.parametrize("error_type", WIRE_ERRORS)
-def test_worker_error_round_trip(error_type):
+def test_an_error_survives_a_round_trip_as_a_worker_error(error_type):
     back = from_worker_error(to_worker_error(error_type("why")))
     assert (type(back), back.message) == (error_type, "why")
 
 
-def test_foreign_statuses_are_internal_and_keep_their_message():
+def test_unknown_statuses_become_internal_errors_with_their_message():
     back = from_rpc_error(rpc_error(grpc.StatusCode.UNIMPLEMENTED, "no such method"))
     assert isinstance(back, errors.InternalError)
     assert "UNIMPLEMENTED: no such method" in back.message

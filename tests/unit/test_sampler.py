@@ -1,4 +1,4 @@
-"""Draws: their distribution, filters, and independence of other rows."""
+"""Sampling of tokens: distribution, filters, independence of other rows."""
 
 import math
 
@@ -54,7 +54,7 @@ def _counts(logits, draw, num_draws):
 
 
 def _assert_follows(counts, probabilities):
-    """Chi-square test against `[vocab]` probabilities; nothing of probability 0 may occur."""
+    """Checks counts against `[vocab]` probabilities by chi-square; probability 0 must not occur."""
     expected = probabilities.double() * counts.sum()
     assert counts[expected == 0].sum() == 0
     likely = expected >= 5
@@ -70,8 +70,8 @@ def _assert_follows(counts, probabilities):
     assert tail > _CHI_SQUARE_P
 
 
-def _warped(logits, draw):
-    """Logits `[1, vocab]` after transformers' warpers, in its order."""
+def _warped_logits(logits, draw):
+    """Returns logits `[1, vocab]` after the warpers of transformers, in its order."""
     scores = TemperatureLogitsWarper(draw.temperature)(None, logits)
     if draw.top_k:
         scores = TopKLogitsWarper(draw.top_k)(None, scores)
@@ -82,7 +82,7 @@ def _warped(logits, draw):
     return scores
 
 
-def test_greedy_takes_the_largest_and_of_ties_the_lowest():
+def test_greedy_sampling_draws_the_largest_logit_and_the_lowest_token_of_ties():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 5.0], [-math.inf, -3.0, -3.0]])
     assert _draw_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
 
@@ -102,7 +102,7 @@ def test_greedy_takes_the_largest_and_of_ties_the_lowest():
 def test_draws_follow_the_warped_softmax(draw):
     logits = _random_logits(1, 23, scale=1.5)
     counts = _counts(logits, draw, 20_000)
-    _assert_follows(counts, _warped(logits, draw).softmax(-1)[0])
+    _assert_follows(counts, _warped_logits(logits, draw).softmax(-1)[0])
 
 
 def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
@@ -123,11 +123,11 @@ def test_draws_at_neighbouring_positions_are_independent():
 @pytest.mark.parametrize("top_k", [0, 1, 7, 64, 200])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999, 1.0])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_kept_tokens_are_those_of_transformers(top_k, top_p, temperature):
+def test_filters_keep_the_same_tokens_as_transformers(top_k, top_p, temperature):
     draw = _draw_params(temperature, top_k, top_p)
     logits = _random_logits(8, 100, seed=top_k)
     kept = _kept(logits, [draw] * 8)
-    assert torch.equal(kept, _warped(logits, draw).isfinite())
+    assert torch.equal(kept, _warped_logits(logits, draw).isfinite())
 
 
 @pytest.mark.parametrize("min_p", [1e-6, 0.02, 0.4, 1.0])
@@ -137,7 +137,7 @@ def test_tokens_kept_by_min_p_are_those_of_transformers(min_p, top_k, top_p, tem
     draw = _draw_params(temperature, top_k, top_p, min_p=min_p)
     logits = _random_logits(8, 100, seed=top_k)
     kept = _kept(logits, [draw] * 8)
-    assert torch.equal(kept, _warped(logits, draw).isfinite())
+    assert torch.equal(kept, _warped_logits(logits, draw).isfinite())
 
 
 def test_tokens_that_tie_with_the_last_kept_are_kept():
@@ -155,15 +155,15 @@ def _kept(logits, draws):
     return scaled >= sampling._thresholds(scaled, table)
 
 
-def test_filtered_draws_stay_within_what_is_kept():
+def test_draws_stay_within_the_tokens_that_filters_keep():
     logits = _random_logits(1, 300)
     draw = _draw_params(temperature=2.0, top_k=9, top_p=0.95, seed=11)
     counts = _counts(logits, draw, 3000)
-    assert torch.equal(counts > 0, _warped(logits, draw).isfinite()[0])
+    assert torch.equal(counts > 0, _warped_logits(logits, draw).isfinite()[0])
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 259, 33_001])
-def test_a_row_alone_and_in_any_batch_draws_the_same(vocab, monkeypatch):
+def test_a_row_draws_the_same_token_alone_and_in_any_batch(vocab, monkeypatch):
     monkeypatch.setattr(sampling, "_PART_ELEMENTS", 3 * vocab)
     logits = _random_logits(24, vocab, seed=5)
     draws = [
@@ -183,7 +183,7 @@ def test_a_row_alone_and_in_any_batch_draws_the_same(vocab, monkeypatch):
     assert shuffled == [alone[row] for row in order]
 
 
-def test_draws_from_one_row_are_those_from_copies_of_it():
+def test_draws_that_share_a_row_equal_draws_from_copies_of_it():
     logits = _random_logits(3, 40)
     draws = [_draw_params((0.0, 1.0, 0.8)[i % 3], (0, 5)[i % 2], seed=i) for i in range(9)]
     rows, positions = [0, 0, 0, 2, 2, 1, 0, 1, 2], [7] * 9
@@ -203,7 +203,7 @@ def test_noise_is_bitwise_the_same_in_any_batch():
         assert torch.equal(_noise([draw], [position], 1001)[0], together[row])
 
 
-def test_noise_is_that_of_the_documented_counter_and_lane():
+def test_noise_follows_the_documented_counter_and_lane():
     seed, position = 0x0123456789ABCDEF, 4321
     noise = _noise([_draw_params(seed=seed)], [position], 4003)[0]
     key = (torch.tensor(seed % 2**32), torch.tensor(seed >> 32))
@@ -213,7 +213,7 @@ def test_noise_is_that_of_the_documented_counter_and_lane():
         assert float(noise[token_id]) == pytest.approx(-math.log(-math.log(uniform)), rel=1e-12)
 
 
-def test_noise_depends_on_seed_and_position_and_extends_with_the_vocabulary():
+def test_noise_depends_on_seed_and_position_but_not_on_the_vocabulary_size():
     draws = [_draw_params(seed=seed) for seed in (1, 1, 2, 1 + 2**32)]
     noise = _noise(draws, [9, 10, 9, 9], 4000)
     assert noise.isfinite().all()
@@ -230,7 +230,7 @@ def test_extreme_words_give_finite_noise(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 5e-324])
-def test_a_tiny_temperature_draws_the_largest(temperature):
+def test_a_tiny_temperature_draws_the_largest_logit(temperature):
     logits = torch.tensor([[-3e38, 1.0, 3e38, 2.0]])
     draws = [_draw_params(temperature, top_k, top_p) for top_k, top_p in ((0, 1.0), (3, 0.9))]
     assert _draw_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
@@ -245,7 +245,7 @@ def test_minus_infinity_is_never_drawn():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
-def test_a_bad_row_is_invalid_and_hurts_no_other(bad):
+def test_a_row_that_is_not_finite_is_invalid_and_does_not_affect_others(bad):
     logits = _random_logits(6, 50)
     draws = [_draw_params(0.0), _draw_params(), _draw_params(top_k=5, top_p=0.5)] * 2
     expected = _draw_tokens(logits, draws, list(range(6)))

@@ -1,4 +1,4 @@
-"""What is saved of a step that is to come is what that step has computed, whatever happens."""
+"""Saves scheduled before the step that computes their blocks: they save what the step computes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ PROMPT = (0, 1, 1, 0) * 4
 
 
 def make_engine(store: dict, **config: object) -> CheckedEngine:
-    """One that computes a block a step."""
+    """Returns an engine that computes one block per step."""
     return CheckedEngine(
         INFO,
         NUM_BLOCKS,
@@ -35,30 +35,30 @@ def add(engine: CheckedEngine, request_id: str) -> None:
 
 
 def step(engine: CheckedEngine, count: int) -> None:
-    """Steps, after each of which all transfers end."""
+    """Runs steps and ends all transfers after each."""
     for _ in range(count):
         engine.step()
         engine.worker.end_all()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_what_a_step_leaves_behind_one_that_failed_is_saved_by_nobody(overlapped: bool) -> None:
+def test_blocks_of_a_step_after_a_failed_one_are_not_saved(overlapped: bool) -> None:
     store: dict = {}
     first, second = (make_engine(store, role="both", async_scheduling=overlapped) for _ in range(2))
     add(first, "a")
     step(first, 2)
     first.break_next_step("raise")
-    step(first, 6)  # with overlap, the step behind the failed one is in flight by then
+    step(first, 6)  # with overlap, the step after the failed one is in flight by then
     assert first.finished.keys() == {"a"}
     add(first, "b")
     step(first, 14)
     add(second, "c")
-    step(second, 14)  # loads what was saved: a wrong slot would be seen
+    step(second, 14)  # loads the saved blocks; the runner detects wrong slots
     assert "b" in first.finished
     assert "c" in second.finished
 
 
-def test_saves_wait_for_their_step_in_the_plain_loop_alone() -> None:
+def test_saves_wait_for_their_step_only_without_overlap() -> None:
     for overlapped in (False, True):
         engine = make_engine({}, role="both", async_scheduling=overlapped)
         add(engine, "a")
@@ -71,11 +71,11 @@ def test_saves_wait_for_their_step_in_the_plain_loop_alone() -> None:
         assert all(job.step == 0 for job in jobs) == overlapped
 
 
-def test_what_comes_back_from_the_host_is_saved_once_it_is_there() -> None:
+def test_blocks_swapped_in_are_saved_after_their_swap_in() -> None:
     engine = make_engine({}, role="prefill", num_host_blocks=NUM_BLOCKS, preemption_mode="swap")
     scheduler = engine.core.scheduler
     add(engine, "a")
-    step(engine, 1)  # the look-up
+    step(engine, 1)  # the lookup
     for _ in range(3):
         engine.step()
     (group,) = scheduler._groups.values()
@@ -91,7 +91,7 @@ def test_what_comes_back_from_the_host_is_saved_once_it_is_there() -> None:
         engine.runner.kv_pool[block] = [(0, (9,) * BLOCK_SIZE)] * BLOCK_SIZE
 
     assert group.state is GroupState.SWAPPED
-    step(engine, 8)  # `FakeWorker` sees what changes while it is saved
+    step(engine, 8)  # `FakeWorker` detects changes of blocks that are being saved
     ((_, _, handoff),) = engine.handed_over
     assert handoff is not None
     assert len(handoff.block_keys) == len(PROMPT) // BLOCK_SIZE

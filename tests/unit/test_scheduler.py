@@ -1,4 +1,4 @@
-"""The scheduler by example: order, budgets, chunks, priorities, the prefix cache."""
+"""The scheduler: order, budgets, chunks, priorities, the prefix cache."""
 
 from engine.request import FinishReason
 from engine.validation import num_blocks_needed
@@ -6,7 +6,7 @@ from tests.support.driven_scheduler import DrivenScheduler, request
 from tests.support.fake_model import expected_tokens, fake_config, fake_info
 
 
-def test_prompts_are_chunked_under_the_budget_beside_decodes() -> None:
+def test_prompts_are_chunked_to_the_budget_that_decodes_leave() -> None:
     driven = DrivenScheduler(max_num_batched_tokens=8)
     driven.add(request("a", 6), request("b", 11, first_token=2))
     shares = []
@@ -25,7 +25,7 @@ def test_higher_priority_and_earlier_arrival_come_first() -> None:
     assert list(driven.shares) == ["c", "a"]
 
 
-def test_a_level_of_priority_counts_as_so_many_seconds_of_waiting() -> None:
+def test_a_level_of_priority_counts_as_priority_ageing_s_of_waiting() -> None:
     driven = DrivenScheduler(max_num_seqs=1, priority_ageing_s=10.0)
     driven.add(request("old", max_tokens=1))
     driven.now = 19.0
@@ -40,8 +40,8 @@ def test_a_level_of_priority_counts_as_so_many_seconds_of_waiting() -> None:
     assert order == ["urgent", "old", "as urgent, but late"]
 
 
-def test_nobody_starves_under_a_stream_of_more_important_requests() -> None:
-    """It waits as long as levels lie between, times what a level counts."""
+def test_a_request_does_not_starve_behind_requests_of_higher_priority() -> None:
+    """Its wait is the difference of priorities times `priority_ageing_s`."""
     driven = DrivenScheduler(max_num_seqs=1, priority_ageing_s=5.0)
     driven.add(request("patient"))
     for index in range(100):
@@ -54,7 +54,7 @@ def test_nobody_starves_under_a_stream_of_more_important_requests() -> None:
     assert driven.now == 3 * 5.0
 
 
-def test_what_must_wait_for_blocks_keeps_its_turn() -> None:
+def test_a_request_that_waits_for_blocks_is_not_overtaken() -> None:
     driven = DrivenScheduler(num_blocks=6)
     driven.add(request("a", 12), request("large", 14, first_token=0), request("small", 2))
     driven.step()
@@ -67,13 +67,13 @@ def test_what_must_wait_for_blocks_keeps_its_turn() -> None:
     driven.run()
 
 
-def test_a_request_that_just_fits_runs_in_a_pool_of_its_own_size() -> None:
-    asked = request("a", 9, max_tokens=20, n=3)
-    num_blocks = num_blocks_needed(asked.spec, fake_config(), fake_info(4, 64))
+def test_a_request_runs_in_a_pool_that_it_just_fits() -> None:
+    submitted = request("a", 9, max_tokens=20, n=3)
+    num_blocks = num_blocks_needed(submitted.spec, fake_config(), fake_info(4, 64))
     driven = DrivenScheduler(num_blocks)
-    driven.add(asked)
+    driven.add(submitted)
 
-    assert driven.run()["a"] == expected_tokens(asked.spec.prompt_token_ids, 20)
+    assert driven.run()["a"] == expected_tokens(submitted.spec.prompt_token_ids, 20)
     assert driven.scheduler.load().num_preemptions == 0
 
 
@@ -82,10 +82,10 @@ def test_a_long_prompt_leaves_room_for_short_ones() -> None:
     driven.add(request("long", 20), request("long too", 18), request("short", 3))
     driven.step()
 
-    assert driven.shares == {"long": 4, "short": 3}, "one prompt at a time is computed in part"
+    assert driven.shares == {"long": 4, "short": 3}, "only one prompt at a time is chunked"
 
 
-def test_as_many_prompts_are_computed_in_part_as_the_flag_says() -> None:
+def test_at_most_max_num_partial_prefills_prompts_are_chunked_at_a_time() -> None:
     driven = DrivenScheduler(
         max_num_batched_tokens=16, long_prefill_token_threshold=4, max_num_partial_prefills=2
     )
@@ -104,14 +104,14 @@ def test_blocks_computed_while_decoding_are_hit_by_the_next_turn() -> None:
     driven.add(request("second", prompt_token_ids=history, max_tokens=1))
     (output,) = driven.step()
 
-    # 13 tokens were known, all but the last computed: three full blocks.
+    # 13 tokens are known and all but the last have KV, in three full blocks.
     assert driven.shares == {"second": len(history) - 12}
     assert output.cached_tokens == 12
     load = driven.scheduler.load()
     assert (load.prefix_cache_queries, load.prefix_cache_hits) == (6 + len(history), 12)
 
 
-def test_salts_keep_prefixes_apart() -> None:
+def test_prefixes_with_different_salts_are_not_shared() -> None:
     driven = DrivenScheduler()
     for salt in ("", "tenant", "tenant"):
         driven.add(request("a", 9, max_tokens=1, cache_salt=salt))
@@ -122,7 +122,7 @@ def test_salts_keep_prefixes_apart() -> None:
     assert driven.shares == {"a": 1}
 
 
-def test_after_a_reset_nothing_is_hit_and_who_runs_goes_on() -> None:
+def test_a_reset_empties_the_prefix_cache_and_running_requests_continue() -> None:
     driven = DrivenScheduler()
     driven.add(request("a", 9, max_tokens=6))
     driven.step()
@@ -134,7 +134,7 @@ def test_after_a_reset_nothing_is_hit_and_who_runs_goes_on() -> None:
     assert driven.run()["b"] == expected_tokens((1,) * 9, 6)[1:]
 
 
-def test_a_finished_request_frees_its_id_and_stops_at_stop_tokens() -> None:
+def test_a_request_ends_at_a_stop_token_and_frees_its_id() -> None:
     (token,) = expected_tokens((1,) * 6, 1)
     driven = DrivenScheduler()
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_a_finished_request_frees_its_id_and_stops_at_stop_tokens() -> None:
     assert driven.num_free == 32
 
 
-def test_load_counts_what_runs_waits_and_is_queued() -> None:
+def test_load_counts_running_waiting_and_queued_tokens() -> None:
     driven = DrivenScheduler(num_blocks=32, max_num_seqs=3, max_num_batched_tokens=8)
     driven.add(request("a", 6, n=2))
     driven.add(request("b", 11, first_token=2), request("c", 5, first_token=3))
@@ -161,7 +161,7 @@ def test_load_counts_what_runs_waits_and_is_queued() -> None:
     assert load.num_free_blocks == 32
 
 
-def test_outputs_come_once_a_token_and_say_timings_first_and_last() -> None:
+def test_each_token_has_an_output_and_the_first_and_last_have_timings() -> None:
     driven = DrivenScheduler()
     driven.add(request("a", max_tokens=3))
     driven.now = 2.0
@@ -183,8 +183,8 @@ def test_an_id_that_is_aborted_twice_at_once_ends_once() -> None:
     assert driven.scheduler.num_unfinished == 1
 
 
-def test_a_prefix_that_is_being_computed_is_waited_for_and_computed_once() -> None:
-    """A burst of prompts with one beginning: block size 4, eight tokens in common."""
+def test_requests_wait_for_a_common_prefix_that_is_being_computed() -> None:
+    """Three prompts have eight tokens in common, which are two blocks."""
     driven = DrivenScheduler(max_num_batched_tokens=64)
     common = list(range(1, 9))
     driven.add(
@@ -198,7 +198,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_and_computed_once() -> No
     assert driven.shares == {"a": 1, "other": 1, "b": 2, "c": 2}
 
 
-def test_nobody_waits_for_a_prefix_that_a_less_important_request_computes() -> None:
+def test_a_request_does_not_wait_for_a_prefix_of_lower_priority() -> None:
     driven = DrivenScheduler(
         max_num_batched_tokens=8, long_prefill_token_threshold=4, max_num_partial_prefills=2
     )

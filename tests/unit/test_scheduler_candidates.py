@@ -1,4 +1,4 @@
-"""Candidates and beams of one request: what they share, and how each ends."""
+"""Candidates and beams of one request: shared blocks, seeds, ends, continuation."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ DRAWN = {"temperature": 1.0, "seed": 7}
 THREE = {"n": 3} | DRAWN
 
 
-def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once() -> None:
+def test_candidates_share_the_prompt_and_its_full_blocks() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     driven.add(request("a", 10, max_tokens=9, **THREE))
     driven.step()
@@ -23,54 +23,54 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once() -> None
     driven.step()
 
     assert driven.shares == {"a": 3}
-    assert driven.num_free == 32 - 2 - 3, "two full blocks, and a tail each"
+    assert driven.num_free == 32 - 2 - 3, "two shared blocks, and a tail per candidate"
 
 
 def test_candidates_draw_with_seeds_of_their_own() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=9, **THREE)
-    driven.add(asked)
+    submitted = request("a", 10, max_tokens=9, **THREE)
+    driven.add(submitted)
     tokens: dict[int, list[int]] = {}
     for output in driven.steps(9):
         tokens.setdefault(output.index, []).extend(output.token_ids)
 
     for index in range(3):
         draw = DrawParams(1.0, 0, 1.0, candidate_seed(7, index))
-        assert tokens[index] == expected_tokens(asked.spec.prompt_token_ids, 9, draw)
+        assert tokens[index] == expected_tokens(submitted.spec.prompt_token_ids, 9, draw)
     assert len(set(map(tuple, tokens.values()))) > 1
 
 
-def test_the_best_of_many_are_told_at_the_end_the_best_first() -> None:
+def test_the_best_candidates_are_returned_at_the_end_in_order_of_score() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=5, n=2, best_of=3, **DRAWN)
-    driven.add(asked)
+    submitted = request("a", 10, max_tokens=5, n=2, best_of=3, **DRAWN)
+    driven.add(submitted)
     assert driven.steps(4) == []
     outputs = driven.step()
 
     assert [output.index for output in outputs] == [0, 1]
     assert [output.is_last for output in outputs] == [False, True]
     assert outputs[0].score >= outputs[1].score
-    expected = [result.token_ids for result in expected_results(asked, 64)]
+    expected = [result.token_ids for result in expected_results(submitted, 64)]
     assert [output.token_ids for output in outputs] == expected
 
 
 def test_beams_are_those_of_beam_search() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=7, beam_width=3)
-    driven.add(asked)
+    submitted = request("a", 10, max_tokens=7, beam_width=3)
+    driven.add(submitted)
     outputs = driven.steps(7)
 
-    (expected,) = expected_results(asked, 64)
+    (expected,) = expected_results(submitted, 64)
     assert [output.token_ids for output in outputs] == [expected.token_ids]
     assert driven.num_free == 32
 
 
-def test_candidates_that_stop_early_leave_their_seats() -> None:
+def test_candidates_that_stop_early_free_their_sequence_slots() -> None:
     """Candidates 0 and 1 begin with different tokens; one of them is a stop token."""
     driven = DrivenScheduler(max_num_seqs=3)
     seed = next(seed for seed in range(99) if _first_tokens(seed) == [0, 1, 1])
-    asked = request("a", 10, max_tokens=4, n=3, temperature=1.0, seed=seed)
-    driven.add(changed(asked, stop_token_ids=frozenset({0})), request("b", 2))
+    submitted = request("a", 10, max_tokens=4, n=3, temperature=1.0, seed=seed)
+    driven.add(changed(submitted, stop_token_ids=frozenset({0})), request("b", 2))
     first, *others = driven.step()
 
     assert (first.finish_reason, first.is_last) == (FinishReason.STOP, False)
@@ -80,18 +80,18 @@ def test_candidates_that_stop_early_leave_their_seats() -> None:
 
 
 def _first_tokens(seed: int) -> list[int]:
-    asked = request("a", 10, max_tokens=1, **(THREE | {"seed": seed}))
-    return [result.token_ids[0] for result in expected_results(asked, 64)]
+    submitted = request("a", 10, max_tokens=1, **(THREE | {"seed": seed}))
+    return [result.token_ids[0] for result in expected_results(submitted, 64)]
 
 
-# Ending one candidate from outside.
+# `finish_candidate`.
 
 
-def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None:
+def test_finishing_the_last_waiting_candidate_ends_the_request() -> None:
     driven = DrivenScheduler(max_num_seqs=2)
-    asked = request("a", **(THREE | {"n": 2}))
-    begun = tuple(progress_of(asked, index, (0,)) for index in range(2))
-    driven.add(request("runs", n=2), replace(asked, progress=begun))
+    submitted = request("a", **(THREE | {"n": 2}))
+    begun = tuple(progress_of(submitted, index, (0,)) for index in range(2))
+    driven.add(request("runs", n=2), replace(submitted, progress=begun))
     driven.step()
 
     assert driven.scheduler.finish_candidate("a", 0) == []
@@ -104,24 +104,24 @@ def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None
     assert driven.num_free == 32
 
 
-def test_a_candidate_that_loads_is_ended_and_the_others_go_on() -> None:
+def test_finishing_a_loading_candidate_leaves_the_others() -> None:
     driven = DrivenScheduler(with_connector=True, role="decode", max_num_seqs=8)
-    asked = handed_over("a", n=3)
-    driven.add(asked)
+    submitted = handed_over("a", n=3)
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
     driven.scheduler.finish_candidate("a", 0)
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     outputs = driven.step()
 
     assert [output.index for output in outputs] == [1, 2]
 
 
-def test_the_last_candidate_that_loads_ends_the_request() -> None:
+def test_finishing_the_last_loading_candidate_ends_the_request() -> None:
     driven = DrivenScheduler(with_connector=True, role="decode")
-    asked = handed_over("a")
-    driven.add(asked)
+    submitted = handed_over("a")
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
@@ -130,11 +130,11 @@ def test_the_last_candidate_that_loads_ends_the_request() -> None:
     assert output.finish_reason is FinishReason.ABORTED
     assert driven.scheduler.num_unfinished == 0
     assert driven.work().cancelled_loads == [load.job_id]
-    assert driven.end_load(load, asked.spec.prompt_token_ids) == []
+    assert driven.end_load(load, submitted.spec.prompt_token_ids) == []
     assert driven.num_free == 32
 
 
-def test_a_candidate_that_runs_is_ended_and_frees_its_blocks_and_seat() -> None:
+def test_finishing_a_running_candidate_frees_its_blocks_and_sequence_slot() -> None:
     driven = DrivenScheduler(max_num_seqs=3)
     driven.add(request("a", 10, max_tokens=9, **THREE), request("b", 2))
     driven.steps(2)
@@ -145,10 +145,10 @@ def test_a_candidate_that_runs_is_ended_and_frees_its_blocks_and_seat() -> None:
     assert driven.num_free == 32 - 2 - 2
     outputs = driven.step()
     assert [(output.request_id, output.index) for output in outputs if output.index] == [("a", 2)]
-    assert driven.shares["b"] == 2, "there is a seat for it now"
+    assert driven.shares["b"] == 2, "the sequence slot of the candidate is free"
 
 
-def test_a_candidate_on_the_host_is_ended_when_it_is_back() -> None:
+def test_finishing_a_swapped_candidate_ends_it_when_it_is_swapped_in() -> None:
     driven = DrivenScheduler(
         num_blocks=10, num_host_blocks=20, max_num_seqs=8, preemption_mode="swap"
     )
@@ -156,16 +156,16 @@ def test_a_candidate_on_the_host_is_ended_when_it_is_back() -> None:
     while driven.scheduler.load().num_swapped_blocks == 0:
         driven.step()
     driven.scheduler.finish_candidate("group", 0)
-    told: set[int] = set()
+    indices: set[int] = set()
     while driven.scheduler.num_unfinished:
-        told |= {output.index for output in driven.step() if output.request_id == "group"}
+        indices |= {output.index for output in driven.step() if output.request_id == "group"}
 
-    assert told == {1, 2}
+    assert indices == {1, 2}
     assert driven.num_free == 10
     assert driven.scheduler.load().num_swapped_blocks == 0
 
 
-def test_the_last_candidate_on_the_host_ends_the_request() -> None:
+def test_finishing_the_last_swapped_candidate_ends_the_request() -> None:
     driven = DrivenScheduler(
         num_blocks=10, num_host_blocks=20, max_num_seqs=8, preemption_mode="swap"
     )
@@ -180,7 +180,7 @@ def test_the_last_candidate_on_the_host_ends_the_request() -> None:
     assert driven.scheduler.num_unfinished == 1
 
 
-def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None:
+def test_finishing_a_prompt_leaves_its_saves_their_blocks() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill")
     driven.add(request("a", 3))
     driven.step()
@@ -196,7 +196,7 @@ def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None
 @pytest.mark.parametrize(
     ("request_id", "index"), [("a", 3), ("unknown", 0), ("beams", 0), ("ranked", 0)]
 )
-def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: int) -> None:
+def test_finishing_unknown_and_ranked_candidates_has_no_effect(request_id: str, index: int) -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     beams = request("beams", first_token=2, beam_width=2)
     driven.add(request("a", **THREE), beams, request("ranked", first_token=3, best_of=2))
@@ -206,57 +206,58 @@ def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: i
     assert driven.scheduler.load().num_running == 3 + 2 + 2
 
 
-def test_ranked_candidates_are_not_ended_by_their_numbers() -> None:
-    """All are needed to find the best, those that have ended included."""
+def test_ranked_candidates_cannot_be_finished_one_by_one() -> None:
+    """The best is found among all candidates, including those that have ended."""
     driven = DrivenScheduler(max_num_seqs=8)
     ranked = DRAWN | {"best_of": 3, "stop_token_ids": frozenset({1})}
-    asked = request("a", 5, max_tokens=12, **ranked)
-    driven.add(asked)
+    submitted = request("a", 5, max_tokens=12, **ranked)
+    driven.add(submitted)
     outputs = []
     while driven.scheduler.num_unfinished:
         for index in range(3):
             assert driven.scheduler.finish_candidate("a", index) == []
         outputs += driven.step()
 
-    (best,) = expected_results(asked, 64)
+    (best,) = expected_results(submitted, 64)
     assert [output.token_ids for output in outputs] == [best.token_ids]
 
 
-# What another replica has begun.
+# Requests that another replica has begun.
 
 
-def test_candidates_go_on_where_another_replica_left_them() -> None:
+def test_candidates_continue_from_the_progress_of_another_replica() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
-    draws = list(DrawParams.of_candidates(asked.spec, range(3)))
-    every = [expected_tokens(asked.spec.prompt_token_ids, 6, draw) for draw in draws]
+    submitted = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
+    draws = list(DrawParams.of_candidates(submitted.spec, range(3)))
+    every = [expected_tokens(submitted.spec.prompt_token_ids, 6, draw) for draw in draws]
     begun = tuple(
-        progress_of(asked, index, tuple(tokens[: index + 1])) for index, tokens in enumerate(every)
+        progress_of(submitted, index, tuple(tokens[: index + 1]))
+        for index, tokens in enumerate(every)
     )
-    driven.add(replace(asked, progress=begun))
+    driven.add(replace(submitted, progress=begun))
     outputs = driven.steps(7)
 
-    (best,) = expected_results(asked, 64)
+    (best,) = expected_results(submitted, 64)
     assert [output.token_ids for output in outputs] == [best.token_ids]
     assert outputs[0].score == pytest.approx(best.score)
 
 
-def test_a_candidate_that_came_with_its_stop_token_ends_at_once() -> None:
+def test_a_candidate_whose_progress_ends_in_a_stop_token_ends_at_once() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", n=2, stop_token_ids=frozenset({0}))
-    begun = (progress_of(asked, 0, (0,)), progress_of(asked, 1, (1,)))
-    (output,) = driven.add(replace(asked, progress=begun))
+    submitted = request("a", n=2, stop_token_ids=frozenset({0}))
+    begun = (progress_of(submitted, 0, (0,)), progress_of(submitted, 1, (1,)))
+    (output,) = driven.add(replace(submitted, progress=begun))
 
     assert (output.index, output.token_ids, output.is_last) == (0, (), False)
     assert output.finish_reason is FinishReason.STOP
     assert {each.index for each in driven.steps(4)} == {1}
 
 
-def test_beams_go_on_from_their_first_tokens() -> None:
+def test_beams_continue_from_their_first_tokens() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=7, beam_width=2)
-    driven.add(replace(asked, first_beams=first_beams(asked)))
+    submitted = request("a", 10, max_tokens=7, beam_width=2)
+    driven.add(replace(submitted, first_beams=first_beams(submitted)))
     outputs = driven.steps(8)
 
-    (expected,) = expected_results(asked, 64)
+    (expected,) = expected_results(submitted, 64)
     assert [output.token_ids for output in outputs] == [expected.token_ids]

@@ -1,4 +1,4 @@
-"""When leases on a prompt's blocks are offered or end, and what else is for one handoff alone."""
+"""Leases on the blocks of a prompt, from offer to end, and the saved tails of prompts."""
 
 from collections.abc import Collection
 
@@ -6,18 +6,18 @@ from kvstore.jobs import LookupResult, SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, request
 
 
-class Lender:
-    """A prefill engine whose blocks are lent.
+class LendingEngine:
+    """A prefill engine with a connector that lends blocks.
 
     Args:
         num_blocks: KV blocks in its pool.
-        failing: whether each save fails, in order.
+        failing: numbers of the saves that fail, counted from 0.
 
     Attributes:
-        handoffs: handoffs that were sent; None for a prompt without one.
-        offered: leases, in order.
-        ended: leases, in order.
-        late: leases that something was saved for after their end.
+        handoffs: ids of the handoffs that were sent; None for a prompt without one.
+        offered: ids of the leases that were offered, in order.
+        ended: ids of the leases that ended, in order.
+        late: ids of the leases that had a save after their end.
     """
 
     def __init__(self, num_blocks: int, failing: Collection[int] = ()) -> None:
@@ -45,7 +45,7 @@ class Lender:
             self.work()
 
     def work(self) -> None:
-        """Does what is asked for, at once."""
+        """Ends all jobs of the connector at once."""
         work = self.driven.work()
         self.offered += work.offered
         self.ended += work.ended
@@ -71,8 +71,8 @@ class Lender:
         self.driven.scheduler.check()
 
 
-def test_a_lease_is_offered_once_its_handoff_is_told() -> None:
-    lender = Lender(64)
+def test_a_lease_is_offered_once_its_handoff_is_sent() -> None:
+    lender = LendingEngine(64)
     lender.driven.add(request("a", 10))
     while not lender.handoffs:
         assert lender.offered == []
@@ -81,21 +81,21 @@ def test_a_lease_is_offered_once_its_handoff_is_told() -> None:
     assert lender.offered == lender.handoffs
 
 
-def test_a_prompt_that_gives_way_ends_its_lease_and_makes_another_handoff() -> None:
-    lender = Lender(24)
+def test_a_preempted_prompt_ends_its_lease_and_makes_another_handoff() -> None:
+    lender = LendingEngine(24)
     lender.driven.add(request("a", 32), request("b", 32, first_token=0))
     lender.steps(40)
     assert lender.driven.scheduler.load().num_preemptions == 1
-    given_way = lender.ended[0]
+    preempted = lender.ended[0]
     assert len(lender.handoffs) == 2
-    assert given_way not in lender.handoffs
+    assert preempted not in lender.handoffs
     assert lender.offered == lender.handoffs
-    assert lender.ended == [given_way, *lender.handoffs]
+    assert lender.ended == [preempted, *lender.handoffs]
     assert lender.driven.num_free == 24
 
 
-def test_what_failed_before_it_gave_way_does_not_count_against_the_other_handoff() -> None:
-    lender = Lender(24, failing=[1])
+def test_a_save_that_failed_before_a_preemption_does_not_affect_the_next_handoff() -> None:
+    lender = LendingEngine(24, failing=[1])
     lender.driven.add(request("a", 32), request("b", 32, first_token=0))
     lender.steps(40)
     assert lender.driven.scheduler.load().num_preemptions == 1
@@ -103,9 +103,9 @@ def test_what_failed_before_it_gave_way_does_not_count_against_the_other_handoff
     assert None not in lender.handoffs
 
 
-def test_a_prompt_that_waits_for_what_it_lends_itself_hands_nothing_over() -> None:
-    """What lies behind a window would be free, if it were not lent."""
-    lender = Lender(12)
+def test_a_prompt_that_waits_for_its_own_lent_blocks_ends_without_a_handoff() -> None:
+    """Blocks behind a window would be free if they were not lent."""
+    lender = LendingEngine(12)
     lender.driven.add(request("a", 32))
     lender.steps(40)
     assert lender.driven.scheduler.num_unfinished == 0
@@ -116,9 +116,9 @@ def test_a_prompt_that_waits_for_what_it_lends_itself_hands_nothing_over() -> No
 
 
 class TestTails:
-    """What a prompt's last, partial block is saved as serves its own request alone."""
+    """The saved tail of a prompt, its last partial block, serves only its own request."""
 
-    def test_that_of_an_aborted_prompt_is_deleted_when_its_save_has_ended(self) -> None:
+    def test_the_tail_of_an_aborted_prompt_is_deleted_when_its_save_ends(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
         driven.add(request("a", 6))
         driven.step()
@@ -131,7 +131,7 @@ class TestTails:
         driven.end_saves([save.job_id for save in saves])
         assert driven.work().deletes == list(tail.keys)
 
-    def test_so_is_that_of_a_handoff_of_which_a_save_failed(self) -> None:
+    def test_the_tail_of_a_prompt_with_a_failed_save_is_deleted(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
         driven.add(request("a", 6))
         driven.step()
@@ -142,7 +142,7 @@ class TestTails:
         driven.end_saves([full.job_id], committed=False)
         assert driven.work().deletes == list(tail.keys)
 
-    def test_one_that_comes_late_is_deleted_again(self) -> None:
+    def test_a_tail_saved_after_the_timeout_is_deleted_again(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
         driven.add(request("a", 3))
         driven.step()
@@ -153,7 +153,7 @@ class TestTails:
         driven.end_saves([tail.job_id])
         assert driven.work().deletes == list(tail.keys)
 
-    def test_a_whole_block_stays_for_others(self) -> None:
+    def test_a_full_block_of_an_aborted_prompt_is_kept(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
         driven.add(request("a", 8))
         driven.step()

@@ -1,4 +1,4 @@
-"""A step scheduled while the one before it computes."""
+"""Overlapped steps: a step is scheduled while the one before it computes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.fake_model import expected_tokens
 from tests.support.reference_decoding import expected_results
 
 
-def test_a_decoding_sequence_needs_no_known_token() -> None:
+def test_a_decode_is_scheduled_before_its_token_is_known() -> None:
     driven = DrivenScheduler()
     driven.add(request("a", max_tokens=9))
     first = driven.begin()
@@ -28,7 +28,7 @@ def test_a_stop_discovered_late_drops_the_token_after_it() -> None:
     (output,) = driven.end(first)
 
     assert (output.finish_reason, output.token_ids) == (FinishReason.STOP, (stop,))
-    assert driven.num_free == 32 - 2, "the second step still writes to them"
+    assert driven.num_free == 32 - 2, "the second step still writes to two blocks"
     assert driven.end(second) == []
     assert driven.num_free == 32
 
@@ -43,7 +43,7 @@ def test_no_step_runs_beyond_the_last_token() -> None:
     assert [output.finish_reason for output in driven.end(second)] == [FinishReason.LENGTH]
 
 
-def test_who_draws_no_more_leaves_its_share_of_the_budget() -> None:
+def test_a_request_that_draws_its_last_token_frees_its_budget() -> None:
     driven = DrivenScheduler(max_num_batched_tokens=4)
     driven.add(request("a", 3, max_tokens=2), request("b", 12))
     shares = []
@@ -81,7 +81,7 @@ def test_a_failed_step_ends_exactly_its_requests() -> None:
         ("a", FinishReason.ERROR),
         ("b", FinishReason.ERROR),
     ]
-    driven.runner.execute(first)  # some runner may have got that far
+    driven.runner.execute(first)  # a runner may have executed the step before it failed
     assert driven.end(second) == []
     assert driven.run()["c"] == expected_tokens((3, *(1,) * 7), 4)
     assert driven.num_free == 32
@@ -95,7 +95,7 @@ def test_a_failed_step_ends_the_group_that_it_swaps_out() -> None:
         driven.end(batch)
         batch = driven.begin()
 
-    assert driven.shares == {}, "a waits for b's blocks"
+    assert driven.shares == {}, "request a waits for the blocks of b"
     assert [output.request_id for output in driven.fail(batch)] == ["b"]
     assert driven.scheduler.load().num_swapped_blocks == 0
     rest = driven.run()["a"]
@@ -124,11 +124,11 @@ def test_a_request_that_waits_outlives_a_failed_step() -> None:
     assert driven.run()["b"] == expected_tokens((1,) * 6, 4)
 
 
-def test_what_is_preempted_in_flight_counts_its_tokens_once() -> None:
-    """The step in flight draws a token for it, which is drawn again."""
-    asked = request("b", 8, max_tokens=9, best_of=2)
+def test_the_tokens_of_a_group_preempted_in_flight_count_once() -> None:
+    """The step in flight draws a token for the group, which is drawn again later."""
+    submitted = request("b", 8, max_tokens=9, best_of=2)
     driven = DrivenScheduler(num_blocks=8, preemption_mode="recompute")
-    driven.add(request("a", 7, max_tokens=20), asked)
+    driven.add(request("a", 7, max_tokens=20), submitted)
     outputs, in_flight = [], driven.begin()
     while driven.scheduler.num_unfinished:
         following = driven.begin()
@@ -138,6 +138,6 @@ def test_what_is_preempted_in_flight_counts_its_tokens_once() -> None:
 
     (best,) = [output for output in outputs if output.request_id == "b"]
     assert driven.scheduler.load().num_preemptions > 0
-    (expected,) = expected_results(asked, 64)
+    (expected,) = expected_results(submitted, 64)
     assert best.token_ids == expected.token_ids
     assert best.score == pytest.approx(expected.score)

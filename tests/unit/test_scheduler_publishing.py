@@ -1,4 +1,4 @@
-"""What engines publish beyond prompts, and what they lend."""
+"""Generated blocks that engines publish, and leases of handed-over and lent blocks."""
 
 from dataclasses import replace
 
@@ -16,33 +16,31 @@ def decode_engine(**config: object) -> DrivenScheduler:
     return DrivenScheduler(with_connector=True, role="decode", **config)
 
 
-def run_handed_over(
-    driven: DrivenScheduler, num_steps: int, **fields: object
-) -> list[RequestOutput]:
-    """A request of ten tokens whose KV is loaded, and some steps of it."""
-    asked = handed_over("a", **fields)
-    driven.add(asked)
+def run_handoff(driven: DrivenScheduler, num_steps: int, **fields: object) -> list[RequestOutput]:
+    """Loads the KV of a request of ten tokens and runs steps; returns their outputs."""
+    submitted = handed_over("a", **fields)
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     return driven.steps(num_steps)
 
 
 class TestGeneratedBlocks:
-    def test_they_are_published_when_a_sequence_ends(self) -> None:
+    def test_generated_blocks_are_published_when_a_sequence_ends(self) -> None:
         driven = decode_engine(kv_publish="finish")
-        run_handed_over(driven, 40, max_tokens=12)
+        run_handoff(driven, 40, max_tokens=12)
         (save,) = driven.work().saves
         # 10 prompt tokens and 12 generated ones, of which the last has no KV.
         assert len(save.keys) == 21 // 4 - 10 // 4
         assert (save.num_tail_tokens, save.num_found, save.lease_id) == (0, 0, "")
-        assert driven.num_free == 32 - len(save.keys), "they stay until the save has ended"
+        assert driven.num_free == 32 - len(save.keys), "the blocks stay held until the save ends"
         driven.end_saves([save.job_id])
         assert driven.num_free == 32
 
-    def test_the_next_turn_asks_for_the_keys_under_which_they_are(self) -> None:
+    def test_the_next_turn_looks_up_the_keys_of_published_blocks(self) -> None:
         driven = decode_engine(kv_publish="finish", enable_prefix_caching=False)
-        outputs = run_handed_over(driven, 40, max_tokens=12)
+        outputs = run_handoff(driven, 40, max_tokens=12)
         (save,) = driven.work().saves
         answer = [token for output in outputs for token in output.token_ids]
         prompt = (*handed_over("a").spec.prompt_token_ids, 0, *answer)
@@ -52,13 +50,15 @@ class TestGeneratedBlocks:
         assert lookup.keys == (*handed_over("a").handoff.block_keys[:2], *save.keys)
 
     @pytest.mark.parametrize(("interval", "sizes"), [("1", [1, 1, 1]), ("2", [2, 1]), ("9", [3])])
-    def test_or_whenever_so_many_have_filled_up(self, interval: str, sizes: list[int]) -> None:
+    def test_generated_blocks_are_published_at_an_interval_of_full_blocks(
+        self, interval: str, sizes: list[int]
+    ) -> None:
         driven = decode_engine(kv_publish=interval)
-        asked = handed_over("a", max_tokens=12)
-        driven.add(asked)
+        submitted = handed_over("a", max_tokens=12)
+        driven.add(submitted)
         driven.step()
         (load,) = driven.work().loads
-        driven.end_load(load, asked.spec.prompt_token_ids)
+        driven.end_load(load, submitted.spec.prompt_token_ids)
         saves = []
         for _ in range(40):
             driven.step()
@@ -66,28 +66,28 @@ class TestGeneratedBlocks:
         assert [len(save.keys) for save in saves] == sizes
         assert len({key for save in saves for key in save.keys}) == 3
 
-    def test_or_not_at_all(self) -> None:
+    def test_generated_blocks_are_not_published_if_publishing_is_off(self) -> None:
         driven = decode_engine(kv_publish="off")
-        run_handed_over(driven, 40, max_tokens=12)
+        run_handoff(driven, 40, max_tokens=12)
         assert driven.work().saves == []
 
-    def test_one_that_is_told_to_have_finished_counts_as_ended(self) -> None:
-        """The router has found a stop text: more tokens than it wants may be under way."""
+    def test_a_finished_candidate_is_published_as_ended(self) -> None:
+        """The router has found a stop string while further tokens are being computed."""
         driven = decode_engine(kv_publish="finish")
-        run_handed_over(driven, 8, max_tokens=12)
-        under_way = driven.begin()
+        run_handoff(driven, 8, max_tokens=12)
+        in_flight = driven.begin()
         (end,) = driven.scheduler.finish_candidate("a", 0)
         assert end.is_last
         (save,) = driven.work().saves
         assert len(save.keys) == 18 // 4 - 10 // 4
-        driven.end(under_way)
+        driven.end(in_flight)
         driven.end_saves([save.job_id])
         assert driven.num_free == 32
 
-    def test_what_is_not_computed_of_it_is_not_published(self) -> None:
+    def test_blocks_that_are_not_computed_are_not_published(self) -> None:
         driven = decode_engine(kv_publish="finish", max_num_batched_tokens=9)
-        asked = request("a", 30)
-        driven.add(replace(asked, progress=(progress_of(asked, 0, (0,)),)))
+        submitted = request("a", 30)
+        driven.add(replace(submitted, progress=(progress_of(submitted, 0, (0,)),)))
         driven.step()
         driven.answer()
         driven.step()
@@ -95,13 +95,13 @@ class TestGeneratedBlocks:
         (save,) = driven.work().saves
         assert len(save.keys) == 9 // 4
 
-    def test_a_request_that_is_aborted_publishes_nothing(self) -> None:
+    def test_an_aborted_request_publishes_nothing(self) -> None:
         driven = decode_engine(kv_publish="finish")
-        run_handed_over(driven, 8, max_tokens=12)
+        run_handoff(driven, 8, max_tokens=12)
         driven.scheduler.abort(["a"])
         assert driven.work().saves == []
 
-    def test_behind_windows_they_are_published_before_they_are_gone(self) -> None:
+    def test_blocks_are_published_before_they_leave_their_window(self) -> None:
         driven = DrivenScheduler(
             with_connector=True, role="decode", windows=(None, 4), kv_publish="finish"
         )
@@ -122,21 +122,21 @@ class TestGeneratedBlocks:
 class TestLeases:
     def test_a_handoff_is_kept_until_its_load_has_ended(self) -> None:
         driven = decode_engine()
-        asked = handed_over("a")
-        driven.add(asked)
-        assert driven.work().kept == [asked.handoff]
+        submitted = handed_over("a")
+        driven.add(submitted)
+        assert driven.work().kept == [submitted.handoff]
         driven.step()
         work = driven.work()
         assert work.dropped == []
-        driven.end_load(work.loads[0], asked.spec.prompt_token_ids)
-        assert driven.work().dropped == [asked.handoff.handoff_id]
+        driven.end_load(work.loads[0], submitted.spec.prompt_token_ids)
+        assert driven.work().dropped == [submitted.handoff.handoff_id]
 
-    def test_or_until_nobody_waits_any_more(self) -> None:
+    def test_a_handoff_is_dropped_if_its_request_is_aborted(self) -> None:
         driven = decode_engine()
-        asked = handed_over("a")
-        driven.add(asked)
+        submitted = handed_over("a")
+        driven.add(submitted)
         driven.scheduler.abort(["a"])
-        assert driven.work().dropped == [asked.handoff.handoff_id]
+        assert driven.work().dropped == [submitted.handoff.handoff_id]
 
     def test_lent_blocks_stay_until_they_are_released(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
@@ -165,7 +165,7 @@ class TestLeases:
         driven.scheduler.abort(["a"])
         assert driven.work().ended == [save.lease_id]
 
-    def test_blocks_found_in_the_cache_are_named_as_such(self) -> None:
+    def test_a_save_counts_the_blocks_found_in_the_cache(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
         for name in ("a", "b"):
             driven.add(request(name, 10))

@@ -1,4 +1,4 @@
-"""Look-ups, loads and saves of the scheduler: who waits, what is held, what is given up."""
+"""Lookups, loads and saves of the scheduler: waiting requests, held blocks, timeouts, failures."""
 
 from dataclasses import replace
 
@@ -18,9 +18,9 @@ def decode_engine(**config: object) -> DrivenScheduler:
     return DrivenScheduler(with_connector=True, role="decode", **config)
 
 
-def test_an_open_lookup_does_not_block_those_behind() -> None:
+def test_an_open_lookup_does_not_block_later_requests() -> None:
     driven = DrivenScheduler(with_connector=True)
-    driven.add(request("a", 9), request("b", 3))  # b has no full block: nothing to look up
+    driven.add(request("a", 9), request("b", 3))  # b has no full block to look up
     driven.step()
     assert driven.shares == {"b": 3}
 
@@ -32,7 +32,7 @@ def test_an_open_lookup_does_not_block_those_behind() -> None:
     assert driven.shares["a"] == 9
 
 
-def test_a_lookup_that_never_reports_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lookup_that_does_not_report_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     driven = decode_engine(kv_transfer_timeout_s=5.0)
     driven.add(request("a", 9))
     driven.step()
@@ -48,10 +48,10 @@ def test_a_lookup_that_never_reports_is_given_up(caplog: pytest.LogCaptureFixtur
     assert driven.scheduler.next_deadline is None
 
 
-def test_a_load_brings_what_is_found_and_the_rest_is_computed() -> None:
+def test_blocks_found_are_loaded_and_the_rest_is_computed() -> None:
     driven = DrivenScheduler(with_connector=True)
-    asked = request("a", 11)
-    driven.add(asked)
+    submitted = request("a", 11)
+    driven.add(submitted)
     driven.step()
     driven.answer(num_found=2)
     driven.step()
@@ -59,23 +59,23 @@ def test_a_load_brings_what_is_found_and_the_rest_is_computed() -> None:
     (load,) = driven.work().loads
     assert len(load.block_ids) == 2
 
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     (output,) = driven.step()
 
     assert driven.shares == {"a": 3}
     assert output.cached_tokens == 8
-    assert not driven.work().saves, "what came from the store is there"
+    assert not driven.work().saves, "loaded blocks are not saved again"
 
 
-def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
+def test_a_handed_over_prompt_is_not_recomputed() -> None:
     driven = decode_engine()
-    asked = handed_over("a")
-    driven.add(asked)
+    submitted = handed_over("a")
+    driven.add(submitted)
     driven.step()
     assert driven.shares == {}
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     driven.step()
 
     assert driven.shares == {"a": 1}
@@ -83,13 +83,13 @@ def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
 
 def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
     driven = decode_engine()
-    asked = handed_over("a", n=3)
-    driven.add(asked)
+    submitted = handed_over("a", n=3)
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
     assert len(load.block_ids) == 3
 
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     batch = driven.begin()
 
     assert driven.shares == {"a": 3}
@@ -98,15 +98,15 @@ def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
     assert driven.num_free == 32 - 2 - 3
 
 
-def test_beams_begin_with_what_prefill_found_most_likely() -> None:
+def test_beams_start_from_the_first_beams_of_prefill() -> None:
     driven = decode_engine()
-    asked = handed_over("a", beam_width=2)
-    asked = replace(asked, progress=(), first_beams=first_beams(asked))
-    driven.add(asked)
+    submitted = handed_over("a", beam_width=2)
+    submitted = replace(submitted, progress=(), first_beams=first_beams(submitted))
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     driven.step()
 
     assert driven.shares == {"a": 2}
@@ -114,26 +114,26 @@ def test_beams_begin_with_what_prefill_found_most_likely() -> None:
 
 def test_a_failed_load_is_computed_from_the_last_good_block() -> None:
     driven = decode_engine()
-    asked = handed_over("a")
-    driven.add(asked)
+    submitted = handed_over("a")
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.spec.prompt_token_ids, 1, "corrupt")
+    driven.end_load(load, submitted.spec.prompt_token_ids, 1, "corrupt")
     driven.step()
 
     assert driven.shares == {"a": 11 - 4}
-    assert not driven.work().lookups, "the store is not asked again"
+    assert not driven.work().lookups, "there is no second lookup"
 
 
 def test_a_failed_load_ends_the_request_by_policy() -> None:
     driven = decode_engine(kv_load_failure_policy="fail")
-    asked = handed_over("a")
-    driven.add(asked)
+    submitted = handed_over("a")
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
-    (output,) = driven.end_load(load, asked.spec.prompt_token_ids, 1, "corrupt")
+    (output,) = driven.end_load(load, submitted.spec.prompt_token_ids, 1, "corrupt")
 
     assert isinstance(output.error, AbortedError)
     assert "corrupt" in output.error.message
@@ -143,8 +143,8 @@ def test_a_failed_load_ends_the_request_by_policy() -> None:
 
 def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
     driven = decode_engine()
-    asked = handed_over("a")
-    driven.add(asked)
+    submitted = handed_over("a")
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
 
@@ -153,14 +153,14 @@ def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
     assert driven.num_free == 32 - 3
     assert driven.scheduler.num_unfinished == 0
 
-    assert driven.end_load(load, asked.spec.prompt_token_ids, 0, "cancelled") == []
+    assert driven.end_load(load, submitted.spec.prompt_token_ids, 0, "cancelled") == []
     assert driven.num_free == 32
 
 
 def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
     driven = decode_engine(kv_transfer_timeout_s=0.2)
-    asked = handed_over("a", max_tokens=3)
-    driven.add(asked)
+    submitted = handed_over("a", max_tokens=3)
+    driven.add(submitted)
     driven.step()
     (load,) = driven.work().loads
     driven.now = 0.19
@@ -175,7 +175,7 @@ def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
     driven.run()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
 
-    driven.end_load(load, asked.spec.prompt_token_ids)
+    driven.end_load(load, submitted.spec.prompt_token_ids)
     driven.scheduler.check()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32, 0)
 
@@ -187,28 +187,30 @@ def test_prefill_hands_over_when_every_block_is_committed() -> None:
     driven.answer()
     (first,) = driven.step()
     assert driven.shares == {"a": 10}
-    assert first.token_ids == tuple(expected_tokens((1,) * 10, 1)), "it waits for no save"
+    assert first.token_ids == tuple(expected_tokens((1,) * 10, 1)), (
+        "the first token waits for no save"
+    )
     assert not first.is_last
     full, tail = driven.work().saves
     assert (len(full.keys), full.num_tail_tokens) == (2, 0)
     assert (len(tail.keys), tail.num_tail_tokens) == (1, 2)
 
-    (told,) = driven.end_saves([full.job_id])
-    assert (told.saved.block_keys, told.saved.num_tokens) == (full.keys, 8)
+    (saved_output,) = driven.end_saves([full.job_id])
+    assert (saved_output.saved.block_keys, saved_output.saved.num_tokens) == (full.keys, 8)
     (output,) = driven.end_saves([tail.job_id])
 
     assert output.finish_reason is FinishReason.HANDOFF
     assert output.token_ids == ()
-    assert output.handoff.handoff_id == told.saved.handoff_id
+    assert output.handoff.handoff_id == saved_output.saved.handoff_id
     assert output.handoff.block_keys == (*full.keys, *tail.keys)
     driven.scheduler.release_handoff(output.handoff.handoff_id)
     assert driven.work().deletes == list(tail.keys)
 
 
-def test_prefill_hands_every_candidates_first_token_over() -> None:
+def test_prefill_hands_over_the_first_token_of_every_candidate() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill")
-    asked = request("a", 3, n=2, best_of=3)
-    driven.add(asked)
+    submitted = request("a", 3, n=2, best_of=3)
+    driven.add(submitted)
     (first,) = driven.step()
     (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
 
@@ -216,7 +218,7 @@ def test_prefill_hands_every_candidates_first_token_over() -> None:
     assert output.is_last
 
 
-def test_without_its_save_a_prompt_is_handed_over_without_kv() -> None:
+def test_a_prompt_whose_save_failed_is_handed_over_without_kv() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill")
     driven.add(request("a", 3))
     driven.step()
@@ -228,7 +230,7 @@ def test_without_its_save_a_prompt_is_handed_over_without_kv() -> None:
     assert output.handoff is None
 
 
-def test_with_its_save_overdue_a_prompt_is_handed_over_without_kv() -> None:
+def test_a_prompt_whose_save_is_overdue_is_handed_over_without_kv() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
     driven.add(request("a", 3))
     driven.step()
@@ -244,7 +246,7 @@ def test_with_its_save_overdue_a_prompt_is_handed_over_without_kv() -> None:
     assert driven.num_free == 32
 
 
-def test_a_late_answer_does_not_reach_a_request_of_the_same_id() -> None:
+def test_a_late_lookup_result_does_not_reach_a_request_of_the_same_id() -> None:
     driven = DrivenScheduler(with_connector=True)
     driven.add(request("a", 13))
     driven.step()
@@ -257,14 +259,14 @@ def test_a_late_answer_does_not_reach_a_request_of_the_same_id() -> None:
     (new,) = driven.work().lookups
     driven.scheduler.apply(TransferResults(lookups=(LookupResult(old.job_id, 3),)))
     driven.step()
-    assert driven.shares == {}, "its own answer is still to come"
+    assert driven.shares == {}, "its own lookup is still open"
     driven.scheduler.apply(TransferResults(lookups=(LookupResult(new.job_id, 0),)))
     driven.step()
 
     assert driven.shares == {"a": 6}
 
 
-def test_kv_of_a_poisoned_request_is_found_by_nobody() -> None:
+def test_kv_of_a_request_with_invalid_logits_is_deleted() -> None:
     driven = DrivenScheduler(with_connector=True, max_num_batched_tokens=8)
     driven.add(request("a", 11))
     driven.step()
@@ -275,7 +277,7 @@ def test_kv_of_a_poisoned_request_is_found_by_nobody() -> None:
     driven.runner.fault = "not finite"
     (output,) = driven.step()
     assert isinstance(output.error, InternalError)
-    assert not driven.work().deletes, "the save is still under way"
+    assert not driven.work().deletes, "the save is still in progress"
     driven.end_saves([save.job_id])
     assert driven.work().deletes == list(save.keys)
 
@@ -283,10 +285,10 @@ def test_kv_of_a_poisoned_request_is_found_by_nobody() -> None:
     driven.step()
     driven.answer()
     driven.step()
-    assert driven.shares == {"b": 8}, "nothing of it is cached"
+    assert driven.shares == {"b": 8}, "no block of the failed request is cached"
 
 
-def test_a_preempted_prompt_comes_back_from_the_store() -> None:
+def test_a_preempted_prompt_is_loaded_from_the_store() -> None:
     driven = DrivenScheduler(
         num_blocks=8,
         with_connector=True,
@@ -309,7 +311,7 @@ def test_a_preempted_prompt_comes_back_from_the_store() -> None:
     driven.end_load(load, second.spec.prompt_token_ids)
     driven.step()
 
-    assert driven.shares["second"] < 8, "only what was generated is computed again"
+    assert driven.shares["second"] < 8, "only generated tokens are recomputed"
     rest = driven.run()["second"]
     assert rest == expected_tokens(second.spec.prompt_token_ids, 9)[-len(rest) :]
 
@@ -332,14 +334,14 @@ def test_a_handoff_of_another_prompt_is_refused() -> None:
         _check(changed(ours, cache_salt="tenant"))
 
 
-def test_a_salt_that_is_no_text_is_refused() -> None:
+def test_a_salt_that_is_not_valid_unicode_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="cache_salt"):
         _check(request("a", 3, cache_salt="\ud800"))
 
 
-def _check(asked: EngineRequest) -> None:
+def _check(submitted: EngineRequest) -> None:
     check_request(
-        asked,
+        submitted,
         config=fake_config(kv_connector="fake://"),
         info=fake_info(4, 64),
         num_blocks=3,
@@ -347,8 +349,8 @@ def _check(asked: EngineRequest) -> None:
     )
 
 
-def test_only_what_is_committed_is_saved() -> None:
-    """Saves run beside steps in flight, and wait for none."""
+def test_only_blocks_of_committed_steps_are_saved() -> None:
+    """Saves run beside steps in flight and do not wait for them."""
     driven = DrivenScheduler(with_connector=True, role="prefill", max_num_batched_tokens=4)
     driven.add(request("a", 12))
     driven.step()
@@ -366,8 +368,8 @@ def test_only_what_is_committed_is_saved() -> None:
     assert len(save.block_ids) == 1
 
 
-def test_nothing_is_loaded_into_blocks_of_a_step_in_flight() -> None:
-    """Loads run beside steps in flight, and wait for none."""
+def test_no_load_uses_blocks_of_a_step_in_flight() -> None:
+    """Loads run beside steps in flight and do not wait for them."""
     driven = decode_engine(num_blocks=4)
     driven.add(request("a", 12, max_tokens=2))
     driven.step()

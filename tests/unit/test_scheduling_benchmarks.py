@@ -1,4 +1,4 @@
-"""The benchmarks of KV memory and scheduling run, measure what they say, and refuse wrong runs."""
+"""`baton bench scheduling`: its benchmarks of KV memory and of scheduler steps."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from benchmarks.scheduling.step_time import PATTERNS, measure_steps, start_load
 from engine.batch import StepOutput
 
 
-class OneTokenShort(NullRunner):
+class OneTokenShortRunner(NullRunner):
     """Leaves out the last token of every step."""
 
     def execute(self, batch):
@@ -18,7 +18,7 @@ class OneTokenShort(NullRunner):
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
+def _small_sizes(monkeypatch):
     monkeypatch.setattr(kv_waste, "_NUM_REQUESTS", 40)
     monkeypatch.setattr(kv_waste, "_MAX_NUM_SEQS", 8)
     monkeypatch.setattr(sharing, "_NUM_REQUESTS", {"Alpaca": 12, "ShareGPT": 6})
@@ -31,7 +31,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(block_ops, "_ROUNDS", 1)
 
 
-def test_larger_blocks_waste_more_and_none_much():
+def test_larger_blocks_waste_more_memory_and_all_waste_little():
     results = kv_waste.measure_kv_waste()
     wastes = [result["waste_of_known"] for result in results]
     assert wastes == sorted(wastes)
@@ -39,7 +39,7 @@ def test_larger_blocks_waste_more_and_none_much():
     assert all(r["waste_of_computed"] >= r["waste_of_known"] for r in results)
 
 
-def test_wider_requests_share_more_and_beams_more_than_samples():
+def test_sharing_grows_with_width_and_is_larger_for_beams():
     saved = {(r["method"], r["lengths"], r["width"]): r["saved"] for r in sharing.measure_sharing()}
     for (method, lengths, width), share in saved.items():
         assert 0 < share < 1 - 1 / width
@@ -50,7 +50,7 @@ def test_wider_requests_share_more_and_beams_more_than_samples():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_sixteenth_token_begins_a_block(pattern):
+def test_each_sequence_is_due_every_sixteen_steps(pattern):
     load = start_load(NullRunner(), 16, 48, pattern)
     times = measure_steps(load)
     num_due = [t.num_due for t in times]
@@ -63,7 +63,7 @@ def test_every_sixteenth_token_begins_a_block(pattern):
 
 def test_a_step_that_lacks_a_token_is_refused():
     with pytest.raises(ValueError, match="shorter"):
-        start_load(OneTokenShort(), 16, 48, "steady")
+        start_load(OneTokenShortRunner(), 16, 48, "steady")
 
 
 def test_block_operations_are_measured_and_printed(capsys):

@@ -1,4 +1,4 @@
-"""What others find of a request's KV, here and in the store, also when something goes wrong."""
+"""KV of a request that others can find in the prefix cache or the store, even after failures."""
 
 import pytest
 
@@ -14,23 +14,23 @@ Windows = tuple[int | None, ...]
 
 
 def cached_keys(driven: DrivenScheduler) -> tuple[bytes, ...]:
-    """Keys of the blocks that a new request can begin with."""
+    """Returns the keys of the blocks that a new request can reuse."""
     return driven.scheduler.kv.pool.cached_keys()
 
 
 def engine_with(store: Store, windows: Windows = (None,), **config: object) -> CheckedEngine:
-    """Steps of eight tokens at most, blocks of four; its jobs end when the test says."""
+    """Returns an engine with steps of up to 8 tokens and blocks of 4; the test ends its jobs."""
     info = fake_info(4, 64, windows=windows)
     return CheckedEngine(info, 64, store=store, max_num_batched_tokens=8, **config)
 
 
 def add(engine: CheckedEngine, num_tokens: int, **fields: object) -> None:
-    asked = request("a", num_tokens, **fields)
-    engine.add(CheckedRequest.of(asked, engine.info))
+    submitted = request("a", num_tokens, **fields)
+    engine.add(CheckedRequest.of(submitted, engine.info))
 
 
 def num_cached(engine: CheckedEngine) -> int:
-    """Blocks in the prefix cache, those of all layer groups."""
+    """Returns the number of blocks in the prefix cache, over all layer groups."""
     return sum(map(len, engine.core.scheduler.kv.pool._block_of))
 
 
@@ -74,7 +74,7 @@ def test_blocks_of_an_aborted_request_are_not_cached_before_their_step_has_repor
     assert driven.run()["b"] == expected_tokens((1,) * 13, 4)
 
 
-def test_who_comes_while_a_step_computes_shares_nothing_of_it() -> None:
+def test_a_request_that_arrives_during_a_step_shares_none_of_its_blocks() -> None:
     driven = DrivenScheduler()
     driven.add(request("a", 13))
     first = driven.begin()
@@ -102,7 +102,7 @@ def test_once_its_step_has_reported_a_prompt_is_cached() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
-def test_overlapped_steps_publish_what_the_readable_loop_does(windows: Windows) -> None:
+def test_overlapped_steps_publish_the_same_blocks_as_the_plain_loop(windows: Windows) -> None:
     stores: tuple[Store, Store] = ({}, {})
     for is_overlapped, store in enumerate(stores):
         prefill = engine_with(store, windows, role="prefill", async_scheduling=bool(is_overlapped))
@@ -121,7 +121,7 @@ def test_overlapped_steps_publish_what_the_readable_loop_does(windows: Windows) 
 
 
 def test_a_failed_step_deletes_nothing_from_the_store() -> None:
-    """Other requests may have what its saves, which are still under way, will bring."""
+    """Its saves in progress contain valid blocks that other requests may load."""
     store: Store = {}
     engine = engine_with(store)
     add(engine, 28)
@@ -139,45 +139,45 @@ def test_a_failed_step_deletes_nothing_from_the_store() -> None:
 # KV that is not finite.
 
 
-def test_poisoned_candidates_that_were_resumed_leave_nothing_behind() -> None:
-    """What they have in common, prompt and tokens, was saved before they ran themselves."""
-    asked = {"n": 2, "max_tokens": 12}
-    plain = request("a", 17, **asked)
+def test_invalid_candidates_that_were_resumed_leave_no_blocks_behind() -> None:
+    """Their common prefix, prompt and tokens, was saved before the candidates ran."""
+    submitted = {"n": 2, "max_tokens": 12}
+    plain = request("a", 17, **submitted)
     begun = (progress_of(plain, 0, (0, 1)), progress_of(plain, 1, (1, 0)))
     engine = engine_with({})
-    add(engine, 17, progress=begun, **asked)
+    add(engine, 17, progress=begun, **submitted)
     group = engine.core.scheduler._groups["a"]
     while group.root is not None:
         step_and_end_jobs(engine, 1)
     assert len(engine.worker.store) == 4
-    poison(engine)
+    fail_as_not_finite(engine)
 
     assert engine.worker.store == {}
     assert num_cached(engine) == 0
 
 
 @pytest.mark.parametrize("windows", [(8,), (None, 8)])
-def test_poisoned_blocks_behind_a_window_are_found_by_nobody(windows: Windows) -> None:
+def test_invalid_blocks_behind_a_window_are_deleted(windows: Windows) -> None:
     engine = engine_with({}, windows)
     add(engine, 30)
     step_and_end_jobs(engine, 5)
-    assert num_cached(engine) > 2 * len(windows), "more than the window sees is cached"
-    poison(engine)
+    assert num_cached(engine) > 2 * len(windows), "blocks behind the window are cached too"
+    fail_as_not_finite(engine)
 
     assert engine.worker.store == {}
     assert num_cached(engine) == 0
 
 
-def poison(engine: CheckedEngine) -> None:
+def fail_as_not_finite(engine: CheckedEngine) -> None:
     engine.break_next_step("not finite")
     run(engine)
     assert engine.finished["a"].ended == set()
 
 
-# A reset.
+# Resets of the prefix cache.
 
 
-def test_what_runs_when_the_cache_is_reset_is_not_cached_again() -> None:
+def test_requests_that_run_during_a_reset_are_not_cached_afterwards() -> None:
     driven = DrivenScheduler()
     driven.add(request("a", 9, max_tokens=20))
     driven.steps(2)
@@ -187,10 +187,10 @@ def test_what_runs_when_the_cache_is_reset_is_not_cached_again() -> None:
     assert cached_keys(driven) == ()
     driven.add(request("b", 9))
     driven.run()
-    assert len(cached_keys(driven)) == 3, "what begins after the reset is cached"
+    assert len(cached_keys(driven)) == 3, "requests after the reset are cached"
 
 
-def test_what_is_on_the_host_when_the_cache_is_reset_is_not_cached_again() -> None:
+def test_requests_swapped_out_during_a_reset_are_not_cached_afterwards() -> None:
     driven = DrivenScheduler(num_blocks=8, num_host_blocks=40, preemption_mode="swap")
     driven.add(request("a", 9, max_tokens=16), request("b", 9, first_token=0, max_tokens=16))
     while driven.scheduler.load().num_swapped_blocks == 0:

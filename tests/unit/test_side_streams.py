@@ -1,6 +1,6 @@
-"""The bytes that `SideStreamCopier` moves, with streams that do what they are given at once.
+"""`SideStreamCopier` with fake streams, whose work runs at once.
 
-`tests/gpu/test_side_streams.py` has real ones.
+`tests/gpu/test_side_streams.py` uses real streams.
 """
 
 from typing import ClassVar
@@ -13,19 +13,19 @@ from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing
 from tests.support.connector_rig import LAYOUT
 
-CUT = BlockSlicing.of(LAYOUT)
+SLICING = BlockSlicing.of(LAYOUT)
 
 
-class Stream:
-    """Counts how often it was made the current one and waited for; `every` is all there are."""
+class FakeStream:
+    """Counts its uses as the current stream and waits for it; `every` lists all streams."""
 
-    every: ClassVar[list["Stream"]] = []
+    every: ClassVar[list["FakeStream"]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.num_waits = 0
         self.num_entered = 0
         self.error: RuntimeError | None = None
-        Stream.every.append(self)
+        FakeStream.every.append(self)
 
     def __enter__(self) -> None:
         self.num_entered += 1
@@ -39,7 +39,7 @@ class Stream:
             raise self.error
 
 
-class Event:
+class FakeEvent:
     def __init__(self, blocking: bool) -> None:
         self.is_recorded = False
 
@@ -51,13 +51,13 @@ class Event:
 
 
 @pytest.fixture
-def streams(monkeypatch) -> list[Stream]:
-    monkeypatch.setattr(Stream, "every", [])
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def streams(monkeypatch) -> list[FakeStream]:
+    monkeypatch.setattr(FakeStream, "every", [])
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return Stream.every
+    return FakeStream.every
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def pool() -> torch.Tensor:
     return torch.randn(16, *LAYOUT.block_shape)
 
 
-def test_blocks_go_out_and_come_back_as_they_were(streams: list[Stream], pool) -> None:
+def test_gathered_and_scattered_blocks_are_unchanged(streams: list[FakeStream], pool) -> None:
     before = pool.clone()
-    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
-    assert torch.equal(pool, before), "warming up changes nothing"
+    copier, segment = SideStreamCopier(pool, SLICING), Segment(LAYOUT, pinned=False)
+    assert torch.equal(pool, before), "warming up must not change the pool"
 
     copier.gather([7, 0, 12], segment).wait()
     copier.scatter(segment, [3, 4, 5]).wait()
@@ -77,8 +77,8 @@ def test_blocks_go_out_and_come_back_as_they_were(streams: list[Stream], pool) -
     assert torch.equal(pool[rest], before[rest])
 
 
-def test_each_direction_has_its_stream(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
+def test_each_direction_has_its_stream(streams: list[FakeStream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, SLICING), Segment(LAYOUT, pinned=False)
     out, into = (stream.num_entered for stream in streams)
     copier.gather([1], segment)
     copier.gather([2], segment)
@@ -87,8 +87,8 @@ def test_each_direction_has_its_stream(streams: list[Stream], pool) -> None:
     assert [stream.num_entered for stream in streams] == [out + 2, into + 1]
 
 
-def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
+def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[FakeStream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, SLICING), Segment(LAYOUT, pinned=False)
     segment.frames.fill_(7)
     copier.gather([5, 6], segment).wait()
 
@@ -97,16 +97,18 @@ def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[Stream], pool
     assert segment.frames[2:].eq(7).all()
 
 
-def test_a_copy_that_cannot_start_leaves_nothing_under_way(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
+def test_a_copy_that_fails_to_start_is_waited_for(streams: list[FakeStream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, SLICING), Segment(LAYOUT, pinned=False)
     with pytest.raises(RuntimeError):
         copier.gather(range(segment.num_slots + 1), segment)
 
     assert [stream.num_waits for stream in streams] == [1, 0]
 
 
-def test_closing_waits_for_both_streams_even_of_a_lost_device(streams: list[Stream], pool) -> None:
-    copier = SideStreamCopier(pool, CUT)
+def test_close_waits_for_both_streams_even_if_the_device_is_lost(
+    streams: list[FakeStream], pool
+) -> None:
+    copier = SideStreamCopier(pool, SLICING)
     streams[0].error = RuntimeError("the device is lost")
     copier.close()
 

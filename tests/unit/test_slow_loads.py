@@ -1,7 +1,7 @@
-"""A store that is slower than computing is given up, and used again once it is not.
+"""Loads that are slower than computing are given up, until the store is quick again.
 
-The fake runner computes a token in 1 ms: so the fake clock's quarter of a second, below which
-no load is given up, stands for 250 tokens, more than any prompt here has.
+The fake runner computes a token in 1 ms. No load is given up in less than 0.25 s, the time of
+250 tokens, which is more than any prompt here has.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.support.fake_model import expected_tokens
 
 
 class SlowStore:
-    """A decode engine whose store finds everything, and takes its time to load it."""
+    """A decode engine with a store that has every block; the test sets the duration of loads."""
 
     def __init__(self, **config: object) -> None:
         self.driven = DrivenScheduler(
@@ -26,11 +26,11 @@ class SlowStore:
     def count(self, *series: str) -> float:
         return self.driven.metrics.snapshot()[0][series]
 
-    def ask(self, *, is_handed_over: bool = False) -> LoadJob | None:
-        """A request with a prompt of its own, whose look-up finds two blocks of four.
+    def add_request(self, *, is_handed_over: bool = False) -> LoadJob | None:
+        """Adds a request with a new prompt, whose lookup finds two blocks of four tokens.
 
         Returns:
-            Its load, if there is one.
+            The load of the request; None if the engine starts none.
         """
         self._num_requests += 1
         name, first_token = f"r{self._num_requests}", self._num_requests
@@ -51,8 +51,8 @@ class SlowStore:
         self.driven.end_load(load, tokens)
 
     def load(self, seconds: float, *, is_handed_over: bool = False) -> None:
-        """A request whose load takes so long, and all of whose tokens come."""
-        load = self.ask(is_handed_over=is_handed_over)
+        """Runs a request whose load takes `seconds`, to its end."""
+        load = self.add_request(is_handed_over=is_handed_over)
         assert load is not None
         self.driven.now += seconds
         self.driven.scheduler.expire()
@@ -60,15 +60,16 @@ class SlowStore:
         self.run()
 
     def run(self) -> None:
-        for name, told in self.driven.run().items():
-            assert told == self._expected[name][-len(told) :]  # steps before may have told some
+        for name, tokens in self.driven.run().items():
+            # Earlier steps may have returned the first tokens.
+            assert tokens == self._expected[name][-len(tokens) :]
         assert self.driven.scheduler.num_transfers == 0
         self.driven.scheduler.check()
 
 
 def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
     store = SlowStore()
-    load = store.ask(is_handed_over=True)
+    load = store.add_request(is_handed_over=True)
     assert load is not None
     driven = store.driven
     assert driven.scheduler.next_deadline == pytest.approx(0.25)
@@ -91,9 +92,9 @@ def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
     assert driven.num_free == 256
 
 
-def test_one_that_was_given_up_and_does_not_end_is_told_of_as_such(caplog):
+def test_a_load_that_was_given_up_and_does_not_end_is_logged(caplog):
     store = SlowStore()
-    load = store.ask(is_handed_over=True)
+    load = store.add_request(is_handed_over=True)
     store.driven.now = 0.26
     store.driven.scheduler.expire()
     store.driven.now = 5.0
@@ -104,11 +105,11 @@ def test_one_that_was_given_up_and_does_not_end_is_told_of_as_such(caplog):
     assert store.count("baton_kv_failures", "load", "timed_out") == 1
 
 
-def test_where_nothing_is_to_be_computed_a_load_has_until_its_deadline():
+def test_a_load_may_take_until_its_timeout_if_failures_are_not_recomputed():
     store = SlowStore(kv_load_failure_policy="fail")
     for _ in range(5):
         store.load(4.9, is_handed_over=True)
-    assert store.ask(is_handed_over=True) is not None
+    assert store.add_request(is_handed_over=True) is not None
     store.driven.now += 5.0
     (output,) = store.driven.scheduler.expire()
     assert output.finish_reason is FinishReason.ERROR
@@ -118,43 +119,43 @@ def test_where_nothing_is_to_be_computed_a_load_has_until_its_deadline():
 
 
 @pytest.mark.parametrize("is_handed_over", [False, True])
-def test_what_loads_too_slowly_is_computed_until_a_load_shows_better(is_handed_over):
+def test_slow_loads_are_replaced_by_computing_until_a_trial_load_is_quick(is_handed_over):
     store = SlowStore()
     for _ in range(4):
         store.load(0.2, is_handed_over=is_handed_over)
-    assert store.ask(is_handed_over=is_handed_over) is None
+    assert store.add_request(is_handed_over=is_handed_over) is None
     store.run()
     assert store.count("baton_kv_loads_given_up", "admission") == 1
 
     store.driven.now += 5.0
-    store.load(0.001, is_handed_over=is_handed_over)  # the one that is tried
+    store.load(0.001, is_handed_over=is_handed_over)  # the trial load
     store.load(0.001, is_handed_over=is_handed_over)
     assert store.count("baton_kv_loads_given_up", "admission") == 1
 
 
-def test_loads_behind_a_long_queue_of_prompts_are_worth_more_time():
+def test_loads_may_take_longer_behind_a_long_queue_of_prompts():
     store = SlowStore(max_num_batched_tokens=4)
     for _ in range(4):
         store.load(0.06)
-    assert store.ask() is None
+    assert store.add_request() is None
     store.run()
     store.driven.add(request("r99", prompt_token_ids=(99, *(1,) * 61), max_tokens=2))
     store.driven.step()
     store.driven.answer()
-    store.driven.step()  # it has begun, and 58 tokens are left: 58 ms
-    assert store.ask() is not None
+    store.driven.step()  # the prompt has begun; its other 58 tokens take 58 ms
+    assert store.add_request() is not None
 
 
-def test_one_that_waits_for_blocks_is_given_up_once():
+def test_a_load_that_was_refused_at_admission_counts_once():
     store = SlowStore()
     for _ in range(4):
         store.load(0.2)
-    assert store.ask() is None
+    assert store.add_request() is None
     store.driven.steps(3)
     assert store.count("baton_kv_loads_given_up", "admission") == 1
 
 
-def test_a_handed_over_prompt_tells_what_of_its_saves_prefill_hid():
+def test_metrics_count_the_save_time_that_prefill_hides():
     driven = DrivenScheduler(
         with_connector=True, role="prefill", max_num_batched_tokens=8, max_num_seqs=8
     )

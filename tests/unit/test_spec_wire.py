@@ -1,4 +1,4 @@
-"""Specs and sampling parameters come back from the wire as they were."""
+"""Conversion of specs and sampling parameters to protobuf messages and back."""
 
 import time
 from dataclasses import fields, replace
@@ -16,52 +16,117 @@ from baton.spec_wire import (
     spec_from_proto,
     spec_to_proto,
     stopping_to_proto,
+    text_to_proto,
 )
 from baton.v1 import common_pb2, request_pb2
 from tests.support.rpc_servers import spec_message
 
+TOKEN_ID = st.integers(0, 2**32 - 1)
 STOPPING = {
-    "max_tokens": st.integers(1, 2**32 - 1),
-    "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "max_tokens": st.integers(1, 2**32 - 1) | st.none(),
+    "stop_token_ids": st.lists(TOKEN_ID, max_size=3),
+    "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
+    "truncate_prompt_tokens": st.none() | st.just(-1) | st.integers(1, 2**31 - 1),
+    "skip_special_tokens": st.booleans(),
+    "spaces_between_special_tokens": st.booleans(),
+    "detokenize": st.booleans(),
 }
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.floats(0, 4, width=32),
-    top_k=st.integers(0, 2**32 - 1),
-    top_p=st.floats(0.125, 1, width=32),
-    seed=st.integers(0, 2**64 - 1) | st.none(),
-    n=st.integers(1, 4),
-    best_of=st.integers(5, 64),
-    **STOPPING,
-) | st.builds(
-    SamplingParams,
-    n=st.integers(1, 4),
-    beam_width=st.integers(4, 64),
-    length_penalty=st.floats(-3, 3),
-    early_stopping=st.sampled_from([False, True, "never"]),
-    **STOPPING,
+DRAWING = {
+    "temperature": st.floats(0, 4, width=32),
+    "top_k": st.integers(-1, 2**32 - 1),
+    "top_p": st.floats(0.125, 1, width=32),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0.1, 10),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.none() | st.dictionaries(TOKEN_ID, st.floats(-100, 100), max_size=3),
+    "allowed_token_ids": st.none() | st.lists(TOKEN_ID, min_size=1, max_size=3),
+    "bad_words": st.lists(st.text("ab é", min_size=1, max_size=5), max_size=3),
+    "min_tokens": st.integers(0, 1),
+    "seed": st.integers(0, 2**64 - 1) | st.none(),
+    "logprobs": st.none() | st.integers(0, 20),
+    "prompt_logprobs": st.none() | st.integers(0, 20),
+}
+PARAMS = (
+    st.builds(
+        SamplingParams, n=st.integers(1, 4), best_of=st.integers(5, 64), **DRAWING, **STOPPING
+    )
+    | st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        stop=st.lists(st.text("ab é", min_size=1, max_size=5), max_size=3),
+        **(STOPPING | {"detokenize": st.just(True)}),
+    )
+    | st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        beam_width=st.integers(4, 64),
+        length_penalty=st.floats(-3, 3),
+        early_stopping=st.sampled_from([False, True, "never"]),
+        **STOPPING,
+    )
 )
 SPEC = RequestSpec(
     request_id="r/0123456789abcdef",
     prompt_token_ids=(5, 6),
-    params=SamplingParams(seed=3, max_tokens=7, stop=["x", "yz"], stop_token_ids=[9]),
+    params=SamplingParams(
+        seed=3,
+        max_tokens=7,
+        stop=["x", "yz"],
+        stop_token_ids=[9],
+        min_tokens=2,
+        presence_penalty=0.1,
+        logit_bias={4: -1.5, 3: 0.1},
+        allowed_token_ids=[3, 4, 9],
+        bad_words=["no"],
+        logprobs=0,
+    ),
     stop_token_ids=frozenset({2, 9}),
     priority=-4,
     cache_salt="tenant",
+    bad_words_token_ids=((3,), (4, 3)),
 )
+
+
+def messages_of(params, *only):
+    """The three messages of the parameters, with these fields set, or all if none are named."""
+    return [
+        to_proto(params, *([only] if only else []))
+        for to_proto in (sampling_to_proto, stopping_to_proto, text_to_proto)
+    ]
 
 
 @settings(deadline=None)
 @given(PARAMS)
-def test_params_come_back(params):
-    assert params_from_proto(sampling_to_proto(params), stopping_to_proto(params)) == params
+def test_sampling_parameters_survive_a_round_trip(params):
+    assert params_from_proto(*messages_of(params)) == params
+
+
+DEFAULTS = {"temperature": 0.5, "top_k": 3, "min_p": 0.25, "max_tokens": 99}
+
+
+def test_defaults_fill_the_fields_that_are_not_set():
+    some = messages_of(SamplingParams(temperature=1.0, max_tokens=7), "temperature", "max_tokens")
+    params = params_from_proto(*some, defaults=DEFAULTS)
+    assert params == SamplingParams(temperature=1.0, max_tokens=7, top_k=3, min_p=0.25)
+    nothing = messages_of(SamplingParams(), "seed")
+    assert params_from_proto(*nothing, defaults=DEFAULTS) == SamplingParams(**DEFAULTS)
+    all_stated = messages_of(SamplingParams())
+    assert params_from_proto(*all_stated, defaults=DEFAULTS) == SamplingParams()
+
+
+def test_beam_search_takes_only_the_default_of_max_tokens():
+    beams = messages_of(SamplingParams(beam_width=2), "beam_width")
+    params = params_from_proto(*beams, defaults=DEFAULTS)
+    assert params == SamplingParams(beam_width=2, max_tokens=99)
 
 
 def test_every_parameter_has_a_field():
-    """A parameter that is missing in the messages would be dropped on its way to the workers."""
+    """A parameter without a field would not reach the workers."""
     names = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.StoppingParams.DESCRIPTOR.fields}
+    names |= {field.name for field in common_pb2.TextParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.BeamSearch.DESCRIPTOR.fields}
     assert names - {"beam_search"} == {field.name for field in fields(SamplingParams)}
 
@@ -73,14 +138,14 @@ def test_unset_fields_take_the_defaults_and_zeros_stay_zeros():
     assert params_from_proto(zero, nothing[1]) == SamplingParams(temperature=0.0, seed=0)
 
 
-def test_an_unknown_way_to_stop_early_is_refused():
+def test_an_unknown_value_of_early_stopping_is_refused():
     search = common_pb2.BeamSearch(beam_width=2, early_stopping=9)
     message = common_pb2.SamplingParams(beam_search=search)
     with pytest.raises(InvalidArgumentError, match="early_stopping is 9"):
         params_from_proto(message, common_pb2.StoppingParams())
 
 
-def test_a_spec_comes_back_with_the_time_that_is_left():
+def test_a_spec_survives_a_round_trip_with_its_remaining_time():
     now = time.monotonic()
     message = spec_to_proto(replace(SPEC, deadline=now + 5))
     assert 4000 < message.timeout_ms <= 5000
@@ -122,22 +187,23 @@ def test_bad_fields_are_named(changes, field):
 
 
 def unknown_field(number):
-    """A number in a field that this build does not know, as a newer router may send it."""
-    return bytes([number << 3, 1])
+    """Returns the encoding of a field that this build does not know, as a newer router may send."""
+    tag = number << 3  # a varint of two bytes
+    return bytes([tag & 0x7F | 0x80, tag >> 7, 1])
 
 
-def test_fields_that_a_newer_router_set_are_refused_by_name():
+def test_unknown_fields_of_a_newer_router_are_refused_by_number():
     message = spec_message("r")
-    sampling = message.sampling.SerializeToString() + unknown_field(14)
+    sampling = message.sampling.SerializeToString() + unknown_field(214)
     message.sampling.MergeFrom(common_pb2.SamplingParams.FromString(sampling))
-    newer = request_pb2.RequestSpec.FromString(message.SerializeToString() + unknown_field(15))
+    newer = request_pb2.RequestSpec.FromString(message.SerializeToString() + unknown_field(115))
     with pytest.raises(
-        FailedPreconditionError, match=r"field 15 of spec, field 14 of spec\.sampling"
+        FailedPreconditionError, match=r"field 115 of spec, field 214 of spec\.sampling"
     ):
         spec_from_proto(newer, now=0.0)
 
 
-def test_ids_are_unique_and_keep_the_clients():
+def test_request_ids_are_unique_and_contain_the_id_of_the_client():
     ids = {unique_request_id("c/d") for _ in range(9)}
     assert len(ids) == 9
     assert {client_id_of(each) for each in ids} == {"c/d"}

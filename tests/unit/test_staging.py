@@ -1,4 +1,4 @@
-"""What leaves a process with a KV block, and what comes in as one: of every type of KV."""
+"""Staging segments: size, cleared tails, verification, for every data type of KV."""
 
 from itertools import permutations
 
@@ -18,7 +18,7 @@ _LAYOUTS = [
 
 
 def _segment(layout):
-    """A segment all of whose payloads are 1, 2, ... 255, and so on."""
+    """Returns a segment in which every payload repeats the bytes 1, 2, ... 255."""
     segment = StagingBuffers(layout, torch.device("cpu")).take()
     count = torch.arange(layout.block_bytes) % 255 + 1
     for slot in segment.slots:
@@ -43,7 +43,7 @@ def test_a_segment_holds_two_objects_of_half_its_size():
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
-def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
+def test_memory_behind_a_tail_is_cleared(layout):
     segment, untouched = _segment(layout), _segment(layout)
     segment.clear_after(1, 3)
     parts = zip(_views(layout, segment.slots[1]), _views(layout, untouched.slots[1]), strict=True)
@@ -56,8 +56,8 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), list(permutations(_LAYOUTS, 2)))
-def test_a_block_of_another_type_is_refused_under_its_own_key(ours, theirs):
-    """Should one ever lie there, which namespaces prevent."""
+def test_a_block_of_another_data_type_fails_verification(ours, theirs):
+    """Namespaces keep such a block from being found; verification is the second safeguard."""
     written = _segment(theirs).slots[0]
     seal([written], [b"key"])
     assert verify([written], [b"key"])
@@ -66,8 +66,8 @@ def test_a_block_of_another_type_is_refused_under_its_own_key(ours, theirs):
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
-def test_a_changed_last_byte_is_found(layout):
-    """In 8 bits, a factor's."""
+def test_a_changed_last_byte_fails_verification(layout):
+    """The last byte of 8-bit KV is part of a scale."""
     slot = _segment(layout).slots[0]
     seal([slot], [b"key"])
     slot.payload[-1] ^= 1

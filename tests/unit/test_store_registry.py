@@ -21,7 +21,7 @@ def test_an_unknown_scheme_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("url", ["", "memory", "memory:x", "://x", "redis:/user:hunter2@host"])
-def test_what_is_no_url_is_refused_without_repeating_it(url):
+def test_an_invalid_store_url_is_refused_without_repeating_it(url):
     with pytest.raises(ConfigurationError) as caught:
         open_store(url)
     assert "hunter2" not in caught.value.message
@@ -48,7 +48,7 @@ def test_the_scheme_may_be_in_capitals():
         "redis://user:hunter2@host/0?ttl_s",
     ],
 )
-def test_a_bad_url_is_refused_without_telling_the_password(url):
+def test_the_error_of_an_invalid_url_does_not_contain_the_password(url):
     with pytest.raises(ConfigurationError) as caught:
         open_store(url)
     assert "hunter2" not in caught.value.message
@@ -72,7 +72,7 @@ def test_a_bad_url_is_refused_without_telling_the_password(url):
         ("redis://host/1/2", "database"),
     ],
 )
-def test_a_bad_url_says_what_to_write(url, message):
+def test_the_error_of_an_invalid_url_shows_the_valid_form(url, message):
     with pytest.raises(ConfigurationError) as caught:
         open_store(url)
     assert message in caught.value.message
@@ -85,7 +85,7 @@ def test_options_are_read_with_their_units():
     assert (url.seconds("timeout_s", 2), url.num_bytes("other")) == (2, None)
 
 
-def test_a_memory_name_has_one_set_of_options_and_lives_as_long_as_its_users():
+def test_a_memory_store_has_one_set_of_options_and_lives_until_its_last_user_closes_it():
     first = open_store("memory://unit?max_bytes=1MiB")
     second = open_store("memory://unit?max_bytes=1MiB")
     with pytest.raises(ConfigurationError, match="max_bytes=1048576"):
@@ -108,13 +108,13 @@ def test_an_unknown_connector_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("url", ["", "memory", "redis:/user:hunter2@host", "faulty+"])
-def test_what_is_no_connectors_url_is_refused_without_repeating_it(url):
+def test_an_invalid_connector_url_is_refused_without_repeating_it(url):
     with pytest.raises(ConfigurationError, match="begins with one of") as caught:
         open_connector(url)
     assert "hunter2" not in caught.value.message
 
 
-def test_capabilities_are_told_without_opening():
+def test_capabilities_are_known_without_opening_the_connector():
     assert connector_capabilities("memory://x?nonsense=1").shared_between_processes is False
     for url in ("grpc://", "nixl://", "faulty+grpc://"):
         peer = connector_capabilities(url)
@@ -132,11 +132,11 @@ def test_capabilities_are_told_without_opening():
         ("multi://redis+cluster://h1:1,h2:2,faulty+grpc://", "multi(redis,grpc)"),
     ],
 )
-def test_tiers_compare_connectors_by_name(url, name):
+def test_the_name_of_a_connector_omits_its_address_and_options(url, name):
     assert connector_name(url) == name
 
 
-class _ThirdPartysConnector:
+class _ThirdPartyConnector:
     capabilities = ConnectorCapabilities(True, True)
 
     @staticmethod
@@ -144,8 +144,8 @@ class _ThirdPartysConnector:
         return ("scheduler", "worker", url)
 
 
-def test_a_third_partys_connector_is_found_by_its_entry_point(monkeypatch):
-    value = f"{__name__}:_ThirdPartysConnector"
+def test_the_connector_of_a_third_party_is_found_by_its_entry_point(monkeypatch):
+    value = f"{__name__}:_ThirdPartyConnector"
     broken = {"absent": "no_such_module:X", "wrong": "kvstore.layout:KvLayout"}
     points = [
         EntryPoint(name, value, "baton.kv_connectors")
@@ -159,8 +159,10 @@ def test_a_third_partys_connector_is_found_by_its_entry_point(monkeypatch):
     monkeypatch.setattr(EntryPoint, "load", _load)
 
     assert open_connector("mine://a") == ("scheduler", "worker", "mine://a")
-    assert connector_capabilities("mine://a") is _ThirdPartysConnector.capabilities
-    assert connector_capabilities("memory://a").shared_between_hosts is False, "ours stays"
+    assert connector_capabilities("mine://a") is _ThirdPartyConnector.capabilities
+    assert connector_capabilities("memory://a").shared_between_hosts is False, (
+        "a built-in scheme cannot be replaced"
+    )
     with pytest.raises(ConfigurationError, match="no_such_module"):
         open_connector("absent://a")
     with pytest.raises(ConfigurationError, match="needs `capabilities` and `open`"):

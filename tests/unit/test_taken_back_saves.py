@@ -1,4 +1,4 @@
-"""Saved blocks that no request may or will load are deleted from the store."""
+"""Saved blocks of a request with invalid logits are deleted from the store."""
 
 from kvstore.jobs import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
@@ -7,11 +7,11 @@ PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
 
 
 class Published:
-    """What a scheduler has saved and deleted so far.
+    """The saves and deletes of a scheduler so far.
 
     Attributes:
         keys: keys of all saves.
-        open: save jobs whose result is not in.
+        open: save jobs without a result.
         deleted: keys that were deleted.
     """
 
@@ -39,35 +39,35 @@ class Published:
 
 
 def load(driven: DrivenScheduler, **fields: object) -> None:
-    """A request of ten tokens whose KV is loaded."""
-    asked = handed_over("a", **fields)
-    driven.add(asked)
+    """Adds a request of ten tokens and ends the load of its KV."""
+    submitted = handed_over("a", **fields)
+    driven.add(submitted)
     driven.step()
     (job,) = driven.work().loads
-    driven.end_load(job, asked.spec.prompt_token_ids)
+    driven.end_load(job, submitted.spec.prompt_token_ids)
 
 
-def poison(driven: DrivenScheduler) -> None:
+def fail_as_not_finite(driven: DrivenScheduler) -> None:
     driven.runner.fault = "not finite"
     driven.step()
     assert driven.scheduler.num_unfinished == 0
 
 
-class TestPoisoned:
-    def test_generated_blocks_leave_the_store_too(self) -> None:
+class TestInvalidRequest:
+    def test_its_generated_blocks_are_deleted_too(self) -> None:
         driven = DrivenScheduler(**PUBLISHES)
         published = Published(driven)
         load(driven, max_tokens=30)
         published.steps(12)
         published.end()
         assert len(published.keys) >= 2
-        poison(driven)
+        fail_as_not_finite(driven)
         published.take()
         published.end()
         published.take()
-        assert published.deleted > published.keys, "and those of the prompt, which was loaded"
+        assert published.deleted > published.keys, "the loaded blocks of the prompt are deleted too"
 
-    def test_so_do_those_of_candidates_that_ended_before(self) -> None:
+    def test_blocks_of_candidates_that_ended_before_are_deleted(self) -> None:
         driven = DrivenScheduler(64, **PUBLISHES)
         published = Published(driven)
         load(driven, max_tokens=40, n=3)
@@ -77,40 +77,40 @@ class TestPoisoned:
         published.steps(8)
         published.end()
         assert len(published.keys) > num_before
-        poison(driven)
-        published.take()  # one may have begun with the step
+        fail_as_not_finite(driven)
+        published.take()  # a save may have begun with the step
         published.end()
         published.take()
         assert published.deleted >= published.keys
 
-    def test_nor_do_those_stay_in_the_prefix_cache(self) -> None:
+    def test_blocks_of_candidates_that_ended_before_leave_the_prefix_cache(self) -> None:
         driven = DrivenScheduler(64, **PUBLISHES)
         load(driven, max_tokens=40, n=3, temperature=1.0, seed=1)
         driven.steps(14)
         num_before = len(driven.scheduler.kv.pool.cached_keys())
         driven.scheduler.finish_candidate("a", 0)
         assert len(driven.scheduler.kv.pool.cached_keys()) > num_before
-        poison(driven)
+        fail_as_not_finite(driven)
         assert driven.scheduler.kv.pool.cached_keys() == ()
 
-    def test_saves_under_way_are_awaited_first(self) -> None:
+    def test_blocks_are_deleted_after_saves_in_progress_have_ended(self) -> None:
         driven = DrivenScheduler(**PUBLISHES)
         published = Published(driven)
         load(driven, max_tokens=30)
         published.steps(12)
-        poison(driven)
+        fail_as_not_finite(driven)
         published.take()
         assert published.deleted == set()
         published.end()
         published.take()
         assert published.deleted >= published.keys
 
-    def test_or_given_up_and_deleted_again_when_they_have_ended(self) -> None:
+    def test_blocks_are_deleted_at_the_timeout_and_again_after_their_saves(self) -> None:
         driven = DrivenScheduler(kv_transfer_timeout_s=5.0, **PUBLISHES)
         published = Published(driven)
         load(driven, max_tokens=30)
         published.steps(12)
-        poison(driven)
+        fail_as_not_finite(driven)
         driven.now = 5.0
         driven.scheduler.expire()
         published.take()

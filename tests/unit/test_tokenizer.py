@@ -1,4 +1,4 @@
-"""`Tokenizer` agrees with `transformers` and refuses what it cannot read."""
+"""`Tokenizer`: agreement with `transformers`, special tokens, unreadable files."""
 
 import json
 import random
@@ -13,6 +13,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigurationError, InvalidArgumentError
+from router.text_stream import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     CORPUS,
@@ -20,6 +21,7 @@ from tests.support.tokenizer_folders import (
     write_byte_level_folder,
     write_gpt2_folder,
     write_opt_folder,
+    write_word_level_folder,
 )
 
 WRITERS = [
@@ -66,7 +68,40 @@ def test_decode_equals_transformers(folder):
             assert ours.decode(ids, skip_special_tokens=skip) == expected, ids
 
 
-def test_many_ids_decode_as_few_do(folder):
+def streamed(tokenizer, ids, skip, spaces):
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, [], skip_special_tokens=skip, spaces_between_special_tokens=spaces
+    )
+    return "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, write_word_level_folder])
+@pytest.mark.parametrize("skip", [True, False])
+def test_streamed_text_equals_transformers(writer, skip, tmp_path):
+    """For fast tokenizers `transformers` ignores `spaces_between_special_tokens`."""
+    folder = writer(tmp_path)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    added = sorted(ours.added_tokens)
+    has_spaces = writer is write_word_level_folder
+    draw = random.Random(1)
+    for _ in range(300):
+        pool = draw.choice([added, range(ours.vocab_size)])
+        ids = [draw.choice(pool) for _ in range(draw.randrange(12))]
+        expected = theirs.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=False)
+        assert streamed(ours, ids, skip, True) == expected, ids
+        assert has_spaces or streamed(ours, ids, skip, False) == expected, ids
+
+
+def test_spaces_between_added_tokens_are_left_out_on_request(tmp_path):
+    tokenizer = Tokenizer.load(write_word_level_folder(tmp_path))
+    ids = tokenizer.encode("dog <s> </s> <tool ü> dog <s> dog </s>", add_special_tokens=False)
+    assert streamed(tokenizer, ids, False, True) == "dog <s> </s> <tool ü> dog <s> dog </s>"
+    assert streamed(tokenizer, ids, False, False) == "dog <s></s><tool ü> dog <s> dog </s>"
+    for spaces in (True, False):  # no special token is left
+        assert streamed(tokenizer, ids, True, spaces) == "dog <tool ü> dog dog"
+
+
+def test_decode_of_many_ids_equals_transformers(folder):
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     ids = ours.encode(" ".join(TEXTS) * 60)
     assert len(ids) > 4096
@@ -89,7 +124,7 @@ def test_long_inputs_let_other_threads_run(tmp_path, name):
     assert num_turns > 20
 
 
-def test_no_token_has_more_text_than_the_longest(folder):
+def test_longest_token_chars_bounds_the_text_of_every_token(folder):
     tokenizer = Tokenizer.load(folder)
     longest = max(len(tokenizer.decode([i], False)) for i in range(tokenizer.vocab_size))
     assert longest <= tokenizer.longest_token_chars < 40
@@ -120,7 +155,7 @@ def test_special_tokens_have_no_text(tmp_path):
     assert tokenizer.has_text(tokenizer.encode("dog")[-1])
 
 
-def test_a_token_named_by_role_is_special_whatever_the_file_says(tmp_path):
+def test_a_token_with_a_role_is_special_even_if_the_file_denies_it(tmp_path):
     write_byte_level_folder(tmp_path)
     description = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in description["added_tokens"]:
@@ -144,7 +179,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     assert len(tokenizer.encode("a")) == 2
 
 
-def test_needs_neither_torch_nor_transformers():
+def test_the_router_imports_neither_torch_nor_transformers():
     code = "import sys, router.text_stream; print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert run.stdout.strip() == b"set()"
@@ -156,7 +191,7 @@ def test_a_lone_surrogate_is_refused(tmp_path):
         tokenizer.encode("ab\ud800")
 
 
-def test_sentencepiece_alone_says_how_to_convert(tmp_path):
+def test_the_error_of_a_sentencepiece_file_shows_how_to_convert_it(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     with pytest.raises(
         ConfigurationError, match=r"convert it once with: .*save_pretrained"
@@ -190,3 +225,55 @@ def test_an_unknown_name_is_refused(tmp_path, monkeypatch):
     for name in ("nobody/nothing", str(tmp_path / "no" / "such" / "folder")):
         with pytest.raises(ConfigurationError, match="neither a folder nor a Hub repository"):
             Tokenizer.load(name)
+
+
+def test_bad_words_are_encoded_at_the_start_and_after_a_space(tmp_path):
+    tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
+    dog, spaced_dog = (tokenizer.encode(text, False) for text in ("dog", " dog"))
+    assert len(spaced_dog) < len(dog)  # " dog" has a token of its own
+    assert tokenizer.bad_words_token_ids(["dog", "  dog"]) == (tuple(dog),) * 2
+    comma, spaced_comma = (tokenizer.encode(text, False) for text in ("(", " ("))
+    assert len(comma) == 1 < len(spaced_comma)
+    assert tokenizer.bad_words_token_ids(["("]) == (tuple(comma),)
+    both = [
+        word
+        for word in (tokenizer.decode([i]).strip() for i in range(tokenizer.vocab_size))
+        if word and reference_bad_words(tokenizer, [word])[1:]
+    ]
+    assert both
+    assert tokenizer.bad_words_token_ids(both) == reference_bad_words(tokenizer, both)
+
+
+def reference_bad_words(tokenizer, words):
+    """The rule of vLLM's `SamplingParams.update_from_tokenizer`."""
+    sequences = []
+    for word in words:
+        for has_space in (False, True):
+            text = (" " if has_space else "") + word.lstrip()
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            bare = sequences[-1] if has_space else ()
+            if not has_space or (ids[0] != bare[0] and len(ids) == len(bare)):
+                sequences.append(ids)
+    return tuple(sequences)
+
+
+def test_bad_words_without_tokens_are_refused(folder):
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words is '  '; it must be a text that"):
+        Tokenizer.load(folder).bad_words_token_ids(["dog", "  "])
+
+
+async def test_many_bad_words_are_encoded_in_a_thread(tmp_path, monkeypatch):
+    tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
+    threads = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer,
+        "encode",
+        lambda *arguments: threads.append(threading.current_thread()) or encode(*arguments),
+    )
+    assert await tokenizer.encode_bad_words(["dog"]) == tokenizer.bad_words_token_ids(["dog"])
+    assert set(threads) == {threading.current_thread()}
+    threads.clear()
+    words = ["dog" * 20] * 100
+    assert len(await tokenizer.encode_bad_words(words)) == 100
+    assert threading.current_thread() not in threads

@@ -1,4 +1,4 @@
-"""What a form says of keys, numbers and bytes, and what it refuses."""
+"""`TransferForm` and `BlockSlicing`: namespaces, object keys, object ids, byte runs, refusals."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_the_namespace_is_made_of_the_form_and_the_model() -> None:
     assert len(namespaces) == 18
 
 
-def test_a_form_is_told_in_words() -> None:
+def test_a_form_is_described_in_words() -> None:
     fingerprint = bytes.fromhex("3fa2b1c4d5e6f708")
     assert TransferForm(16, "bfloat16").describe(fingerprint) == (
         "model 3fa2b1c4d5e6, bfloat16, 16 tokens per block, layout 1"
@@ -31,15 +31,15 @@ def test_a_form_is_told_in_words() -> None:
     assert "block, 2 layer slices, layout 1" in TransferForm(8, "fp8_e4m3", 1, 2).describe(b"m")
 
 
-def test_without_a_form_blocks_go_as_they_are() -> None:
-    cut = BlockSlicing.of(LAYOUT)
-    assert cut.is_native
-    assert cut.object_layout == LAYOUT
-    assert cut.object_keys([b"a", b"b"]) == (b"a", b"b")
-    assert cut.object_ids([5, 3]) == (5, 3)
+def test_blocks_are_not_sliced_without_a_form() -> None:
+    slicing = BlockSlicing.of(LAYOUT)
+    assert slicing.is_native
+    assert slicing.object_layout == LAYOUT
+    assert slicing.object_keys([b"a", b"b"]) == (b"a", b"b")
+    assert slicing.object_ids([5, 3]) == (5, 3)
 
 
-def test_a_share_of_the_heads_alone_is_one_slice() -> None:
+def test_a_share_of_the_heads_is_one_slice() -> None:
     first, second = (BlockSlicing.of(LAYOUT, share=HeadShare(rank, 2)) for rank in (0, 1))
     assert first.is_native
     assert second.is_native
@@ -49,7 +49,7 @@ def test_a_share_of_the_heads_alone_is_one_slice() -> None:
     assert second.object_ids([7]) == (7,)
 
 
-def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
+def test_the_keys_of_all_shares_are_those_of_the_whole_model() -> None:
     form = TransferForm(16, "bfloat16", 4)
     keys = [b"a", b"b", b"c"]
     whole = BlockSlicing(LAYOUT, form)
@@ -79,16 +79,16 @@ def test_slices_of_layers_are_numbered_before_those_of_heads() -> None:
     assert parts[1].object_ids([5]) == (10, 11)
 
 
-def test_layers_of_a_block_lie_in_their_order() -> None:
-    cut = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", num_layer_slices=2))
-    assert cut.is_native
+def test_layer_slices_of_a_block_are_in_order() -> None:
+    slicing = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", num_layer_slices=2))
+    assert slicing.is_native
     half = LAYOUT.block_bytes // 2
-    assert object_runs(cut, 6) == (3, ((0, half),))
-    assert object_runs(cut, 7) == (3, ((half, half),))
+    assert object_runs(slicing, 6) == (3, ((0, half),))
+    assert object_runs(slicing, 7) == (3, ((half, half),))
 
 
 @pytest.mark.parametrize(
-    ("form", "share", "told"),
+    ("form", "share", "message"),
     [
         (TransferForm(12, "bfloat16"), HeadShare(), "--kv-transfer-block-size is 12"),
         (TransferForm(32, "bfloat16"), HeadShare(), "divisor of --block-size 16"),
@@ -101,8 +101,8 @@ def test_layers_of_a_block_lie_in_their_order() -> None:
         (TransferForm(1, "fp8_e4m3"), HeadShare(), "multiple of 2 for fp8_e4m3"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(form: TransferForm, share: HeadShare, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_impossible_slices_are_refused(form: TransferForm, share: HeadShare, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         BlockSlicing(LAYOUT, form, share)
 
 
@@ -112,15 +112,15 @@ def test_a_whole_block_is_one_run() -> None:
     assert object_runs(BlockSlicing.of(narrow), 2) == (2, ((0, narrow.block_bytes),))
 
 
-def test_bytes_of_another_type_lie_nowhere() -> None:
+def test_objects_of_another_data_type_have_no_byte_runs() -> None:
     assert object_runs(BlockSlicing(LAYOUT, TransferForm(16, "float16")), 0) is None
 
 
-def test_slices_of_whole_blocks_are_a_run_per_layer_k_and_v() -> None:
-    cut = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", 2))
+def test_a_head_slice_is_one_run_per_layer_for_keys_and_for_values() -> None:
+    slicing = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", 2))
     half = 2 * 16 * 6 * 2
     expected = tuple((half * index, half) for index in (1, 3, 5, 7))
-    assert object_runs(cut, 7) == (3, expected)
+    assert object_runs(slicing, 7) == (3, expected)
 
 
 def test_pool_keys_are_every_nth_of_a_chain() -> None:
@@ -138,7 +138,7 @@ def test_pool_keys_are_every_nth_of_a_chain() -> None:
     assert list(other.pool_keys) == list(other.keys[2::3])
 
 
-def test_a_chain_of_the_pools_own_blocks_has_one_list() -> None:
+def test_keys_and_pool_keys_are_one_list_without_transfer_blocks() -> None:
     chain = BlockKeyChain(b"n", 4)
     chain.extend(list(range(9)))
     assert chain.pool_keys is chain.keys

@@ -1,4 +1,4 @@
-"""Transfer state has one writer, and metrics count what becomes of jobs."""
+"""`GroupTransfer` is written by one package; metrics of transfer jobs."""
 
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ def transfer_of(node: ast.expr) -> ast.Attribute | None:
 
 
 def writes_to_transfers(tree: ast.AST) -> list[int]:
-    """Returns the lines that change a `.transfer`, or give it another name to change it by."""
+    """Returns the lines that change a `.transfer` or assign it to another name."""
     lines = []
     for node in ast.walk(tree):
         match node:
@@ -56,7 +56,7 @@ def test_only_kv_transfer_writes_transfer_state() -> None:
         if path.parent.name != "kv_transfer"
         for line in writes_to_transfers(ast.parse(path.read_text()))
     }
-    # The group creates its state, and nothing else.
+    # The only write outside is the group's creation of its state.
     assert {path for path, _ in writers} == {"engine/group.py"}
     assert len(writers) == 1
 
@@ -86,8 +86,8 @@ def test_reads_are_not_writes() -> None:
 # Metrics of jobs.
 
 
-class Counted:
-    """A scheduler whose jobs end at the times that a test sets."""
+class MeasuredScheduler:
+    """A scheduler with metrics; the test ends its jobs and sets the time."""
 
     def __init__(self, role: str) -> None:
         self.driven = DrivenScheduler(with_connector=True, role=role, kv_transfer_timeout_s=50.0)
@@ -108,18 +108,18 @@ class Counted:
 
 
 @pytest.fixture
-def decode() -> Counted:
-    return Counted("decode")
+def decode() -> MeasuredScheduler:
+    return MeasuredScheduler("decode")
 
 
-def start_load(decode: Counted) -> int:
+def start_load(decode: MeasuredScheduler) -> int:
     decode.driven.add(handed_over("a"))
     decode.driven.step()
     (load,) = decode.driven.work().loads
     return load.job_id
 
 
-def start_save(prefill: Counted) -> int:
+def start_save(prefill: MeasuredScheduler) -> int:
     prefill.driven.add(request("a", 8))
     prefill.driven.step()
     prefill.driven.answer()
@@ -128,7 +128,7 @@ def start_save(prefill: Counted) -> int:
     return save.job_id
 
 
-def test_loads_are_timed_from_start_to_result(decode: Counted) -> None:
+def test_loads_are_timed_from_start_to_result(decode: MeasuredScheduler) -> None:
     job_id = start_load(decode)
     decode.driven.now = 0.125
     decode.report(loads=(LoadResult(job_id, 3),))
@@ -136,12 +136,14 @@ def test_loads_are_timed_from_start_to_result(decode: Counted) -> None:
     assert decode.failures() == {}
 
 
-def test_a_failed_load_is_counted_by_its_cause(decode: Counted) -> None:
+def test_a_failed_load_is_counted_by_its_cause(decode: MeasuredScheduler) -> None:
     decode.report(loads=(LoadResult(start_load(decode), 1, "corrupt"),))
     assert decode.failures() == {("load", "corrupt"): 1}
 
 
-def test_a_load_in_doubt_is_counted_once_when_that_is_reported(decode: Counted) -> None:
+def test_a_load_in_doubt_is_counted_once_when_that_is_reported(
+    decode: MeasuredScheduler,
+) -> None:
     job_id = start_load(decode)
     decode.driven.now = 0.125
     decode.report(doubted=(job_id,))
@@ -151,7 +153,7 @@ def test_a_load_in_doubt_is_counted_once_when_that_is_reported(decode: Counted) 
     assert decode.failures() == {("load", "unavailable"): 1}
 
 
-def test_a_load_that_is_given_up_is_timed_when_its_result_comes(decode: Counted) -> None:
+def test_a_load_that_is_given_up_is_timed_when_its_result_comes(decode: MeasuredScheduler) -> None:
     job_id = start_load(decode)
     decode.driven.now = 0.5
     decode.driven.scheduler.expire()  # slower than computing
@@ -160,7 +162,7 @@ def test_a_load_that_is_given_up_is_timed_when_its_result_comes(decode: Counted)
     assert decode.total_s("baton_kv_job_seconds", "load") == (1, 2.0)
 
 
-def test_look_ups_count_what_they_asked_for_and_found(decode: Counted) -> None:
+def test_lookups_count_keys_requested_and_found(decode: MeasuredScheduler) -> None:
     decode.driven.add(request("a", 13))
     decode.driven.step()
     (lookup,) = decode.driven.work().lookups
@@ -171,7 +173,9 @@ def test_look_ups_count_what_they_asked_for_and_found(decode: Counted) -> None:
     assert decode.value("baton_kv_lookup_hits") == 2
 
 
-def test_a_cancelled_look_up_is_not_counted_whether_it_is_answered_or_not(decode: Counted) -> None:
+def test_a_cancelled_lookup_is_not_counted_with_or_without_a_result(
+    decode: MeasuredScheduler,
+) -> None:
     decode.driven.add(request("a", 13), request("b", 13, first_token=2))
     decode.driven.step()
     first, _ = decode.driven.work().lookups
@@ -181,8 +185,8 @@ def test_a_cancelled_look_up_is_not_counted_whether_it_is_answered_or_not(decode
     assert decode.total_s("baton_kv_lookup_seconds") == (0, 0.0)
 
 
-def test_the_time_that_a_save_waits_for_its_step_is_not_counted() -> None:
-    prefill = Counted("prefill")
+def test_the_time_of_a_save_excludes_its_wait_for_its_step() -> None:
+    prefill = MeasuredScheduler("prefill")
     job_id = start_save(prefill)
     prefill.driven.now = 5.0
     prefill.report(saves=(SaveResult(job_id, committed=True, seconds=1.0, waited=3.0),))
@@ -192,6 +196,6 @@ def test_the_time_that_a_save_waits_for_its_step_is_not_counted() -> None:
 
 @pytest.mark.parametrize(("error", "cause"), [("unavailable", "unavailable"), ("", "failed")])
 def test_a_save_that_does_not_commit_is_a_failure(error: str, cause: str) -> None:
-    prefill = Counted("prefill")
+    prefill = MeasuredScheduler("prefill")
     prefill.report(saves=(SaveResult(start_save(prefill), committed=False, error=error),))
     assert prefill.failures() == {("save", cause): 1}

@@ -1,4 +1,4 @@
-"""`baton tune` without its search: points, the driver, tokens, the printed command."""
+"""`baton tune` apart from its search: points, the driver, tokens, the printed command."""
 
 import argparse
 from contextlib import asynccontextmanager
@@ -27,13 +27,13 @@ def point(candidate, rate, goodput):
     return Point(candidate, rate, goodput, 1.0, 10.0, 1.0, 0)
 
 
-def test_the_best_point_of_each_candidate_counts():
+def test_best_points_has_the_best_point_of_each_candidate():
     points = [point(FIRST, 1, 1), point(FIRST, 2, 2), point(SECOND, 2, 3), point(FIRST, 4, 2)]
     assert best_points(points) == [points[2], points[1]]
     assert curve_of([points[3], points[0]], FIRST) == [points[0], points[3]]
 
 
-def test_fresh_tokens_share_as_before_but_nothing_with_others():
+def test_fresh_tokens_keep_shared_prefixes_and_differ_between_numbers():
     requests = [BenchRequest((1, 2, 3), 4), BenchRequest((1, 2, 9), 5, after=0)]
     first, second = with_fresh_tokens(requests, 1, 10)
     assert first.prompt_token_ids[:2] == second.prompt_token_ids[:2]
@@ -45,7 +45,7 @@ def test_fresh_tokens_share_as_before_but_nothing_with_others():
     assert with_fresh_tokens(requests, 0, 10) == requests
 
 
-def test_the_printed_command_is_understood_and_means_the_candidate():
+def test_the_printed_command_is_parsed_to_the_candidate():
     program, command, *arguments = up_command(ENGINE, Candidate(32, 1024, 256, 0, 3)).split()
     assert (program, command) == ("baton", "up")
     parser = argparse.ArgumentParser()
@@ -60,17 +60,17 @@ class FakeLoad(driver.Load):
     """Measures without sending; records the cluster and the number of each measurement."""
 
     async def measure(self, target, trial, number):
-        NOTES.append((target, number))
+        MEASUREMENTS.append((target, number))
         return point(trial.candidate, trial.request_rate, trial.request_rate)
 
 
-NOTES: list = []
+MEASUREMENTS: list = []
 
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """The configs of started clusters. A cluster with a single sequence cannot start."""
-    NOTES.clear()
+    """Returns the configs of started clusters. A cluster for a single sequence cannot start."""
+    MEASUREMENTS.clear()
     started = []
 
     @asynccontextmanager
@@ -94,7 +94,7 @@ def load():
 
 
 def search(*trials):
-    """Yields these trials, whatever their goodput."""
+    """Yields the given trials regardless of their goodput."""
     pending = list(trials)
     while pending:
         goodput = yield pending.pop(0)
@@ -108,13 +108,13 @@ async def run(*trials, time_budget_s=60.0):
     return points
 
 
-async def test_a_cluster_lives_as_long_as_its_candidate(clusters):
+async def test_a_cluster_runs_until_the_candidate_changes(clusters):
     await run(Trial(FIRST, 1), Trial(FIRST, 2), Trial(SECOND, 2), Trial(FIRST, 3))
     assert [config.engine.max_num_seqs for config in clusters] == [64, 32, 64]
-    assert NOTES == [("grpc://1", 0), ("grpc://1", 1), ("grpc://2", 0), ("grpc://3", 0)]
+    assert MEASUREMENTS == [("grpc://1", 0), ("grpc://1", 1), ("grpc://2", 0), ("grpc://3", 0)]
     assert clusters[1].engine.long_prefill_token_threshold == 256
     assert clusters[0].engine.kv_connector
-    assert clusters[0].engine.num_threads is None  # all cores, as of `baton up`
+    assert clusters[0].engine.num_threads is None  # None means all cores, as in `baton up`
 
 
 async def test_a_candidate_that_does_not_start_has_no_goodput(clusters):
@@ -125,7 +125,7 @@ async def test_a_candidate_that_does_not_start_has_no_goodput(clusters):
         await run(Trial(broken, 1))
 
 
-async def test_only_the_first_trial_begins_when_the_time_is_up(clusters):
+async def test_only_the_first_trial_runs_without_a_time_budget(clusters):
     points = await run(Trial(FIRST, 1), Trial(FIRST, 2), time_budget_s=0.0)
     assert [p.request_rate for p in points] == [1]
 

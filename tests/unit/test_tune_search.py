@@ -1,4 +1,4 @@
-"""The search of `baton tune`, on formulas instead of clusters."""
+"""The search of `baton tune`, with formulas for goodput instead of clusters."""
 
 import math
 
@@ -18,7 +18,7 @@ SETTINGS = SearchSettings(start_rate=1.0)
 
 
 def run(search, objective, limit=400):
-    """Drives a search; returns what it returned, and all trials."""
+    """Runs a search on an objective; returns its result and all trials."""
     trials = []
     try:
         trial = next(search)
@@ -31,7 +31,7 @@ def run(search, objective, limit=400):
 
 
 def saturating(capacity):
-    """All requests are good up to the capacity; above it, queues make more of them late."""
+    """Returns a goodput function that rises up to the capacity and falls beyond it."""
 
     def goodput(trial):
         rate = trial.request_rate
@@ -41,7 +41,7 @@ def saturating(capacity):
 
 
 @pytest.mark.parametrize("capacity", [0.01, 0.3, 1.0, 7.7, 200.0])
-def test_climbing_finds_the_rate_where_goodput_falls(capacity):
+def test_climb_finds_the_rate_at_which_goodput_begins_to_fall(capacity):
     curve, trials = run(climb(START, 1.0, SETTINGS), saturating(capacity))
     best_rate = max(curve, key=curve.get)
     assert capacity / SETTINGS.resolution <= best_rate <= capacity * SETTINGS.resolution
@@ -55,7 +55,7 @@ def test_climbing_ends_if_no_rate_has_goodput():
     assert max(curve) == 1.0
 
 
-def test_climbing_stops_where_more_never_hurts():
+def test_climb_ends_if_goodput_never_falls():
     curve, trials = run(climb(START, 1.0, SETTINGS), lambda trial: trial.request_rate)
     assert max(curve) == 2.0**SETTINGS.max_doublings
     assert len(trials) < 20
@@ -68,7 +68,7 @@ def test_a_hopeless_candidate_costs_one_trial():
 
 
 def capacity_of(candidate):
-    """A capacity that is highest at 16 sequences, 512 tokens, chunks of 128, and 3 to 1 workers."""
+    """Returns a capacity, highest at 16 sequences, 512 tokens, chunks of 128 and 3:1 workers."""
     threshold = candidate.long_prefill_token_threshold or candidate.max_num_batched_tokens
     distance = (
         abs(math.log2(candidate.max_num_seqs / 16))
@@ -91,7 +91,7 @@ def test_the_search_finds_the_best_of_all_axes():
     assert len({trial.candidate for trial in trials}) < 40
 
 
-def test_the_search_stays_where_nothing_is_better():
+def test_the_search_stays_at_a_start_without_better_neighbours():
     best, trials = run(coordinate_search(START, AXES, SETTINGS), saturating(5.0))
     assert best == START
     neighbours = {trial.candidate for trial in trials} - {START}
@@ -101,7 +101,7 @@ def test_the_search_stays_where_nothing_is_better():
 
 
 @pytest.mark.parametrize(("gain", "moves"), [(1.02, False), (1.05, True)])
-def test_gains_that_may_be_noise_move_nothing(gain, moves):
+def test_gains_within_noise_do_not_move_the_search(gain, moves):
     best, _ = run(
         coordinate_search(START, AXES, SETTINGS),
         lambda trial: saturating(5.0)(trial) * (gain if trial.candidate != START else 1.0),
@@ -111,7 +111,7 @@ def test_gains_that_may_be_noise_move_nothing(gain, moves):
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("direction", [-1, 1])
-def test_axes_end_and_can_be_walked_back(axis, direction):
+def test_axes_are_bounded_and_reversible(axis, direction):
     candidate, steps = Candidate(64, 2048, 256, 2, 2), 0
     while (neighbour := axis(candidate, direction)) is not None:
         assert axis(neighbour, -direction) == candidate
@@ -124,5 +124,5 @@ def test_axes_end_and_can_be_walked_back(axis, direction):
         assert steps < 20
 
 
-def test_a_candidate_says_what_it_is():
+def test_a_candidate_is_printed_with_its_settings():
     assert str(START) == "1:1, seqs 64, tokens 2048, chunk any"

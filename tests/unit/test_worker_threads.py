@@ -1,4 +1,4 @@
-"""How many threads workers compute on, and how torch's wait."""
+"""The number of threads of a worker, and the wait policy of torch's threads."""
 
 import argparse
 import os
@@ -21,23 +21,25 @@ def engine_of_up(*flags):
 
 
 @pytest.mark.parametrize("num_workers", ["1", "5"])
-def test_each_worker_computes_on_all_cores_however_many_there_are(num_workers):
+def test_each_worker_uses_all_cores_for_any_number_of_workers(num_workers):
     assert engine_of_up("--decode", num_workers).num_threads is None
     assert kernels.default_num_threads() == usable_cores()
 
 
-def test_a_number_that_is_asked_for_is_each_workers():
+def test_a_given_number_of_threads_applies_to_each_worker():
     assert engine_of_up("--decode", "2", "--num-threads", "3").num_threads == 3
 
 
-def test_the_command_line_comes_before_torch():
+def test_importing_the_command_line_does_not_import_torch():
     code = "import sys, baton.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("given", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_torchs_threads_wait_passively_unless_told_otherwise(monkeypatch, given, policy):
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # puts it back, too
+def test_threads_of_torch_wait_passively_unless_the_environment_sets_a_policy(
+    monkeypatch, given, policy
+):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # registers the variable for restoration
     if given is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")
     with pytest.raises(SystemExit):
@@ -46,7 +48,7 @@ def test_torchs_threads_wait_passively_unless_told_otherwise(monkeypatch, given,
 
 
 @pytest.mark.parametrize(("given", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_children_wait_so_too(given, policy):
+def test_child_processes_have_the_same_wait_policy(given, policy):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if given is not None:
         environment["OMP_WAIT_POLICY"] = given

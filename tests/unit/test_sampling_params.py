@@ -1,0 +1,176 @@
+"""`SamplingParams`: limits, None, and forms of values."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.sampling_params import SamplingParams
+
+DEFAULTS = SamplingParams()
+MANY = 2**32 - 1
+
+
+def test_the_defaults_are_those_of_vllm():
+    assert (
+        SamplingParams(
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=None,
+            allowed_token_ids=None,
+            bad_words=(),
+            min_tokens=0,
+            seed=None,
+            max_tokens=16,
+            stop=(),
+            stop_token_ids=(),
+            include_stop_str_in_output=False,
+            ignore_eos=False,
+            n=1,
+            logprobs=None,
+            prompt_logprobs=None,
+            truncate_prompt_tokens=None,
+            skip_special_tokens=True,
+            spaces_between_special_tokens=True,
+            detokenize=True,
+        )
+        == DEFAULTS
+    )
+
+
+@pytest.mark.parametrize("name", sorted(field.name for field in fields(SamplingParams)))
+def test_none_stands_for_the_default_and_max_tokens_for_as_many_as_fit(name):
+    value = getattr(SamplingParams(**{name: None}), name)
+    assert value == (MANY if name == "max_tokens" else getattr(DEFAULTS, name))
+
+
+def test_values_take_one_form():
+    params = SamplingParams(
+        top_k=-1,
+        stop="end",
+        bad_words="no",
+        stop_token_ids=[3],
+        allowed_token_ids={5: None}.keys(),
+        logit_bias={"7": 1, 2: -1.5},
+    )
+    assert (params.top_k, params.stop, params.bad_words) == (0, ("end",), ("no",))
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3,), (5,))
+    assert list(params.logit_bias.items()) == [(2, -1.5), (7, 1.0)]
+    assert SamplingParams(logit_bias={}).logit_bias is None
+    assert replace(params) == params
+
+
+GOOD = [
+    {"temperature": 0},
+    {"top_k": MANY},
+    {"top_p": 1},
+    {"min_p": 0},
+    {"min_p": 1},
+    {"repetition_penalty": 1e-9},
+    {"presence_penalty": -2},
+    {"presence_penalty": 2},
+    {"frequency_penalty": -2},
+    {"frequency_penalty": 2},
+    {"logit_bias": {0: -100, MANY: 100}},
+    {"logit_bias": dict.fromkeys(range(1024), 1.0)},
+    {"allowed_token_ids": [0, MANY]},
+    {"bad_words": ["x" * 256] * 256},
+    {"min_tokens": 16},
+    {"min_tokens": 5000, "max_tokens": None},
+    {"seed": 2**64 - 1},
+    {"max_tokens": MANY},
+    {"stop": ["x" * 256] * 16},
+    {"stop_token_ids": range(16)},
+    {"n": 64},
+    {"logprobs": 20, "prompt_logprobs": 0},
+    {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": 1},
+    {"beam_width": 2, "stop_token_ids": [3], "skip_special_tokens": False},
+]
+BAD = [
+    ({"temperature": -0.1}, r"temperature is -0.1; it must be finite and >= 0"),
+    ({"temperature": math.inf}, "temperature is inf"),
+    ({"top_k": -2}, r"top_k is -2; it must be in \[0, 2\*\*32\), or -1"),
+    ({"top_p": 0}, r"top_p is 0; it must be in \(0, 1\]"),
+    ({"min_p": -0.1}, r"min_p is -0.1; it must be in \[0, 1\]"),
+    ({"min_p": 1.1}, "min_p is 1.1"),
+    ({"min_p": math.nan}, "min_p is nan"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be finite and > 0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+    ({"presence_penalty": 2.1}, r"presence_penalty is 2.1; it must be in \[-2, 2\]"),
+    ({"frequency_penalty": -2.1}, r"frequency_penalty is -2.1; it must be in \[-2, 2\]"),
+    ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
+    ({"logit_bias": {3: 100.5}}, r"logit_bias is 100.5; it must be in \[-100, 100\]"),
+    ({"logit_bias": {3: math.nan}}, "logit_bias is nan"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias is -1; it must be below the vocabulary size"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 entries; at most 1024"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [2**32]}, "allowed_token_ids is 4294967296"),
+    ({"bad_words": ["x"] * 257}, "bad_words has 257 entries; at most 256"),
+    ({"bad_words": ["fine", ""]}, "bad_words is ''; it must be 1 to 256 bytes"),
+    ({"min_tokens": -1}, r"min_tokens is -1; it must be in \[0, 16\], max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens is 9; it must be in \[0, 8\]"),
+    ({"seed": 2**64}, "seed is"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": 2**32}, "max_tokens is 4294967296"),
+    ({"stop": ["x"] * 17}, "stop has 17 entries; at most 16"),
+    ({"stop": "é" * 129}, "stop is"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+    ({"stop_token_ids": range(17)}, "stop_token_ids has 17 entries"),
+    ({"stop": "x", "detokenize": False}, "stop is set together with detokenize=False"),
+    ({"n": 65}, "n is 65"),
+    ({"logprobs": -1}, r"logprobs is -1; it must be in \[0, 20\]"),
+    ({"logprobs": 21}, "logprobs is 21"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be in"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
+    ({"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens is 2147483648"),
+]
+
+
+@pytest.mark.parametrize("values", GOOD, ids=lambda values: ",".join(values))
+def test_values_at_the_limits_are_accepted(values):
+    SamplingParams(**values)
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_a_value_beyond_its_limit_is_refused_by_name(values, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"bad_words": ["no"]},
+        {"min_tokens": 1},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+    ],
+)
+def test_beam_search_refuses_what_it_cannot_obey(value):
+    (name,) = value
+    with pytest.raises(InvalidArgumentError, match=f"^{name} is set together with beam_width"):
+        SamplingParams(beam_width=2, **value)
+    SamplingParams(n=2, best_of=3, **value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["guided_decoding", "structured_outputs", "logits_processors", "thinking_token_budget"],
+)
+def test_options_that_do_not_exist_are_refused_by_name(name):
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: 1})
