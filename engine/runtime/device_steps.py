@@ -95,7 +95,8 @@ class DeviceSteps(Steps):
         of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
-        self._rules.apply_to_chunks(draws.ruled, scores)
+        if draws.ruled:
+            self._rules.apply_to_chunks(draws.ruled, scores)
         if num_decodes:
             self._draw_decodes(scores.last(num_decodes), positions)
         of_chunks = draws.draw(scores, raw)
@@ -193,8 +194,9 @@ class DeviceSteps(Steps):
 
     def _draw_decodes(self, scores: Scores, positions: torch.Tensor) -> None:
         """Draws the tokens of the rows that decode, from logits that follow their rules."""
-        last_tokens = self._rows.state.last_tokens
-        self._rules.apply_to_decodes(self._decode.ruled, scores, last_tokens, positions)
+        if self._decode.ruled is not None:
+            last_tokens = self._rows.state.last_tokens
+            self._rules.apply_to_decodes(self._decode.ruled, scores, last_tokens, positions)
         self._decode.draw(scores, positions)
 
     def _scores_of(self, inputs: BatchInputs) -> Scores:

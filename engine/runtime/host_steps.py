@@ -74,7 +74,8 @@ class HostSteps(Steps):
 
     def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:
         """Changes the logits of the rows that have rules, in place."""
-        self._rules.apply_to_chunks(draws.ruled, scores)
+        if draws.ruled:
+            self._rules.apply_to_chunks(draws.ruled, scores)
         decode = self._decode_rows
         if decode.ruled is not None:
             last_tokens = torch.from_numpy(self._rows.last_tokens)

@@ -67,11 +67,10 @@ class RowRules:
         """Stores the rules of chunks that draw, and changes their logits in place.
 
         Args:
-            ruled: pairs of a row of the scores and the chunk with rules that draws from it.
+            ruled: pairs of a row of the scores and the chunk with rules that draws from it; one
+                or more.
             scores: the step's scores.
         """
-        if not ruled:
-            return
         for _, chunk in ruled:
             self._store(chunk)
         given = [
@@ -85,7 +84,7 @@ class RowRules:
     @torch.inference_mode()
     def apply_to_decodes(
         self,
-        ruled: RuledRows | None,
+        ruled: RuledRows,
         scores: Scores,
         last_tokens: torch.Tensor,
         positions: torch.Tensor,
@@ -99,25 +98,27 @@ class RowRules:
             last_tokens: `[num_rows]` int64; by row, the token that it has run.
             positions: `[n]` int64; positions of the tokens to draw.
         """
-        if ruled is not None:
-            tokens = last_tokens.index_select(0, ruled.rows)
-            self._apply(scores, ruled, tokens, positions.index_select(0, ruled.places))
+        tokens = last_tokens.index_select(0, ruled.rows)
+        self._apply(scores, ruled, tokens, positions.index_select(0, ruled.places))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles the kernels, with a table of one row that is not kept."""
+        """Compiles the kernels, with a table of one row that is not kept.
+
+        Decoding rows' logits may follow those of chunks, at addresses of another alignment.
+        """
         table = _new_table(1, self._max_len, self._vocab_size, self._device)
-        logits = torch.zeros(1, self._vocab_size, device=self._device)
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        kernels.apply_logit_rules(
-            logits,
-            *kernels.row_maxima(logits),
-            table,
-            rule_ids=zero,
-            tokens=zero,
-            positions=zero + 1,
-            logit_rows=zero,
-        )
+        for logits in torch.zeros(2, 1, self._vocab_size, device=self._device):
+            kernels.apply_logit_rules(
+                logits,
+                *kernels.row_maxima(logits),
+                table,
+                rule_ids=zero,
+                tokens=zero,
+                positions=zero + 1,
+                logit_rows=zero,
+            )
 
     def _apply(
         self, scores: Scores, ruled: RuledRows, tokens: torch.Tensor, positions: torch.Tensor
@@ -138,9 +139,10 @@ class RowRules:
         """Writes a chunk's rules and its sequence's tokens into the table."""
         rules = chunk.rules
         assert rules is not None
-        bias_ids, biases = self._biases(rules)
-        stop_ids = np.array([t for t in rules.stop_token_ids if t < self._vocab_size], np.int32)
-        bad_words = self._bad_words(rules)
+        bias_ids = np.array([token for token, _ in rules.bias], np.int32)
+        biases = np.array([bias for _, bias in rules.bias], np.float32)
+        stop_ids = np.array(rules.stop_token_ids, np.int32)
+        bad_words = _bad_words(rules)
         table = self._table = self._table_for(len(bias_ids), len(stop_ids), bad_words.shape)
         penalties = rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty
         assert len(chunk.history) == chunk.start_position, "a chunk with rules has its history"
@@ -157,19 +159,6 @@ class RowRules:
         for tensor, values in contents:
             tensor[chunk.row].copy_(to_device(values, self._device))
         table.history[chunk.row, : len(history)].copy_(to_device(history, self._device))
-
-    def _biases(self, rules: LogitRules) -> tuple[np.ndarray, np.ndarray]:
-        known = [(token, bias) for token, bias in rules.bias if token < self._vocab_size]
-        token_ids, biases = zip(*known, strict=True) if known else ((), ())
-        return np.array(token_ids, np.int32), np.array(biases, np.float32)
-
-    def _bad_words(self, rules: LogitRules) -> np.ndarray:
-        """Returns `[num_words, word_len]` int32, padded before the words' first tokens."""
-        words = [word for word in rules.bad_words if max(word) < self._vocab_size]
-        padded = np.full((len(words), max(map(len, words), default=0)), _PADDING, np.int32)
-        for index, word in enumerate(words):
-            padded[index, -len(word) :] = word
-        return padded
 
     def _mask(self, allowed: tuple[int, ...] | None) -> np.ndarray:
         """Returns a row of `RuleTable.allowed`; kept for the next call, as candidates share it."""
@@ -240,11 +229,19 @@ def _ends(shape: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(whole - size, whole) for whole, size in zip(shape, sizes, strict=True))
 
 
+def _bad_words(rules: LogitRules) -> np.ndarray:
+    """Returns `[num_words, word_len]` int32, padded before the words' first tokens."""
+    words = rules.bad_words
+    padded = np.full((len(words), max(map(len, words), default=0)), _PADDING, np.int32)
+    for index, word in enumerate(words):
+        padded[index, -len(word) :] = word
+    return padded
+
+
 def _make_mask(allowed: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:
     num_words = -(-vocab_size // _WORD_BITS)
     if allowed is None:
         return np.full(num_words, _PADDING, np.int32)  # all bits are set
     bits = np.zeros(num_words * _WORD_BITS, bool)
-    token_ids = np.array(allowed)
-    bits[token_ids[token_ids < vocab_size]] = True
+    bits[np.array(allowed)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
