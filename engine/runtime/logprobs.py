@@ -210,7 +210,6 @@ class PromptTokens:
         self._chunks = chunks
         self._has_any = any(chunk.prompt_targets for chunk in chunks)
 
-    @torch.inference_mode()
     def compute(self, model: CausalModel, hidden: torch.Tensor | None) -> list[torch.Tensor]:
         """Computes the logits of a few tokens at a time, and what `read` needs of them.
 
@@ -225,6 +224,10 @@ class PromptTokens:
         if not self._has_any:
             return []
         assert hidden is not None, "steps with targets compute all hidden states"
+        return self._compute(model, hidden)
+
+    @torch.inference_mode()
+    def _compute(self, model: CausalModel, hidden: torch.Tensor) -> list[torch.Tensor]:
         size = _part_size(model.config.vocab_size)
         tensors, first = [], 0
         for chunk in self._chunks:
