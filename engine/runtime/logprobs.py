@@ -186,17 +186,16 @@ class DecodeReports:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> DecodedTokens:
         """Reads the tensors that `compute` returned, on the host; none if no row decodes."""
-        if not tensors:
-            return DecodedTokens()
-        tokens, logprobs = tuple(tensors[0].tolist()), None
+        tokens = tuple(tensors[0].tolist()) if tensors else ()
+        if len(tensors) < 2:
+            return DecodedTokens(tokens)
+        logprobs: tuple[float, ...] = ()
         if len(self.ranked):
-            logprobs = np.full(len(tokens), math.nan)
-            logprobs[self.ranked] = tensors[1].numpy()
-        return DecodedTokens(
-            tokens,
-            () if logprobs is None else tuple(logprobs.tolist()),
-            () if self.reported is None else self.reported.read(tensors[-2:]),
-        )
+            of_all = np.full(len(tokens), math.nan)
+            of_all[self.ranked] = tensors[1].numpy()
+            logprobs = tuple(of_all.tolist())
+        details = () if self.reported is None else self.reported.read(tensors[-2:])
+        return DecodedTokens(tokens, logprobs, details)
 
 
 class PromptTokens:
