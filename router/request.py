@@ -14,6 +14,7 @@ from router.validation import (
     MAX_TOKENIZE_CHARS,
     check_candidates,
     check_length,
+    check_logprobs,
     check_prompt_length,
     check_token_ids,
     check_vocabulary,
@@ -88,6 +89,7 @@ async def prepare_request(
     check_vocabulary(params, limits.vocab_size)
     params = fitting_params(params, len(token_ids), limits)
     check_candidates(params, limits)
+    check_logprobs(params, len(token_ids))
     bad_words = await tokenizer.encode_bad_words(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
