@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_CANDIDATES", "MAX_LOGPROBS", "MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
+__all__ = [
+    "MAX_CANDIDATES",
+    "MAX_LOGPROBS",
+    "MAX_STOPS",
+    "MAX_STOP_BYTES",
+    "SamplingParams",
+    "over_defaults",
+    "stated_params",
+]
 
 MAX_CANDIDATES = 64
 MAX_STOPS = 16
@@ -266,6 +274,32 @@ _NOT_FOR_BEAMS = (
     "logprobs",
     "prompt_logprobs",
 )
+
+
+def stated_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a caller's mapping that state a value. None states nothing, except for
+    `max_tokens`: there it stands for as many tokens as fit.
+    """
+    return {
+        name: value for name, value in params.items() if value is not None or name == "max_tokens"
+    }
+
+
+def over_defaults(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters that are stated, and defaults for the others.
+
+    Args:
+        stated: values by field.
+        defaults: those of the served model. A beam search takes only `max_tokens` from it:
+            the others are for drawing tokens, and a beam search refuses some of them.
+
+    Raises:
+        InvalidArgumentError: a value is out of range; names the field.
+        TypeError: a field that `SamplingParams` does not have.
+    """
+    if stated.get("beam_width") is not None:
+        defaults = {name: defaults[name] for name in defaults.keys() & {"max_tokens"}}
+    return SamplingParams(**{**defaults, **stated})
 
 
 def _entries(field: str, value: Any, most: int) -> tuple[Any, ...]:

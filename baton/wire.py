@@ -18,7 +18,7 @@ from baton.results import (
     Usage,
     logprobs_of,
 )
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, stated_params
 from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
@@ -33,7 +33,8 @@ __all__ = [
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters of a request. `SamplingParams` state every field; a mapping states the
-fields that it has, and None none. Fields that are not stated take the server's defaults.
+fields that it has, except those whose value is None (for `max_tokens`, None is a value: as many
+as fit); None states no field. Fields that are not stated take the server's defaults.
 """
 
 _FINISH_REASONS = {
@@ -93,7 +94,7 @@ def _checked(params: Params) -> tuple[SamplingParams, Collection[str]]:
     """Returns the parameters, and the names of those that are stated."""
     if isinstance(params, SamplingParams):
         return params, SamplingParams.__slots__
-    stated = dict(params or {})
+    stated = stated_params(params or {})
     # The server's `max_tokens` may be larger than the default, which would limit `min_tokens`.
     return SamplingParams(**{"max_tokens": None, **stated}), stated.keys()
 
@@ -110,7 +111,12 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[
 def parse_generation(
     response: generation_pb2.GenerateResponse, prompt: str | Sequence[int]
 ) -> Generation:
-    """The public form of a whole completion of `prompt`."""
+    """The public form of a whole completion.
+
+    Args:
+        response: the server's.
+        prompt: the request's; used if the response has no token ids of the prompt.
+    """
     if not response.completions:
         raise InternalError("the server answered without a completion")
     return Generation(
@@ -129,8 +135,9 @@ def parse_generation(
         ),
         usage=_parse_usage(response.usage),
         timings=_parse_timings(response.timings),
+        # With `truncate_prompt_tokens`, the server's differ from the caller's.
         prompt_token_ids=(
-            tuple(response.prompt_token_ids) or None if isinstance(prompt, str) else tuple(prompt)
+            tuple(response.prompt_token_ids) or (None if isinstance(prompt, str) else tuple(prompt))
         ),
         prompt_logprobs=_parse_prompt_logprobs(response),
     )

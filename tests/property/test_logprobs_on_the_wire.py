@@ -41,6 +41,16 @@ def generations(draw):
     return num_top, num_prompt_top, candidates, tuple(prompt)
 
 
+def test_the_prompt_of_a_generation_is_what_the_server_used():
+    response = generation_pb2.GenerateResponse(
+        completions=[generation_pb2.Completion()], prompt_token_ids=[6, 7]
+    )
+    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (6, 7)
+    del response.prompt_token_ids[:]
+    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (5, 6, 7)
+    assert parse_generation(response, "text").prompt_token_ids is None
+
+
 @settings(deadline=None)
 @given(generations(), st.data())
 async def test_stream_and_whole_answer_have_what_the_engine_said(generation, data):

@@ -70,7 +70,7 @@ class FakeCandidates:
     def _best(self) -> list[request_pb2.CandidateOutput]:
         """Returns the best candidates: those with the highest indices."""
         best = sorted(self._ranked, key=lambda output: -output.index)
-        best = best[: self._spec.sampling.n]
+        best = best[: self._spec.sampling.n or 1]
         for rank, output in enumerate(best):
             output.index, output.score = rank, -0.5 - rank
         return best

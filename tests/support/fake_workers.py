@@ -293,7 +293,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             result.outputs.add()
             self._add_ranked(result, spec)
         else:
-            for index in candidates[: spec.sampling.n]:
+            for index in candidates[: spec.sampling.n or 1]:
                 reason = reasons[index] if all(reasons) else 0
                 token_ids = self.script_of(index)[:1]
                 output = result.outputs.add(index=index, token_ids=token_ids, finish_reason=reason)
