@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 from router.generation_config import load_default_params
-from router.request import truncated
+from router.request import truncate_prompt
 from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
 from router.validation import fitting_params
@@ -140,8 +140,12 @@ class LLM:
         return {request.spec.request_id: request for request in requests}
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
+        is_text = isinstance(prompt, str)
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        token_ids = truncated(token_ids, params.truncate_prompt_tokens, self._limits)
+        num_leading = self._tokenizer.num_leading_special_tokens if is_text else 0
+        token_ids = truncate_prompt(
+            token_ids, params.truncate_prompt_tokens, self._limits, num_leading
+        )
         if len(token_ids) < self._limits.max_total_tokens:
             params = fitting_params(params, len(token_ids), self._limits)
         spec = RequestSpec.with_defaults(

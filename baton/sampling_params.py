@@ -91,7 +91,9 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt. Such a request computes
             its whole prompt, whatever caches hold.
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 keeps
-            as many as the model's context has room for. None: too long prompts are refused.
+            as many as the model's context has room for. Special tokens that the tokenizer
+            adds at the start of a text are kept, and count. None: too long prompts are
+            refused.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: keep the spaces that some tokenizers write between
             special tokens; those of byte-level and metaspace vocabularies write none.

@@ -22,7 +22,7 @@ from router.validation import (
     prompt_of,
 )
 
-__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncated"]
+__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,22 +130,38 @@ async def tokenize_prompt(
         if truncate_prompt_tokens is not None:
             most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
         check_length("text", prompt, most_chars)
-        prompt = await tokenizer.encode_async(prompt)
-    prompt = truncated(prompt, truncate_prompt_tokens, limits)
-    check_prompt_length(len(prompt), limits)
-    return tuple(prompt)
+        num_leading = tokenizer.num_leading_special_tokens
+        token_ids: Sequence[int] = await tokenizer.encode_async(prompt)
+    else:
+        num_leading, token_ids = 0, prompt
+    token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, num_leading)
+    check_prompt_length(len(token_ids), limits)
+    return tuple(token_ids)
 
 
-def truncated(
-    token_ids: Sequence[int], truncate_prompt_tokens: int | None, limits: RequestLimits
+def truncate_prompt(
+    token_ids: Sequence[int],
+    truncate_prompt_tokens: int | None,
+    limits: RequestLimits,
+    num_leading: int,
 ) -> Sequence[int]:
-    """Returns the last tokens of a prompt, as many as `SamplingParams.truncate_prompt_tokens`
-    says. For -1, these are as many as leave room for one generated token.
+    """Returns the last tokens of a prompt, after its leading special tokens, as vLLM does.
+
+    Args:
+        token_ids: the prompt.
+        truncate_prompt_tokens: how many tokens to keep, the leading ones included; -1 keeps as
+            many as leave room for one generated token, None all.
+        limits: the engine's.
+        num_leading: tokens at the start that the tokenizer added, which are kept. 0 for a
+            prompt that the caller gave as token ids.
     """
     if truncate_prompt_tokens is None:
         return token_ids
     most = limits.max_total_tokens - 1 if truncate_prompt_tokens < 0 else truncate_prompt_tokens
-    return token_ids[-most:] if len(token_ids) > most else token_ids
+    if len(token_ids) <= most:
+        return token_ids
+    num_leading = min(num_leading, most)
+    return [*token_ids[:num_leading], *token_ids[len(token_ids) - most + num_leading :]]
 
 
 async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...]:

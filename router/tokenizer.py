@@ -10,6 +10,7 @@ OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ class Tokenizer:
                 tokenizer files are missing, broken or of an unsupported kind.
         """
         return cls(_load_backend(resolve_folder(path_or_name)))
+
+    @cached_property
+    def num_leading_special_tokens(self) -> int:
+        """How many special tokens `encode` adds at the start of a text."""
+        (encoding,) = self._backend.encode_batch_fast(["a"])
+        return encoding.special_tokens_mask.index(0)  # 1 for each token that was added
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`, by default with the model's special tokens.

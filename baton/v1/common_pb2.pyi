@@ -410,7 +410,9 @@ class TextParams(google.protobuf.message.Message):
     DETOKENIZE_FIELD_NUMBER: builtins.int
     truncate_prompt_tokens: builtins.int
     """Keep only this many last tokens of the prompt; -1 keeps as many as the
-    model's context has room for. Unset: a prompt that is too long is refused.
+    model's context has room for. Special tokens that the tokenizer adds at
+    the start of a text are kept, and count. Unset: a prompt that is too long
+    is refused.
     """
     skip_special_tokens: builtins.bool
     """Leave special tokens out of the text. Unset: true."""

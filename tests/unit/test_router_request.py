@@ -58,7 +58,9 @@ async def test_a_text_to_truncate_may_be_longer_than_what_fits():
     assert len(text) > 8 * few.longest_token_chars
     token_ids = few.encode(text)
     for truncate, kept in ((3, 3), (-1, 7)):
-        assert await tokenize_prompt(text, few, LIMITS, truncate) == tuple(token_ids[-kept:])
+        expected = (token_ids[0], *token_ids[1 - kept :])  # the first is <s>
+        assert await tokenize_prompt(text, few, LIMITS, truncate) == expected
+    assert await tokenize_prompt(text, few, LIMITS, 1) == (token_ids[0],)
     with pytest.raises(InvalidArgumentError, match=r"text has 1048577 .* most 1048576$"):
         await tokenize_prompt("a" * (2**20 + 1), few, LIMITS, 3)
 

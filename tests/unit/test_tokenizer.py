@@ -13,6 +13,8 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigurationError, InvalidArgumentError
+from router.request import tokenize_prompt
+from router.served_model import RequestLimits
 from router.text_stream import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
@@ -55,6 +57,16 @@ def test_encode_equals_transformers(folder):
         for special in (True, False):
             expected = theirs.encode(text, add_special_tokens=special)
             assert ours.encode(text, add_special_tokens=special) == expected, text
+
+
+async def test_truncated_texts_equal_those_of_transformers(folder):
+    ours = Tokenizer.load(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, truncation_side="left")
+    limits = RequestLimits(10**6, 10**6, 10**6, 1)
+    for text in filter(str.strip, TEXTS):
+        for most in (theirs.num_special_tokens_to_add() + 1, 5, 10**4):
+            expected = theirs(text, truncation=True, max_length=most).input_ids
+            assert await tokenize_prompt(text, ours, limits, most) == tuple(expected), text
 
 
 def test_decode_equals_transformers(folder):
