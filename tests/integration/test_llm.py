@@ -140,6 +140,30 @@ def test_bad_words_are_recorded_as_tokens(llm):
     assert request.spec.bad_words_token_ids == (tuple(b"no"),)
 
 
+def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_limits", replace(llm._limits, vocab_size=100))
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words is 110; .* vocabulary size 100$"):
+        llm.generate([[5]], replace(GREEDY, bad_words=["n"]), use_tqdm=False)
+
+
+def test_a_mapping_states_some_parameters(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_default_params", {"max_tokens": 5, "min_p": 0.5})
+    stated = {"temperature": 0, "ignore_eos": True}
+    (one,) = llm.generate("abc", {**stated, "min_p": None}, use_tqdm=False)
+    (full,) = llm.generate("abc", replace(GREEDY, max_tokens=5), use_tqdm=False)
+    assert one.token_ids == full.token_ids
+    results = llm.generate(["abc", "abc"], [{**stated, "max_tokens": 3}, None], use_tqdm=False)
+    assert results[0].token_ids == full.token_ids[:3]
+    assert 1 <= len(results[1].token_ids) <= 5
+    (beams,) = llm.generate("abc", {"beam_width": 2}, use_tqdm=False)
+    assert 1 <= len(beams.token_ids) <= 5
+    assert llm._complete({"temperature": 0}) == SamplingParams(
+        temperature=0, max_tokens=5, min_p=0.5
+    )
+    with pytest.raises(TypeError, match="topp"):
+        llm.generate("abc", {"topp": 1}, use_tqdm=False)
+
+
 def test_no_prompts_give_no_results(llm):
     assert llm.generate([], use_tqdm=False) == []
 
