@@ -156,7 +156,7 @@ class LLM:
         )
         if len(token_ids) < self._limits.max_total_tokens:
             params = fitting_params(params, len(token_ids), self._limits)
-        bad_words = self._tokenizer.bad_words_token_ids(params.bad_words)
+        bad_words = self._tokenizer.encode_bad_words(params.bad_words)
         for bad_word in bad_words:
             check_token_ids("bad_words", bad_word, self._limits.vocab_size)
         spec = RequestSpec.with_defaults(

@@ -90,7 +90,7 @@ async def prepare_request(
     params = fitting_params(params, len(token_ids), limits)
     check_candidates(params, limits)
     check_logprobs(params, len(token_ids))
-    bad_words = await tokenizer.encode_bad_words(params.bad_words)
+    bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
     spec = RequestSpec.with_defaults(

@@ -101,7 +101,7 @@ async def test_bad_words_go_to_the_workers_as_tokens():
     message = request(max_tokens=3)
     message.sampling.bad_words.extend(["dog", "the dog"])
     _, (first, *_), (start, *_) = await generated(message, [300] * 9)
-    expected = tokenizer().bad_words_token_ids(["dog", "the dog"])
+    expected = tokenizer().encode_bad_words(["dog", "the dog"])
     for spec in (first, start):
         assert tuple(tuple(each.ids) for each in spec.bad_words_token_ids) == expected
 

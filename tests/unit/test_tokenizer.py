@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -243,17 +244,17 @@ def test_bad_words_are_encoded_at_the_start_and_after_a_space(tmp_path):
     tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
     dog, spaced_dog = (tokenizer.encode(text, False) for text in ("dog", " dog"))
     assert len(spaced_dog) < len(dog)  # " dog" has a token of its own
-    assert tokenizer.bad_words_token_ids(["dog", "  dog"]) == (tuple(dog),) * 2
+    assert tokenizer.encode_bad_words(["dog", "  dog"]) == (tuple(dog),) * 2
     comma, spaced_comma = (tokenizer.encode(text, False) for text in ("(", " ("))
     assert len(comma) == 1 < len(spaced_comma)
-    assert tokenizer.bad_words_token_ids(["("]) == (tuple(comma),)
+    assert tokenizer.encode_bad_words(["("]) == (tuple(comma),)
     both = [
         word
         for word in (tokenizer.decode([i]).strip() for i in range(tokenizer.vocab_size))
         if word and reference_bad_words(tokenizer, [word])[1:]
     ]
     assert both
-    assert tokenizer.bad_words_token_ids(both) == reference_bad_words(tokenizer, both)
+    assert tokenizer.encode_bad_words(both) == reference_bad_words(tokenizer, both)
 
 
 def reference_bad_words(tokenizer, words):
@@ -271,21 +272,32 @@ def reference_bad_words(tokenizer, words):
 
 def test_bad_words_without_tokens_are_refused(folder):
     with pytest.raises(InvalidArgumentError, match=r"^bad_words is '  '; it must be a text that"):
-        Tokenizer.load(folder).bad_words_token_ids(["dog", "  "])
+        Tokenizer.load(folder).encode_bad_words(["dog", "  "])
 
 
 async def test_many_bad_words_are_encoded_in_a_thread(tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
     threads = []
-    encode = tokenizer.encode
+    encode = tokenizer.encode_bad_words
     monkeypatch.setattr(
         tokenizer,
-        "encode",
-        lambda *arguments: threads.append(threading.current_thread()) or encode(*arguments),
+        "encode_bad_words",
+        lambda words: threads.append(threading.current_thread()) or encode(words),
     )
-    assert await tokenizer.encode_bad_words(["dog"]) == tokenizer.bad_words_token_ids(["dog"])
-    assert set(threads) == {threading.current_thread()}
+    assert await tokenizer.encode_bad_words_async(["dog"]) == encode(["dog"])
+    assert threads == [threading.current_thread()]
     threads.clear()
     words = ["dog" * 20] * 100
-    assert len(await tokenizer.encode_bad_words(words)) == 100
+    assert len(await tokenizer.encode_bad_words_async(words)) == 100
     assert threading.current_thread() not in threads
+
+
+def test_bad_words_are_encoded_in_one_call(folder, monkeypatch):
+    tokenizer = Tokenizer.load(folder)
+    backend = Mock(wraps=tokenizer._backend)
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    assert tokenizer.encode_bad_words(["dog", "the cat", "no"])
+    assert backend.encode_batch_fast.call_count == 1
+    assert tokenizer.encode_bad_words([]) == ()
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words is not valid Unicode: lone surr"):
+        tokenizer.encode_bad_words(["fine", "a\ud800"])
