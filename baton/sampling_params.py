@@ -1,7 +1,8 @@
 """`SamplingParams`: how tokens are drawn, when to stop, and what is returned.
 
-A leaf module like `baton.errors`: clients, router and engine share it. Names, defaults and
-meanings are those of vLLM's class of the same name, where that has the field.
+A leaf module like `baton.errors`: clients, router and engine share it. Names and defaults are
+those of vLLM's class of the same name, where that has the field; meanings differ in a few
+places, which docs/sampling.md states.
 """
 
 import math
