@@ -12,9 +12,11 @@ from baton.results import (
     Completion,
     CompletionChunk,
     Generation,
+    Logprobs,
     ModelDescription,
     Timings,
     Usage,
+    logprobs_of,
 )
 from baton.sampling_params import SamplingParams
 from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
@@ -121,12 +123,16 @@ def parse_generation(
                 finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
                 matched_stop=_parse_matched_stop(completion.matched_stop),
                 score=completion.score if completion.HasField("score") else None,
+                logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
             )
             for completion in response.completions
         ),
         usage=_parse_usage(response.usage),
         timings=_parse_timings(response.timings),
-        prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
+        prompt_token_ids=(
+            tuple(response.prompt_token_ids) or None if isinstance(prompt, str) else tuple(prompt)
+        ),
+        prompt_logprobs=_parse_prompt_logprobs(response),
     )
 
 
@@ -146,6 +152,9 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
         timings=_parse_timings(response.timings) if is_last else None,
+        logprobs=_parse_logprobs(response.token_ids, response.logprobs),
+        prompt_token_ids=tuple(response.prompt_token_ids) or None,
+        prompt_logprobs=_parse_prompt_logprobs(response),
     )
 
 
@@ -159,6 +168,32 @@ def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
         block_size=response.block_size,
         namespace=response.namespace,
     )
+
+
+def _parse_logprobs(
+    token_ids: Sequence[int], messages: Sequence[common_pb2.TokenLogprobs]
+) -> tuple[Logprobs, ...] | None:
+    """The log-probabilities of tokens; None if the request did not ask for them."""
+    if not messages:
+        return None
+    return tuple(
+        logprobs_of(
+            token_id, message.logprob, message.rank, message.top_token_ids, message.top_logprobs
+        )
+        for token_id, message in zip(token_ids, messages, strict=True)
+    )
+
+
+def _parse_prompt_logprobs(
+    response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
+) -> tuple[Logprobs | None, ...] | None:
+    """The log-probabilities of the prompt's tokens; None for the first token, and None if the
+    request did not ask for them or ended before they were computed.
+    """
+    later = response.prompt_token_ids[1:]
+    if not response.prompt_token_ids or len(later) != len(response.prompt_logprobs):
+        return None
+    return (None, *(_parse_logprobs(later, response.prompt_logprobs) or ()))
 
 
 def _parse_matched_stop(stop: common_pb2.MatchedStop) -> str | int | None:

@@ -19,6 +19,7 @@ from baton.request_spec import RequestSpec
 
 __all__ = [
     "INVALID_TOKEN",
+    "NO_LOGPROBS",
     "NO_TOKEN",
     "ChunkOutput",
     "DrawParams",
@@ -35,6 +36,9 @@ _MASK64 = 2**64 - 1
 
 INVALID_TOKEN = -1
 """Reported if logits are not finite: the engine ends that request with `InternalError`."""
+
+NO_LOGPROBS = -1
+"""The number of likeliest tokens to report if no `TokenLogprobs` are to be reported."""
 
 NO_TOKEN = -2
 """Reported if a row's rules leave no token: the engine ends that request with
@@ -179,9 +183,13 @@ class ScheduledChunk:
             if nothing is drawn. The noise position is
             `start_position + len(token_ids)`.
         num_top: report this many most likely next tokens instead (beam search).
-        wants_logprobs: report the drawn tokens' log-probabilities too, here
-            and while the row decodes.
-        num_logprobs: if so, report those of this many likeliest tokens as well.
+        wants_logprobs: report the drawn tokens' log-probabilities too, for
+            ranking, here and while the row decodes.
+        num_logprobs: report `TokenLogprobs` of the drawn tokens, with this many
+            likeliest tokens, here and while the row decodes; or `NO_LOGPROBS`.
+        prompt_targets: the tokens of the prompt that follow the first
+            `len(prompt_targets)` of `token_ids`; report `TokenLogprobs` of them.
+        num_prompt_logprobs: number of likeliest tokens in these reports.
         history: the sequence's tokens before `token_ids` if `draws` have rules, which are the
             same in all of them; else empty.
     """
@@ -192,7 +200,9 @@ class ScheduledChunk:
     draws: tuple[DrawParams, ...] = ()
     num_top: int = 0
     wants_logprobs: bool = False
-    num_logprobs: int = 0
+    num_logprobs: int = NO_LOGPROBS
+    prompt_targets: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
     history: tuple[int, ...] = ()
 
     @property
@@ -244,18 +254,21 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at the place of one token.
+    """Log-probabilities at the place of one token; the fields have the wire's names.
+
+    `EngineConfig.logprobs_mode` says of which distribution those of drawn tokens are;
+    those of the prompt's tokens are always of the model's own.
 
     Attributes:
         logprob: the token's own.
-        rank: the token's rank in the vocabulary; the likeliest token has 1.
-        top_ids: the likeliest tokens, the likeliest first.
+        rank: the token's rank in the vocabulary: 1 and the number of likelier tokens.
+        top_token_ids: the likeliest tokens, the likeliest first.
         top_logprobs: their log-probabilities.
     """
 
     logprob: float
     rank: int
-    top_ids: tuple[int, ...] = ()
+    top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -267,11 +280,14 @@ class ChunkOutput:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
             likeliest first. Each is `INVALID_TOKEN` if logits are not finite, and `NO_TOKEN`
             if the rules leave none.
-        logprobs: log-softmax of the raw logits at `token_ids`, if requested.
+        logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
+            or `num_top` is set.
+        details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    details: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +298,17 @@ class StepOutput:
         step: the batch's number.
         chunks: one per chunk; None for a chunk that needs no logits.
         decoded: one token per row of `decode_rows`.
-        decoded_logprobs: log-probabilities of `decoded` if requested for any of
-            those rows, with NaN for the other rows; else empty.
+        decoded_logprobs: log-probabilities of `decoded` if any of those rows
+            `wants_logprobs`, with NaN for the other rows; else empty.
+        decoded_details: one per row of `decode_rows` if the `num_logprobs` of any of them
+            asks for it, with None for the other rows; else empty.
+        prompt_details: per chunk, one per entry of its `prompt_targets`; empty if no
+            chunk has any.
     """
 
     step: int
     chunks: tuple[ChunkOutput | None, ...] = ()
     decoded: tuple[int, ...] = ()
     decoded_logprobs: tuple[float, ...] = ()
+    decoded_details: tuple[TokenLogprobs | None, ...] = ()
+    prompt_details: tuple[tuple[TokenLogprobs, ...], ...] = ()

@@ -50,6 +50,15 @@ class RoutedRequest:
         """Blocks of `block_size` tokens that hold the prompt, the partial one included."""
         return -(-self.num_prompt_tokens // self.block_size)
 
+    def num_reused_tokens(self, overlap_blocks: int) -> int:
+        """Tokens of the prompt that a replica need not compute.
+
+        Args:
+            overlap_blocks: leading blocks of the prompt that the replica probably caches.
+        """
+        computes_all = self.spec.params.prompt_logprobs is not None
+        return 0 if computes_all else overlap_blocks * self.block_size
+
 
 async def prepare_request(
     message: generation_pb2.GenerateRequest,

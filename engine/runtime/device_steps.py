@@ -7,7 +7,6 @@ and read by `LaunchedStep.result`; meanwhile the next step may have been launche
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +27,7 @@ from engine.runtime.device_decode import (
 )
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
+from engine.runtime.logprobs import DecodeReports, PromptTokens
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
@@ -73,7 +73,7 @@ class DeviceSteps(Steps):
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
-        self._with_logprobs = np.zeros(0, bool)
+        self._reports = self._decode_reports()
 
     @override
     @torch.inference_mode()
@@ -81,7 +81,7 @@ class DeviceSteps(Steps):
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows:
             self._decode_ids = np.array(batch.decode_rows, np.int64)
-            self._with_logprobs = self._rows.host.wants_logprobs[self._decode_ids]
+            self._reports = self._decode_reports()
             self._decode.set_rows(self._decode_ids)
             self._decode_rows = batch.decode_rows
 
@@ -89,25 +89,34 @@ class DeviceSteps(Steps):
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         num_decodes = len(self._decode_ids)
-        draws = ChunkDraws(batch.chunks)
+        draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
+        prompts = PromptTokens(batch.chunks)
         scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.
+        raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
         if draws.ruled:
             self._rules.apply_to_chunks(draws.ruled, scores)
         if num_decodes:
             self._draw_decodes(scores.last(num_decodes), positions)
-        of_chunks = draws.draw(scores)
+        of_chunks = draws.draw(scores, raw)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
-        of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
-        with_logprobs = self._with_logprobs
+        reports, of_decodes = self._reports, list[torch.Tensor]()
+        if num_decodes:
+            tokens = self._decode.tokens[:num_decodes]
+            of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
+        num_drawn = len(of_decodes) + len(of_chunks)
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
-            decoded = _read_decoded(tensors[: len(of_decodes)], with_logprobs)
-            chunks = draws.outputs(tensors[len(of_decodes) :])
-            return StepOutput(batch.step, tuple(chunks), *decoded)
+            chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
+            decoded = reports.read(tensors[: len(of_decodes)])
+            return StepOutput(
+                batch.step, tuple(chunks), *decoded, prompts.read(tensors[num_drawn:])
+            )
 
-        return LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
+        results = [*of_decodes, *of_chunks, *of_prompts]
+        return LaunchedStep(fetch(self._model.device, results), read)
 
     @override
     def graph_bytes(self) -> int:
@@ -139,6 +148,11 @@ class DeviceSteps(Steps):
         for row in range(min(2, self._model.max_rows)):
             self._run_and_wait(_warm_up_batch(row, 1, ()))
             self._run_and_wait(ScheduledBatch(0, decode_rows=(row,)))
+
+    def _decode_reports(self) -> DecodeReports:
+        model, rows = self._model, self._rows.host
+        is_processed = model.reports_processed
+        return DecodeReports.of(rows, self._decode_ids, model.device, is_processed=is_processed)
 
     def _run_and_wait(self, batch: ScheduledBatch) -> None:
         self.update(batch)
@@ -188,18 +202,13 @@ class DeviceSteps(Steps):
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
+        states = model.model(inputs.token_ids, inputs.positions, kv)
+        logits = model.model.logits(inputs.logit_states(states))
+        hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):
             nothing = logits.new_empty(0)
-            return Scores(logits, nothing, nothing.long())
-        return Scores(logits, *kernels.row_maxima(logits))
-
-    def _drawn(self, scores: Scores) -> list[torch.Tensor]:
-        """Returns the decoding rows' tokens, and log-probabilities if requested for any row."""
-        tokens = self._decode.tokens[: len(self._decode_ids)]
-        if not self._with_logprobs.any():
-            return [tokens]
-        return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
+            return Scores(logits, nothing, nothing.long(), hidden)
+        return Scores(logits, *kernels.row_maxima(logits), hidden)
 
 
 def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
@@ -218,18 +227,6 @@ def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
 def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> ScheduledBatch:
     chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAWS[row],), wants_logprobs=True)
     return ScheduledBatch(0, (chunk,), decode_rows)
-
-
-def _read_decoded(
-    tensors: Sequence[torch.Tensor], with_logprobs: np.ndarray
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows."""
-    if not tensors:
-        return (), ()
-    tokens = tuple(tensors[0].tolist())
-    if len(tensors) == 1:
-        return tokens, ()
-    return tokens, tuple(np.where(with_logprobs, tensors[1].numpy(), math.nan).tolist())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.runner import LayersComputed
 from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.drawing import ChunkDraws, DecodeRows
+from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.rows import Rows
 from engine.runtime.rules import RowRules
@@ -29,13 +30,14 @@ class HostSteps(Steps):
     is_asynchronous = False
 
     def __init__(self, model: StepModel) -> None:
-        self._device = model.device
+        self._device, self._model = model.device, model.model
+        self._is_processed = model.reports_processed
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         vocab_size = model.model.config.vocab_size
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
-        self._decode_rows = DecodeRows.of((), self._rows, self._device)
+        self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
         self._on_layers: LayersComputed | None = None
 
@@ -47,7 +49,10 @@ class HostSteps(Steps):
     def update(self, batch: ScheduledBatch) -> None:
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows.rows:
-            self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
+            self._decode_rows = self._decode_rows_of(batch.decode_rows)
+
+    def _decode_rows_of(self, rows: tuple[int, ...]) -> DecodeRows:
+        return DecodeRows.of(rows, self._rows, self._device, is_processed=self._is_processed)
 
     @override
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
@@ -55,14 +60,17 @@ class HostSteps(Steps):
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
-        draws = ChunkDraws(batch.chunks)
+        draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
+        prompts = PromptTokens(batch.chunks)
         scores = self._recorded.scores(self._on_layer(batch))
+        of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
         # Until here the logits are the model's own.
+        raw = scores.copy() if draws.keeps_raw or decode.reports.keeps_raw else scores
         self._apply_rules(draws, scores)
-        decoded, decoded_logprobs = decode.draw(scores, rows.positions)
-        chunks = draws.outputs(draws.draw(scores))
-        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
-        return FinishedStep(StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs))
+        decoded = decode.draw(scores, raw, rows.positions)
+        chunks = draws.outputs(draws.draw(scores, raw))
+        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded.tokens)
+        return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:
         """Changes the logits of the rows that have rules, in place."""

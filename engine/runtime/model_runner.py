@@ -8,6 +8,7 @@ import torch
 
 import kernels
 from baton.errors import ConfigurationError
+from baton.sampling_params import MAX_LOGPROBS
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
@@ -170,7 +171,9 @@ class ModelRunner:
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._run_dummy(self._config.max_num_batched_tokens, self._config.max_running)
+        self._run_dummy(
+            self._config.max_num_batched_tokens, self._config.max_running, reports_prompts=True
+        )
         peak_reserved = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -194,15 +197,29 @@ class ModelRunner:
         torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 
-    def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
+    def _run_dummy(self, num_tokens: int, max_seqs: int, *, reports_prompts: bool = False) -> int:
         """Runs a step of up to `num_tokens` tokens, which all write their KV to one block.
+
+        Args:
+            num_tokens: the most tokens.
+            max_seqs: the most sequences.
+            reports_prompts: whether to report log-probabilities of all tokens.
 
         Returns:
             The number of tokens that it ran.
         """
         lengths = _dummy_lengths(num_tokens, max_seqs, self.info.max_model_len)
         chunks = tuple(
-            ScheduledChunk(row, (0,) * length, 0, (_DUMMY_DRAW,), wants_logprobs=True)
+            ScheduledChunk(
+                row,
+                (0,) * length,
+                0,
+                (_DUMMY_DRAW,),
+                wants_logprobs=True,
+                num_logprobs=MAX_LOGPROBS,
+                prompt_targets=(0,) * length if reports_prompts else (),
+                num_prompt_logprobs=MAX_LOGPROBS,
+            )
             for row, length in enumerate(lengths)
         )
         batch = ScheduledBatch(0, chunks)
@@ -265,6 +282,7 @@ class ModelRunner:
                 max_model_len=info.max_model_len,
                 # A prefill engine hands every request off before it would decode.
                 enforce_eager=config.enforce_eager or config.role == "prefill",
+                reports_processed=config.logprobs_mode == "processed_logprobs",
             )
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.batch import ChunkOutput, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
 from engine.runtime.sampler import DRAW_RECORD, draw_record
 
 __all__ = ["Rows"]
@@ -25,7 +25,8 @@ class Rows:
         last_tokens: `[num_rows]` int64; the token drawn last.
         draws: `[num_rows]` of `DRAW_RECORD`; the draw parameters.
         has_rules: `[num_rows]` bool; whether the draw parameters have rules.
-        wants_logprobs: `[num_rows]` bool; whether to report log-probabilities.
+        wants_logprobs: `[num_rows]` bool; `ScheduledChunk.wants_logprobs`.
+        num_logprobs: `[num_rows]` int64; `ScheduledChunk.num_logprobs`.
     """
 
     def __init__(self, num_layer_groups: int, num_rows: int, max_blocks: int) -> None:
@@ -35,6 +36,7 @@ class Rows:
         self.draws = np.zeros(num_rows, DRAW_RECORD)
         self.has_rules = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
+        self.num_logprobs = np.full(num_rows, NO_LOGPROBS)
 
     def update_tables(self, updates: Iterable[TableUpdate]) -> None:
         """Writes new block ids into the tables."""
@@ -51,6 +53,7 @@ class Rows:
         for chunk in chunks:
             self.positions[chunk.row] = chunk.start_position + chunk.num_tokens
             self.wants_logprobs[chunk.row] = chunk.wants_logprobs
+            self.num_logprobs[chunk.row] = chunk.num_logprobs
             if len(chunk.draws) == 1:
                 self.draws[chunk.row] = draw_record(chunk.draws[0])
                 self.has_rules[chunk.row] = chunk.rules is not None

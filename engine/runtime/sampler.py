@@ -41,11 +41,18 @@ class Scores:
         likeliest: `[rows]` int64; the lowest token id with the maximum. `INVALID_TOKEN`
             if a row holds NaN or infinity, or no finite number; `NO_TOKEN` if that is so
             after rules have changed the row.
+        hidden: `[num_tokens, hidden_size]`; the final hidden states of all tokens of the
+            step, if it needs them.
     """
 
     logits: torch.Tensor
     maxima: torch.Tensor
     likeliest: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+    def copy(self) -> "Scores":
+        """Returns a copy that rules do not change, without `hidden`."""
+        return Scores(self.logits.clone(), self.maxima.clone(), self.likeliest.clone())
 
     def last(self, num_rows: int) -> "Scores":
         """Returns the scores of the last `num_rows` rows."""

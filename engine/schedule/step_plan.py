@@ -2,9 +2,9 @@
 
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
 
@@ -74,6 +74,7 @@ class StepPlan:
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens."""
         group, start = sequence.group, sequence.num_scheduled
+        spec = group.request.spec
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
         draws = group.draws_of(sequence) if ends else ()
@@ -84,9 +85,14 @@ class StepPlan:
             start_position=start,
             draws=draws,
             num_top=group.num_top_of(sequence) if ends else 0,
-            wants_logprobs=group.request.spec.params.is_ranked,
+            wants_logprobs=spec.params.is_ranked,
+            num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
             history=tuple(sequence.token_ids[:start]) if has_rules else (),
         )
+        if group.owes_prompt_logprobs:
+            targets = spec.prompt_token_ids[start + 1 : end + 1]
+            num_logprobs = spec.params.prompt_logprobs or 0
+            chunk = replace(chunk, prompt_targets=targets, num_prompt_logprobs=num_logprobs)
         sequence.num_scheduled = end
         self.budget -= num_tokens
         self.num_partial += not ends

@@ -18,7 +18,7 @@ import torch
 from kernels.dispatch import kernel
 from kernels.row_state import DrawTable
 
-__all__ = ["draw_random", "draw_tokens", "philox4x32", "token_logprobs"]
+__all__ = ["draw_random", "draw_tokens", "philox4x32", "scaled_logits", "token_logprobs"]
 
 _WEIGHT_SCALE = 2.0**32
 _WORD_MASK = 0xFFFFFFFF
@@ -96,12 +96,27 @@ def draw_random(
         positions: `[n]` int64.
         filtered: whether to apply top-k, top-p and min-p.
     """
+    scaled = scaled_logits(logits, maxima, draws, filtered=filtered)
+    return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
+
+
+def scaled_logits(
+    logits: torch.Tensor, maxima: torch.Tensor, draws: DrawTable, *, filtered: bool
+) -> torch.Tensor:
+    """Returns logits of the distributions that tokens are drawn from, `[n, vocab]` float64.
+
+    Args:
+        logits: `[n, vocab]` float32.
+        maxima: `[n]` float32; the largest value of each row.
+        draws: sampling parameters of `n` draws. No temperature is 0.
+        filtered: whether to apply the filters; tokens that are not kept get -inf.
+    """
     # Distances to the maximum, so that no temperature, however small, overflows.
     distance = logits.double() - maxima.unsqueeze(-1)  # [n, vocab], <= 0
     scaled = distance / draws.temperature.unsqueeze(-1)
     if filtered:
         scaled = scaled.masked_fill(scaled < _thresholds(scaled, draws), -torch.inf)
-    return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
+    return scaled
 
 
 @kernel("logits.device", "logits.dtype")

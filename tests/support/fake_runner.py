@@ -8,18 +8,20 @@ of the seed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from engine.batch import (
     INVALID_TOKEN,
+    NO_LOGPROBS,
     ChunkOutput,
     DrawParams,
     ScheduledBatch,
     ScheduledChunk,
     StepOutput,
     TableUpdate,
+    TokenLogprobs,
 )
 from engine.runner import LayersComputed, ModelInfo, StepCosts
 from tests.support.fake_model import (
@@ -30,6 +32,7 @@ from tests.support.fake_model import (
     fake_info,
     log_probabilities,
     next_token,
+    token_logprobs,
     top_tokens,
 )
 
@@ -59,6 +62,7 @@ class FakeRow:
     draw: DrawParams = GREEDY
     history: Prefix = ()  # if `draw` has rules: the sequence, from chunks and draws
     wants_logprobs: bool = False
+    num_logprobs: int = NO_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -144,6 +148,8 @@ class FakeRunner:
             ),
             decoded=tuple(self._decode(work) for work in decodes),
             decoded_logprobs=self._decoded_logprobs(decodes),
+            decoded_details=self._decoded_details(decodes),
+            prompt_details=self._prompt_details(batch.chunks, chunks),
         )
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
@@ -203,6 +209,7 @@ class FakeRunner:
         row.position = chunk.start_position + chunk.num_tokens
         row.last_token = None
         row.wants_logprobs = chunk.wants_logprobs
+        row.num_logprobs = chunk.num_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
             row.history = chunk.history + chunk.token_ids
@@ -312,7 +319,7 @@ class FakeRunner:
         if work.is_broken:
             num_tokens = min(chunk.num_top, vocab_size) or len(chunk.draws)
             logprobs = (math.nan,) * num_tokens if chunk.num_top or chunk.wants_logprobs else ()
-            return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)
+            return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)  # no details are read
         if chunk.num_top:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
@@ -323,8 +330,11 @@ class FakeRunner:
         if len(tokens) == 1:
             (work.row.last_token,) = tokens
         every = log_probabilities(work.sequence, vocab_size)
+        details = (self._details(work, token) for token in tokens)
         return ChunkOutput(
-            tokens, tuple(every[token] for token in tokens) if chunk.wants_logprobs else ()
+            tokens,
+            tuple(every[token] for token in tokens) if chunk.wants_logprobs else (),
+            tuple(found for found in details if found is not None),
         )
 
     def _decode(self, work: _Work) -> int:
@@ -338,6 +348,39 @@ class FakeRunner:
         if not any(work.row.wants_logprobs for work in decodes):
             return ()
         return tuple(self._logprob(work) for work in decodes)
+
+    def _decoded_details(self, decodes: Sequence[_Work]) -> tuple[TokenLogprobs | None, ...]:
+        if all(work.row.num_logprobs == NO_LOGPROBS for work in decodes):
+            return ()
+        return tuple(self._details(work, work.row.last_token) for work in decodes)
+
+    def _details(self, work: _Work, token: int) -> TokenLogprobs | None:
+        """Returns None if the request asks for none."""
+        num_top = work.row.num_logprobs
+        if num_top == NO_LOGPROBS:
+            return None
+        if token == INVALID_TOKEN:
+            return TokenLogprobs(math.nan, 1)
+        return token_logprobs(work.sequence, token, num_top, self.info.vocab_size)
+
+    def _prompt_details(
+        self, chunks: Sequence[ScheduledChunk], works: Sequence[_Work]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        if not any(chunk.prompt_targets for chunk in chunks):
+            return ()
+        return tuple(
+            tuple(self._target_details(chunk, work))
+            for chunk, work in zip(chunks, works, strict=True)
+        )
+
+    def _target_details(self, chunk: ScheduledChunk, work: _Work) -> Iterator[TokenLogprobs]:
+        for index, target in enumerate(chunk.prompt_targets, 1):
+            if work.is_broken:
+                yield TokenLogprobs(math.nan, 1)
+                continue
+            before = work.sequence[: chunk.start_position + index]
+            num_top = chunk.num_prompt_logprobs
+            yield token_logprobs(before, target, num_top, self.info.vocab_size)
 
     def _logprob(self, work: _Work) -> float:
         """Returns NaN if the request needs no log-probabilities."""
