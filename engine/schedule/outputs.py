@@ -146,7 +146,9 @@ class OutputProcessor:
                 sequence.logprob += logprob
         if details:
             outputs += self._take_reported(sequences, token_ids, details)
-            return
+            plain = [index for index, found in enumerate(details) if found is None]
+            sequences = [sequences[index] for index in plain]
+            token_ids = [token_ids[index] for index in plain]
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.row < 0:
                 continue  # ended or preempted while the step ran
@@ -164,16 +166,15 @@ class OutputProcessor:
         token_ids: abc.Sequence[int],
         details: abc.Sequence[TokenLogprobs | None],
     ) -> Outputs:
-        """Does the work of `take_decoded` for a step with `details`; returns its outputs."""
+        """Does the work of `take_decoded` for the sequences that have details."""
         outputs: Outputs = []
         for sequence, token_id, found in zip(sequences, token_ids, details, strict=True):
-            if sequence.row < 0:
+            if found is None or sequence.row < 0:
                 continue
             if token_id < 0:
                 outputs.append(self._end_without_token(sequence.group, token_id))
             else:
-                result = ChunkOutput((token_id,), details=() if found is None else (found,))
-                outputs += self._take_token(sequence, result)
+                outputs += self._take_token(sequence, ChunkOutput((token_id,), details=(found,)))
         return outputs
 
     def report_saved(self, group: SequenceGroup) -> Outputs:
@@ -273,6 +274,7 @@ class OutputProcessor:
         self, group: SequenceGroup, reason: FinishReason, error: BatonError | None = None
     ) -> RequestOutput:
         """Ends a request, with all candidates that have not ended."""
+        self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
         self._queues.forget(group)
         return output

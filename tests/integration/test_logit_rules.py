@@ -175,7 +175,7 @@ def test_split_equals_whole(overlap, tmp_path):
     requests = _all_requests("llama")
     requests.append(changed(requests[0], request_id="candidates", n=3, **DRAWN))
     try:
-        split.run(requests)
+        split.run([*requests, *_requests_without_tokens()])
     finally:
         prefill.close()
         decode.close()
@@ -183,6 +183,9 @@ def test_split_equals_whole(overlap, tmp_path):
         first = split.handed[name].progress[0].output_token_ids
         assert [*first, *tokens_of(split.outputs[name])] == expected, name
     _check_candidates(requests[-1], split.handed["candidates"].progress, split.outputs)
+    assert "at once" not in split.handed
+    for name in ("at once", "later"):
+        _check_refused(split.outputs[name])
 
 
 def _check_candidates(request, progress, outputs):
@@ -233,11 +236,8 @@ def test_rows_are_used_again_with_other_rules_and_without():
     core.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["host", "device, eager"])
-def test_a_request_whose_rules_leave_no_token_ends_alone(kind, overlap, monkeypatch):
-    """It ends when that happens: at its first token, or later. Its KV may be used again."""
-    use_kind(kind, monkeypatch)
+def _requests_without_tokens():
+    """Returns requests whose rules leave no first token, and none after two tokens."""
     prompt, _ = _plain("llama")
     at_once = engine_request(
         "at once",
@@ -252,16 +252,27 @@ def test_a_request_whose_rules_leave_no_token_ends_alone(kind, overlap, monkeypa
         request_id="later",
         bad_words_token_ids=((4, 4), (5, 5), (4, 5, 4), (5, 4, 5)),
     )
+    return at_once, later
+
+
+def _check_refused(outputs):
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert isinstance(outputs[-1].error, InvalidArgumentError)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
+def test_a_request_whose_rules_leave_no_token_ends_alone(kind, overlap, monkeypatch):
+    """It ends when that happens: at its first token, or later. Its KV may be used again."""
+    use_kind(kind, monkeypatch)
     core = _build(async_scheduling=overlap)
-    outputs = run_all(core, [at_once, later, *_all_requests("llama")])
+    outputs = run_all(core, [*_requests_without_tokens(), *_all_requests("llama")])
     for name, num_tokens in (("at once", 0), ("later", 2)):
-        last = outputs[name][-1]
-        assert last.finish_reason is FinishReason.ERROR
-        assert isinstance(last.error, InvalidArgumentError)
+        _check_refused(outputs[name])
         assert len(tokens_of(outputs[name])) == num_tokens
     del outputs["at once"], outputs["later"]
     assert {name: tokens_of(of_one) for name, of_one in outputs.items()} == _expected("llama")
-    again = engine_request("again", prompt, max_tokens=2)
+    again = engine_request("again", _plain("llama")[0], max_tokens=2)
     assert run_all(core, [again])["again"][0].cached_tokens == PROMPT_LENGTH // 8 * 8
     core.close()
 
