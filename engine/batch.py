@@ -61,7 +61,7 @@ class LogitRules:
         bias: (token id, value to add), by token id.
         allowed: the only tokens that may be drawn; None: all.
         bad_words: sequences of tokens. The last token of one must not be drawn after the
-            tokens before it.
+            tokens before it. At most 512 sequences of 1 to 64 tokens.
         min_length: length of the sequence, prompt included, before which none of
             `stop_token_ids` may be drawn.
         stop_token_ids: ascending.
@@ -85,7 +85,7 @@ class LogitRules:
         would take a millisecond.
         """
         params, num_prompt = spec.params, len(spec.prompt_token_ids)
-        is_long = bool(params.min_tokens and spec.stop_token_ids)
+        has_min_length = bool(params.min_tokens and spec.stop_token_ids)
         rules = cls(
             num_prompt=num_prompt,
             repetition_penalty=params.repetition_penalty,
@@ -96,10 +96,16 @@ class LogitRules:
             if params.allowed_token_ids is None
             else tuple(params.allowed_token_ids),  # the same object, as it is a tuple
             bad_words=spec.bad_words_token_ids,
-            min_length=num_prompt + params.min_tokens if is_long else 0,
-            stop_token_ids=tuple(sorted(spec.stop_token_ids)) if is_long else (),
+            min_length=num_prompt + params.min_tokens if has_min_length else 0,
+            stop_token_ids=tuple(sorted(spec.stop_token_ids)) if has_min_length else (),
         )
         return None if rules == cls(num_prompt) else rules
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the rules depend on the sequence's tokens, and not only on its length."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0) or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +196,9 @@ class ScheduledChunk:
         prompt_targets: the tokens of the prompt that follow the first
             `len(prompt_targets)` of `token_ids`; report `TokenLogprobs` of them.
         num_prompt_logprobs: number of likeliest tokens in these reports.
-        history: the sequence's tokens before `token_ids` if `draws` have rules, which are the
-            same in all of them; else empty.
+        history: the sequence's tokens before `token_ids` if the rules of `draws`, which are the
+            same in all of them, read the history; else empty. Candidates of one request may
+            share the tuple.
     """
 
     row: int
@@ -250,6 +257,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens to run, over all sequences; 0 if the batch only swaps."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_rows)
+
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether any chunk reports `TokenLogprobs` of its prompt."""
+        return any(chunk.prompt_targets for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

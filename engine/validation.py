@@ -18,6 +18,10 @@ _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
 keeps it well below rpc.channels.MAX_MESSAGE_BYTES."""
 
+# They bound the memory of `kernels.RuleTable`, which is as wide as the widest request needs.
+_MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to two words each
+_MAX_BAD_WORD_TOKENS = 64
+
 
 def check_request(
     request: EngineRequest,
@@ -124,6 +128,7 @@ def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
 def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
     """Refuses rules that name unknown tokens, or that leave no token for the first draw."""
     params = spec.params
+    _check_bad_words(spec.bad_words_token_ids)
     named = {
         "stop_token_ids": spec.stop_token_ids if params.min_tokens else params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
@@ -141,6 +146,21 @@ def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
         raise InvalidArgumentError(
             "allowed_token_ids, bad_words, and stop_token_ids while min_tokens is not reached, "
             "leave no token to draw; at least one must be left"
+        )
+
+
+def _check_bad_words(words: Sequence[Sequence[int]]) -> None:
+    field = "bad_words_token_ids"
+    if not all(words):
+        raise InvalidArgumentError(f"{field} has an empty word; each must have a token")
+    if len(words) > _MAX_BAD_WORDS:
+        raise InvalidArgumentError(
+            f"{field} has {len(words)} words; it may have at most {_MAX_BAD_WORDS}"
+        )
+    longest = max(map(len, words), default=0)
+    if longest > _MAX_BAD_WORD_TOKENS:
+        raise InvalidArgumentError(
+            f"{field} has a word of {longest} tokens; each may have at most {_MAX_BAD_WORD_TOKENS}"
         )
 
 

@@ -94,7 +94,7 @@ class StepInputs:
             [chunk.num_tokens for chunk in chunks], self._ones[: len(decode_rows)]
         )
         self._fill_sequences(row_ids, starts, query_lens, rows.tables)
-        self.needs_all_hidden = any(chunk.prompt_targets for chunk in chunks)
+        self.needs_all_hidden = batch.reports_prompts
         needing_logits = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
         self.num_logit_rows = len(needing_logits) + len(decode_rows)
         if self.num_logit_rows < self.num_tokens:

@@ -90,7 +90,7 @@ class DeviceSteps(Steps):
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         num_decodes = len(self._decode_ids)
         draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
-        prompts = PromptTokens(batch.chunks)
+        prompts = PromptTokens(batch)
         scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
         of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.

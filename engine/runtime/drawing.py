@@ -11,9 +11,14 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ChunkOutput, ScheduledChunk
+from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk
 from engine.runtime.device import to_device
-from engine.runtime.logprobs import DecodedTokens, DecodeReports, ReportedTokens
+from engine.runtime.logprobs import (
+    DecodedTokens,
+    DecodeReports,
+    ReportedTokens,
+    reports_model_logprobs,
+)
 from engine.runtime.rows import Rows
 from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import (
@@ -135,7 +140,7 @@ class ChunkDraws:
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
         self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
-        self.keeps_raw = any(self._reports_raw(chunk) for _, chunk in self.ruled)
+        self.keeps_raw = self._keeps_raw()
 
     def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
@@ -160,9 +165,13 @@ class ChunkDraws:
         outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
         return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
 
-    def _reports_raw(self, chunk: ScheduledChunk) -> bool:
-        has_details = chunk.num_logprobs > NO_LOGPROBS and not self._is_processed
-        return chunk.wants_logprobs or has_details
+    def _keeps_raw(self) -> bool:
+        if not self.ruled:
+            return False
+        wants_logprobs = np.array([chunk.wants_logprobs for _, chunk in self.ruled])
+        nums = np.array([chunk.num_logprobs for _, chunk in self.ruled])
+        reported = reports_model_logprobs(wants_logprobs, nums, is_processed=self._is_processed)
+        return bool(reported.any())
 
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0

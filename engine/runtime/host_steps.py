@@ -61,7 +61,7 @@ class HostSteps(Steps):
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
         draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
-        prompts = PromptTokens(batch.chunks)
+        prompts = PromptTokens(batch)
         scores = self._recorded.scores(self._on_layer(batch))
         of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
         # Until here the logits are the model's own.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import NO_LOGPROBS, DrawParams, ScheduledChunk, TokenLogprobs
+from engine.batch import NO_LOGPROBS, DrawParams, ScheduledBatch, TokenLogprobs
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
@@ -21,7 +21,13 @@ from engine.runtime.sampler import Scores, draw_kinds, draw_record, draw_table
 from kernels.reference.sampling import scaled_logits
 from kernels.row_state import DrawTable
 
-__all__ = ["DecodeReports", "DecodedTokens", "PromptTokens", "ReportedTokens"]
+__all__ = [
+    "DecodeReports",
+    "DecodedTokens",
+    "PromptTokens",
+    "ReportedTokens",
+    "reports_model_logprobs",
+]
 
 _PART_ELEMENTS = 2**23
 
@@ -153,7 +159,7 @@ class DecodeReports:
         """
         is_ranked, nums = rows.wants_logprobs[ids], rows.num_logprobs[ids]
         records = rows.draws[ids]
-        reports_raw = is_ranked if is_processed else is_ranked | (nums > NO_LOGPROBS)
+        reports_raw = reports_model_logprobs(is_ranked, nums, is_processed=is_processed)
         return cls(
             ranked=np.flatnonzero(is_ranked),
             ranked_ids=to_device(np.flatnonzero(is_ranked), device),
@@ -202,12 +208,12 @@ class PromptTokens:
     """The tokens of a step's prompts whose `TokenLogprobs` are reported.
 
     Args:
-        chunks: the step's chunks.
+        batch: the step.
     """
 
-    def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
-        self._chunks = chunks
-        self._has_any = any(chunk.prompt_targets for chunk in chunks)
+    def __init__(self, batch: ScheduledBatch) -> None:
+        self._chunks = batch.chunks
+        self._has_any = batch.reports_prompts
 
     def compute(self, model: CausalModel, hidden: torch.Tensor | None) -> list[torch.Tensor]:
         """Computes the logits of a few tokens at a time, and what `read` needs of them.
@@ -255,6 +261,21 @@ class PromptTokens:
             pair = (next(remaining), next(remaining)) if nums else ()
             details.append(tuple(_read(pair, nums)))
         return tuple(details)
+
+
+def reports_model_logprobs(
+    wants_logprobs: np.ndarray, num_logprobs: np.ndarray, *, is_processed: bool
+) -> np.ndarray:
+    """Returns which draws report log-probabilities of the model's own distribution, `[n]` bool.
+
+    Args:
+        wants_logprobs: `[n]` bool; `ScheduledChunk.wants_logprobs`.
+        num_logprobs: `[n]` int64; `ScheduledChunk.num_logprobs`.
+        is_processed: as in `ReportedTokens.among`.
+    """
+    if is_processed:
+        return wants_logprobs
+    return wants_logprobs | (num_logprobs > NO_LOGPROBS)
 
 
 # Neither scales nor filters.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import LogitRules, ScheduledChunk
+from engine.batch import ScheduledChunk
 from engine.runtime.device import to_device
 from engine.runtime.sampler import Scores
 from kernels import RuleTable
@@ -61,6 +61,7 @@ class RowRules:
         self._vocab_size, self._device = vocab_size, device
         self._table: RuleTable | None = None
         self._mask_of: tuple[tuple[int, ...] | None, np.ndarray] | None = None
+        self._history_of: tuple[tuple[int, ...], np.ndarray] | None = None
 
     @torch.inference_mode()
     def apply_to_chunks(self, ruled: Sequence[tuple[int, ScheduledChunk]], scores: Scores) -> None:
@@ -93,7 +94,8 @@ class RowRules:
         sequences.
 
         Args:
-            ruled: the rows that have rules; a chunk has stored them.
+            ruled: the rows that have rules. A chunk has stored them, unless its step failed; then
+                the table holds other valid rules for the row, and its token is not used.
             scores: scores of the `n` rows that decode.
             last_tokens: `[num_rows]` int64; by row, the token that it has run.
             positions: `[n]` int64; positions of the tokens to draw.
@@ -123,7 +125,8 @@ class RowRules:
     def _apply(
         self, scores: Scores, ruled: RuledRows, tokens: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        assert self._table is not None, "a chunk has stored the rules"
+        # If the step that would have stored the first rules failed, there is no table yet.
+        self._table = self._table_for(0, 0, (0, 0))
         kernels.apply_logit_rules(
             scores.logits,
             scores.maxima,
@@ -142,23 +145,35 @@ class RowRules:
         bias_ids = np.array([token for token, _ in rules.bias], np.int32)
         biases = np.array([bias for _, bias in rules.bias], np.float32)
         stop_ids = np.array(rules.stop_token_ids, np.int32)
-        bad_words = _bad_words(rules)
-        table = self._table = self._table_for(len(bias_ids), len(stop_ids), bad_words.shape)
+        words = rules.bad_words
+        words_shape = len(words), max(map(len, words), default=0)
+        table = self._table = self._table_for(len(bias_ids), len(stop_ids), words_shape)
         penalties = rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty
-        assert len(chunk.history) == chunk.start_position, "a chunk with rules has its history"
-        history = np.array(chunk.history + chunk.token_ids, np.int32)
         contents = (
             (table.lengths, np.array((rules.num_prompt, rules.min_length), np.int64)),
             (table.penalties, np.array(penalties, np.float32)),
-            (table.bias_ids, _padded(bias_ids, table.bias_ids.shape[1:])),
-            (table.biases, _padded(biases, table.biases.shape[1:])),
-            (table.stop_ids, _padded(stop_ids, table.stop_ids.shape[1:])),
-            (table.bad_words, _padded(bad_words, table.bad_words.shape[1:])),
+            (table.bias_ids, _padded(bias_ids, table.bias_ids.shape[1])),
+            (table.biases, _padded(biases, table.biases.shape[1])),
+            (table.stop_ids, _padded(stop_ids, table.stop_ids.shape[1])),
+            (table.bad_words, _padded_words(words, table.bad_words.shape[1:])),
             (table.allowed, self._mask(rules.allowed)),
         )
         for tensor, values in contents:
             tensor[chunk.row].copy_(to_device(values, self._device))
-        table.history[chunk.row, : len(history)].copy_(to_device(history, self._device))
+        if rules.reads_history:
+            self._store_history(chunk, table.history[chunk.row])
+
+    def _store_history(self, chunk: ScheduledChunk, row: torch.Tensor) -> None:
+        """Writes the tokens of a chunk's sequence into a row of `RuleTable.history`.
+
+        The last array is kept for the next call: a request's candidates share the prompt.
+        """
+        start, end = chunk.start_position, chunk.start_position + chunk.num_tokens
+        assert len(chunk.history) == start, "a chunk whose rules read the history has it"
+        if self._history_of is None or self._history_of[0] is not chunk.history:
+            self._history_of = chunk.history, np.array(chunk.history, np.int32)
+        row[:start].copy_(to_device(self._history_of[1], self._device))
+        row[start:end].copy_(to_device(np.array(chunk.token_ids, np.int32), self._device))
 
     def _mask(self, allowed: tuple[int, ...] | None) -> np.ndarray:
         """Returns a row of `RuleTable.allowed`; kept for the next call, as candidates share it."""
@@ -181,24 +196,32 @@ class RowRules:
 
 
 def _new_table(num_rows: int, max_len: int, vocab_size: int, device: torch.device) -> RuleTable:
-    """Returns a table whose lists are empty.
+    """Returns a table whose lists are empty; all other entries are 0, which is a valid token."""
 
-    Its memory is not written: on a CPU, the system provides only what rows with rules use.
-    """
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
 
     return RuleTable(
-        history=empty(max_len),
-        lengths=empty(2, dtype=torch.int64),
-        penalties=empty(3, dtype=torch.float32),
-        bias_ids=empty(0),
-        biases=empty(0, dtype=torch.float32),
-        stop_ids=empty(0),
-        bad_words=empty(0, 0),
-        allowed=empty(-(-vocab_size // _WORD_BITS)),
+        history=_new_history(num_rows, max_len, device),
+        lengths=zeros(2, dtype=torch.int64),
+        penalties=zeros(3, dtype=torch.float32),
+        bias_ids=zeros(0),
+        biases=zeros(0, dtype=torch.float32),
+        stop_ids=zeros(0),
+        bad_words=zeros(0, 0),
+        allowed=zeros(-(-vocab_size // _WORD_BITS)),
     )
+
+
+def _new_history(num_rows: int, max_len: int, device: torch.device) -> torch.Tensor:
+    """Returns `[num_rows, max_len]` int32 zeros.
+
+    On a CPU, the system provides memory only for what is written: numpy asks it for zeros, while
+    torch writes them.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_rows, max_len), np.int32))
+    return torch.zeros(num_rows, max_len, dtype=torch.int32, device=device)
 
 
 def _widened(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -217,25 +240,24 @@ def _rounded_up(size: int) -> int:
     return max(_LEAST_WIDTH, 1 << (size - 1).bit_length()) if size else 0
 
 
-def _padded(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Returns an array of `shape` with `values` at the end of each axis, padded before them."""
-    padded = np.full(shape, _PADDING, values.dtype)
-    padded[_ends(shape, values.shape)] = values
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    """Returns `size` numbers: padding, then `values`."""
+    padded = np.full(size, _PADDING, values.dtype)
+    padded[size - len(values) :] = values
+    return padded
+
+
+def _padded_words(words: Sequence[tuple[int, ...]], shape: Sequence[int]) -> np.ndarray:
+    """Returns an array of `shape`, int32, whose last rows end with the words."""
+    padded = np.full(shape, _PADDING, np.int32)
+    for row, word in enumerate(words, len(padded) - len(words)):
+        padded[row, -len(word) :] = word
     return padded
 
 
 def _ends(shape: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Returns the last `sizes[i]` entries of each axis i of `shape`."""
     return tuple(slice(whole - size, whole) for whole, size in zip(shape, sizes, strict=True))
-
-
-def _bad_words(rules: LogitRules) -> np.ndarray:
-    """Returns `[num_words, word_len]` int32, padded before the words' first tokens."""
-    words = rules.bad_words
-    padded = np.full((len(words), max(map(len, words), default=0)), _PADDING, np.int32)
-    for index, word in enumerate(words):
-        padded[index, -len(word) :] = word
-    return padded
 
 
 def _make_mask(allowed: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.group import Sequence, SequenceGroup
@@ -78,7 +79,7 @@ class StepPlan:
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
         draws = group.draws_of(sequence) if ends else ()
-        has_rules = bool(draws) and draws[0].rules is not None
+        rules = draws[0].rules if draws else None
         chunk = ScheduledChunk(
             row=sequence.row,
             token_ids=tuple(sequence.token_ids[start:end]),
@@ -87,7 +88,7 @@ class StepPlan:
             num_top=group.num_top_of(sequence) if ends else 0,
             wants_logprobs=spec.params.is_ranked,
             num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
-            history=tuple(sequence.token_ids[:start]) if has_rules else (),
+            history=_tokens_before(sequence, start) if rules and rules.reads_history else (),
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]
@@ -133,3 +134,9 @@ class StepPlan:
         )
         owners = tuple([sequence for sequence, _ in self._chunks])
         return StepRecord(batch, owners, sequences, tuple(self.swapped))
+
+
+def _tokens_before(sequence: Sequence, position: int) -> tuple[int, ...]:
+    """Returns a sequence's first tokens; if they are the prompt, the request's own tuple."""
+    prompt = sequence.group.request.spec.prompt_token_ids
+    return prompt if position == len(prompt) else tuple(islice(sequence.token_ids, position))

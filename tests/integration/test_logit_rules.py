@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.errors import InternalError, InvalidArgumentError
 from engine.request import FinishReason
 from engine.runtime import recorded_steps
 from tests.support.checkpoints import FAMILIES, prompt_of, reference_greedy, tiny_checkpoint
@@ -173,19 +173,30 @@ def test_split_equals_whole(overlap, tmp_path):
     prefill, decode = (_build(role=role, **flags) for role in ("prefill", "decode"))
     split = SplitRun(prefill, decode)
     requests = _all_requests("llama")
-    requests.append(changed(requests[0], request_id="candidates", n=3, **DRAWN))
+    short = _short_request()  # is first, so that no other prompt leaves it a part of a step
+    candidates = changed(requests[0], request_id="candidates", n=3, **DRAWN)
     try:
-        split.run([*requests, *_requests_without_tokens()])
+        split.run([short, *requests, candidates, *_requests_without_tokens()])
     finally:
         prefill.close()
         decode.close()
     for name, expected in _expected("llama").items():
         first = split.handed[name].progress[0].output_token_ids
         assert [*first, *tokens_of(split.outputs[name])] == expected, name
-    _check_candidates(requests[-1], split.handed["candidates"].progress, split.outputs)
+    for request in (candidates, short):
+        progress = split.handed[request.spec.request_id].progress
+        _check_candidates(request, progress, split.outputs)
     assert "at once" not in split.handed
     for name in ("at once", "later"):
         _check_refused(split.outputs[name])
+
+
+def _short_request():
+    """Returns a request whose prompt fits in one chunk, and whose rules change its first token."""
+    prompt = _plain("llama")[0][:9]
+    (first,) = reference_greedy(tiny_checkpoint("llama"), prompt, 1)
+    bans = {"logit_bias": {first: -100.0}}
+    return engine_request("short", prompt, max_tokens=NUM_TOKENS, **bans)
 
 
 def _check_candidates(request, progress, outputs):
@@ -290,4 +301,41 @@ def test_requests_without_rules_need_no_table_and_no_kernel(kind, monkeypatch):
     plain = engine_request("plain", _plain("llama")[0], max_tokens=NUM_TOKENS, **DRAWN, min_p=0.1)
     assert len(tokens_of(run_all(core, [plain])["plain"])) == NUM_TOKENS
     assert rules._table is None
+    core.close()
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+def test_a_failed_step_leaves_valid_rules_to_the_step_after_it(has_table, monkeypatch):
+    """The step after it has been submitted already, and decodes the row whose rules it lacks."""
+    core = _build(max_num_batched_tokens=64)
+    prompt, tokens = _plain("llama")
+    several = {"repetition_penalty": 1.3, "bad_words_token_ids": ((tokens[0], tokens[1]),)}
+    ruled = engine_request("ruled", prompt, max_tokens=NUM_TOKENS, **several)
+    if has_table:
+        run_all(core, [changed(ruled, request_id="before")])
+    recorded = core._runner._steps._recorded
+    compute_scores = recorded.scores
+
+    def fail_once(on_layer):
+        monkeypatch.setattr(recorded, "scores", compute_scores)
+        raise RuntimeError("as the test asked")
+
+    monkeypatch.setattr(recorded, "scores", fail_once)
+    outputs = {"ruled": [], "plain": []}
+
+    def collect(step_outputs):
+        for output in step_outputs:
+            outputs[output.request_id].append(output)
+
+    core.add_request(ruled)
+    core.run_step(collect)  # submits the step that fails
+    core.add_request(engine_request("plain", prompt, max_tokens=NUM_TOKENS))
+    while core.has_work:
+        core.wait()
+        core.run_step(collect)
+    assert isinstance(outputs["ruled"][-1].error, InternalError)
+    assert tokens_of(outputs["plain"]) == tokens
+    assert tokens_of(run_all(core, [ruled])["ruled"]) == generate(
+        tiny_checkpoint("llama"), ruled, by_oracle(ruled)
+    )
     core.close()

@@ -119,6 +119,18 @@ def test_rules_that_are_off_change_no_bit(module):
     assert torch.equal(logits, case.logits)
 
 
+@pytest.mark.parametrize("number", [-1, 40, 2**31 - 1, -(2**31)])
+def test_a_history_with_numbers_that_are_no_tokens_is_ignored(number):
+    """The native kernel counts tokens in memory, which such numbers would be outside of."""
+    rules = LogitRules(1, 1.5, 0.5, 0.5, bias=((2, 1.0),), bad_words=((7, 9),))
+    case = _case(rules, [5, 7, number, 7])
+    logits, *_ = case.apply(kernels)
+    expected = case.logits[0].clone()
+    expected[2] += 1.0
+    expected[9] = -math.inf
+    assert torch.equal(logits[0], expected)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_no_rows(module):
     RuleCase(torch.zeros(2, 5), [], rows=[], ids=[]).check(module)

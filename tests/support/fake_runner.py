@@ -17,6 +17,7 @@ from engine.batch import (
     NO_LOGPROBS,
     ChunkOutput,
     DrawParams,
+    LogitRules,
     ScheduledBatch,
     ScheduledChunk,
     StepOutput,
@@ -324,7 +325,7 @@ class FakeRunner:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
         given = chunk.history + chunk.token_ids
-        is_right = given == work.sequence if chunk.rules else not chunk.history
+        is_right = given == work.sequence if _reads_history(chunk.rules) else not chunk.history
         self._check(is_right, "a chunk has the wrong history")
         tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
         if len(tokens) == 1:
@@ -339,7 +340,7 @@ class FakeRunner:
 
     def _decode(self, work: _Work) -> int:
         if not work.is_broken:
-            is_right = not work.row.draw.rules or work.row.history == work.sequence
+            is_right = work.row.history == work.sequence or not _reads_history(work.row.draw.rules)
             self._check(is_right, "a row has the wrong history")
             work.row.last_token = next_token(work.sequence, work.row.draw, self.info.vocab_size)
         return work.row.last_token
@@ -430,3 +431,7 @@ class _LateFuture(Future[StepOutput]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._runner.run_submitted(self)
         return super().exception(timeout)
+
+
+def _reads_history(rules: LogitRules | None) -> bool:
+    return rules is not None and rules.reads_history

@@ -103,6 +103,15 @@ def test_progress_that_another_replica_may_have_made_is_accepted():
         ({"allowed_token_ids": [2]}, r"allowed_token_ids is 2; it must be in \[0, 2\)"),
         ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
         ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
+        ({"bad_words_token_ids": ((0, 1), ())}, "bad_words_token_ids has an empty word"),
+        (
+            {"bad_words_token_ids": ((0, 1),) * 513},
+            "bad_words_token_ids has 513 words; it may have at most 512",
+        ),
+        (
+            {"bad_words_token_ids": ((1, 0), (1,) * 65)},
+            "bad_words_token_ids has a word of 65 tokens; each may have at most 64",
+        ),
         ({"min_tokens": 1, "stop_token_ids": frozenset({2})}, "stop_token_ids is 2"),
         (
             {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
@@ -123,6 +132,7 @@ def test_rules_that_cannot_be_obeyed_are_refused(fields, message):
         {"stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
         {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [0, 1]},
         {"bad_words_token_ids": ((0,), (1, 0)), "logit_bias": {0: 1.0}},
+        {"bad_words_token_ids": ((1,) * 64,) * 512},
     ],
 )
 def test_rules_that_leave_a_token_are_accepted(fields):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledChunk
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, ScheduledChunk
 from engine.runtime import logprobs as module
 from engine.runtime.logprobs import PromptTokens, ReportedTokens
 from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record
@@ -147,7 +147,7 @@ def test_prompts_are_reported_in_slices(monkeypatch):
         chunk_of(4, (9, 8, 7), 0),
     )
     model, hidden = _Model(), torch.randn((12, 8))
-    prompts = PromptTokens(chunks)
+    prompts = PromptTokens(ScheduledBatch(1, chunks))
     found = prompts.read(prompts.compute(model, hidden))
     assert model.num_rows == [2, 2, 1, 2, 1]
     assert [len(details) for details in found] == [5, 0, 3]
@@ -158,6 +158,6 @@ def test_prompts_are_reported_in_slices(monkeypatch):
 
 
 def test_prompts_that_ask_for_nothing_compute_nothing():
-    prompts, model = PromptTokens((chunk_of(5, (), 0),)), _Model()
+    prompts, model = PromptTokens(ScheduledBatch(1, (chunk_of(5, (), 0),))), _Model()
     assert prompts.read(prompts.compute(model, None)) == ()
     assert model.num_rows == []

@@ -30,12 +30,14 @@ struct RuledRow {
   }
 
   // `counts` has an entry for each token of the vocabulary, with undefined contents. The history
-  // is read three times, so that only entries of its tokens are written.
+  // is read several times, so that only entries of its tokens are written. Nothing changes if it
+  // holds a number that is no token, which would be outside of `counts`.
   void penalize(int32_t* counts) const {
     const float* penalties = job.penalties + id * 3;
     const float repetition = penalties[0], presence = penalties[1], frequency = penalties[2];
     if (repetition == 1.0f && presence == 0.0f && frequency == 0.0f) return;
-    const int64_t num_prompt = std::min(length, job.lengths[id * 2]);
+    if (!has_only_tokens()) return;
+    const int64_t num_prompt = std::clamp<int64_t>(job.lengths[id * 2], 0, length);
     for (int64_t i = 0; i < length; ++i) counts[history[i]] = 0;
     for (int64_t i = num_prompt; i < length; ++i) ++counts[history[i]];
     for (int64_t i = 0; i < length; ++i) {
@@ -74,6 +76,14 @@ struct RuledRow {
   }
 
  private:
+  bool has_only_tokens() const {
+    uint32_t largest = 0;  // negative numbers are larger than all tokens
+    for (int64_t i = 0; i < length; ++i) {
+      largest = std::max(largest, static_cast<uint32_t>(history[i]));
+    }
+    return largest < job.vocab_size;
+  }
+
   // Bans tokens that are not allowed.
   void ban_others() const {
     const int64_t num_words = (job.vocab_size + kWordBits - 1) / kWordBits;
