@@ -20,6 +20,7 @@ __all__ = ["RowRules", "RuledRows"]
 
 _PADDING = -1
 _WORD_BITS = 32
+_NO_PENALTIES = (1.0, 0.0, 0.0)  # a row of `RuleTable.penalties`
 _LEAST_WIDTH = 8  # of the table's lists, so that they seldom grow
 
 
@@ -196,7 +197,9 @@ class RowRules:
 
 
 def _new_table(num_rows: int, max_len: int, vocab_size: int, device: torch.device) -> RuleTable:
-    """Returns a table whose lists are empty; all other entries are 0, which is a valid token."""
+    """Returns a table whose lists are empty and whose penalties are off; all other entries are 0,
+    which is a valid token.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
@@ -204,7 +207,7 @@ def _new_table(num_rows: int, max_len: int, vocab_size: int, device: torch.devic
     return RuleTable(
         history=_new_history(num_rows, max_len, device),
         lengths=zeros(2, dtype=torch.int64),
-        penalties=zeros(3, dtype=torch.float32),
+        penalties=torch.tensor([_NO_PENALTIES], device=device).repeat(num_rows, 1),
         bias_ids=zeros(0),
         biases=zeros(0, dtype=torch.float32),
         stop_ids=zeros(0),
