@@ -5,7 +5,7 @@ prompts -> token ids -> EngineCore steps -> TextStream per request -> results
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from numbers import Integral
 from types import TracebackType
@@ -17,15 +17,16 @@ from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedErro
 from baton.offline_request import OfflineRequest
 from baton.request_spec import RequestSpec
 from baton.results import Generation
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, over_defaults, stated_params
+from baton.wire import Params
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 from router.generation_config import load_default_params
-from router.request import truncated
+from router.request import truncate_prompt
 from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
-from router.validation import fitting_params
+from router.validation import check_token_ids, fitting_params
 
 __all__ = ["LLM"]
 
@@ -62,9 +63,9 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
         *,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] = None,
         use_tqdm: bool = True,
     ) -> list[Generation]:
         """Completes the prompts together and returns the results in their order.
@@ -74,7 +75,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: for all prompts, or one per prompt. Default:
+            sampling_params: for all prompts, or one per prompt. `baton.wire.Params` says what
+                a mapping and None state; what they leave open is taken from
                 `get_default_sampling_params`.
             params: another name of `sampling_params`.
             use_tqdm: show a progress bar on stderr.
@@ -82,13 +84,11 @@ class LLM:
         Raises:
             InvalidArgumentError: the model cannot take a prompt or a parameter;
                 raised before anything is computed.
+            TypeError: a mapping has a field that `SamplingParams` does not have.
         """
         if sampling_params is not None and params is not None:
             raise InvalidArgumentError("sampling_params and params are both set; set one of them")
-        chosen = next(
-            (given for given in (sampling_params, params) if given is not None),
-            self.get_default_sampling_params(),
-        )
+        chosen = params if sampling_params is None else sampling_params
         requests = self._make_requests(_as_list(prompts), chosen)
         for request in requests.values():
             self._check(request)
@@ -126,9 +126,11 @@ class LLM:
         self.close()
 
     def _make_requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: Params | Sequence[Params]
     ) -> dict[str, OfflineRequest]:
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if params is None or isinstance(params, SamplingParams | Mapping):
+            params = [params] * len(prompts)
+        per_prompt = [self._complete(each) for each in params]
         if len(per_prompt) != len(prompts):
             raise InvalidArgumentError(
                 f"params has {len(per_prompt)} entries for {len(prompts)} prompts"
@@ -139,17 +141,30 @@ class LLM:
         )
         return {request.spec.request_id: request for request in requests}
 
+    def _complete(self, params: Params) -> SamplingParams:
+        """Returns the parameters, with defaults for those that a mapping or None leaves open."""
+        if isinstance(params, SamplingParams):
+            return params
+        return over_defaults(stated_params(params or {}), self._default_params)
+
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
+        is_text = isinstance(prompt, str)
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        token_ids = truncated(token_ids, params.truncate_prompt_tokens, self._limits)
+        num_leading = self._tokenizer.num_leading_special_tokens if is_text else 0
+        token_ids = truncate_prompt(
+            token_ids, params.truncate_prompt_tokens, self._limits, num_leading
+        )
         if len(token_ids) < self._limits.max_total_tokens:
             params = fitting_params(params, len(token_ids), self._limits)
+        bad_words = self._tokenizer.encode_bad_words(params.bad_words)
+        for bad_word in bad_words:
+            check_token_ids("bad_words", bad_word, self._limits.vocab_size)
         spec = RequestSpec.with_defaults(
             f"offline-{next(self._numbers)}",
             tuple(token_ids),
             params,
             eos_token_ids=self._core.info.eos_token_ids,
-            bad_words_token_ids=self._tokenizer.bad_words_token_ids(params.bad_words),
+            bad_words_token_ids=bad_words,
         )
         return OfflineRequest(spec, self._tokenizer)
 

@@ -1,9 +1,11 @@
 """`OfflineRequest`: gathers the engine's outputs of one prompt of `LLM.generate`."""
 
 import time
+from collections.abc import Sequence
 
 from baton.request_spec import RequestSpec
-from baton.results import Completion, Generation, Timings, Usage
+from baton.results import Completion, Generation, Logprobs, Timings, Usage, logprobs_of
+from engine.batch import TokenLogprobs
 from engine.request import FinishReason, RequestOutput, StageTimings
 from router.text_stream import TextPiece, TextStream
 from router.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ class OfflineRequest:
         self.arrived_at = 0.0
         text = TextStream(tokenizer, spec)
         self._candidates = [_Candidate(index, text.fork()) for index in range(spec.params.n)]
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._cached_tokens = 0
         self._stages = StageTimings()
         self._first_token_at: float | None = None
@@ -53,6 +56,7 @@ class OfflineRequest:
             self._end_rest(FinishReason.ERROR.value)
             raise output.error
         self._add_usage(output)
+        self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
         candidate = self._candidates[output.index]
         is_new = not candidate.is_finished
         if is_new:
@@ -74,7 +78,8 @@ class OfflineRequest:
     def result(self) -> Generation:
         """The finished request."""
         prompt = self.spec.prompt_token_ids
-        outputs = tuple(candidate.result() for candidate in self._candidates)
+        asks = self.spec.params.logprobs is not None
+        outputs = tuple(candidate.result(with_logprobs=asks) for candidate in self._candidates)
         num_generated = sum(len(completion.token_ids) for completion in outputs)
         return Generation(
             request_id=self.spec.request_id,
@@ -82,7 +87,15 @@ class OfflineRequest:
             usage=Usage(len(prompt), self._cached_tokens, num_generated),
             timings=self._timings(),
             prompt_token_ids=prompt,
+            prompt_logprobs=self._prompt_result(),
         )
+
+    def _prompt_result(self) -> tuple[Logprobs | None, ...] | None:
+        later = self.spec.prompt_token_ids[1:]
+        is_ignored = len(self._prompt_logprobs) != len(later)
+        if self.spec.params.prompt_logprobs is None or is_ignored:
+            return None
+        return (None, *_by_token(later, self._prompt_logprobs))
 
     def _end_rest(self, reason: str) -> None:
         for candidate in self._candidates:
@@ -120,6 +133,7 @@ class _Candidate:
         self._index = index
         self._stream = stream
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._texts: list[str] = []
         self._finish_reason = _STOP
         self._matched_stop: str | int | None = None
@@ -129,6 +143,7 @@ class _Candidate:
         """Adds the candidate's next tokens."""
         piece = self._stream.push(output.token_ids)
         self._token_ids += output.token_ids[: piece.num_tokens]
+        self._logprobs += output.logprobs[: piece.num_tokens]
         self._score = output.score
         self._add_piece(piece)
         if output.finish_reason is not None and not self.is_finished:
@@ -141,7 +156,7 @@ class _Candidate:
             is_stop = reason == _STOP and self._token_ids
             self._finish(reason, self._token_ids[-1] if is_stop else None)
 
-    def result(self) -> Completion:
+    def result(self, *, with_logprobs: bool) -> Completion:
         """The finished candidate."""
         return Completion(
             index=self._index,
@@ -150,6 +165,7 @@ class _Candidate:
             finish_reason=self._finish_reason,
             matched_stop=self._matched_stop,
             score=self._score,
+            logprobs=_by_token(self._token_ids, self._logprobs) if with_logprobs else None,
         )
 
     def _add_piece(self, piece: TextPiece) -> None:
@@ -160,3 +176,10 @@ class _Candidate:
     def _finish(self, reason: str, matched_stop: str | int | None) -> None:
         self.is_finished = True
         self._finish_reason, self._matched_stop = reason, matched_stop
+
+
+def _by_token(token_ids: Sequence[int], details: Sequence[TokenLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        logprobs_of(token_id, found.logprob, found.rank, found.top_token_ids, found.top_logprobs)
+        for token_id, found in zip(token_ids, details, strict=True)
+    )

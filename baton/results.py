@@ -1,8 +1,19 @@
 """The results of `Client`, `AsyncClient` and `LLM`: frozen plain data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Completion", "CompletionChunk", "Generation", "ModelDescription", "Timings", "Usage"]
+__all__ = [
+    "Completion",
+    "CompletionChunk",
+    "Generation",
+    "Logprob",
+    "Logprobs",
+    "ModelDescription",
+    "Timings",
+    "Usage",
+    "logprobs_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,48 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token at some place.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: the token's rank in the vocabulary; the likeliest token has 1.
+    """
+
+    logprob: float
+    rank: int
+
+
+Logprobs = dict[int, Logprob]
+"""Log-probabilities at the place of one token, by token id: the token's own first, then those
+of the likeliest tokens, the likeliest first. The token may be one of these."""
+
+
+def logprobs_of(
+    token_id: int,
+    logprob: float,
+    rank: int,
+    top_token_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+) -> Logprobs:
+    """Returns the log-probabilities at the place of a token.
+
+    Args:
+        token_id: the token.
+        logprob: its own log-probability.
+        rank: its rank.
+        top_token_ids: the likeliest tokens, the likeliest first.
+        top_logprobs: their log-probabilities.
+    """
+    found = {token_id: Logprob(logprob, rank)}
+    for top_rank, (top_id, top_logprob) in enumerate(
+        zip(top_token_ids, top_logprobs, strict=True), 1
+    ):
+        found.setdefault(top_id, Logprob(top_logprob, top_rank))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One candidate.
 
@@ -47,6 +100,7 @@ class Completion:
             token, that ended it; None otherwise.
         score: the score of a ranked candidate: that of beam search, or the mean
             log-probability per token. None if candidates were not ranked.
+        logprobs: one per token; None if the request did not ask for them.
     """
 
     index: int
@@ -55,6 +109,15 @@ class Completion:
     finish_reason: str
     matched_stop: str | int | None = None
     score: float | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' own log-probabilities; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.logprobs, self.token_ids, strict=True)
+        return sum(found[token_id].logprob for found, token_id in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +130,10 @@ class Generation:
         outputs: the candidates by index; ranked candidates come best first.
         usage: token counts.
         timings: time per stage.
-        prompt_token_ids: the prompt; None if it was sent to a server as text.
+        prompt_token_ids: the prompt; None if it was sent to a server as text and
+            `prompt_logprobs` is None.
+        prompt_logprobs: one per token of the prompt, but None for the first one; None if
+            the request did not ask for them.
     """
 
     request_id: str
@@ -75,6 +141,7 @@ class Generation:
     usage: Usage
     timings: Timings
     prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -112,6 +179,11 @@ class CompletionChunk:
         usage: token counts; on the last chunk of all.
         timings: time per stage; on the last chunk of all.
         score: as in `Completion`; on the candidate's last chunk.
+        logprobs: one per entry of `token_ids`; None if there are no tokens, or the request
+            did not ask for them.
+        prompt_token_ids: the prompt; on the first chunk, if the request asks for
+            `prompt_logprobs`.
+        prompt_logprobs: as in `Generation`; on the first chunk.
     """
 
     request_id: str
@@ -123,6 +195,9 @@ class CompletionChunk:
     usage: Usage | None = None
     timings: Timings | None = None
     score: float | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,34 @@
 """`SamplingParams`: how tokens are drawn, when to stop, and what is returned.
 
-A leaf module like `baton.errors`: clients, router and engine share it. Names, defaults and
-meanings are those of vLLM's class of the same name, where that has the field.
+A leaf module like `baton.errors`: clients, router and engine share it. Names and defaults are
+those of vLLM's class of the same name, where that has the field; meanings differ in a few
+places, which docs/sampling.md states.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import index
 from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_CANDIDATES", "MAX_LOGPROBS", "MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
+__all__ = [
+    "MAX_CANDIDATES",
+    "MAX_LOGPROBS",
+    "MAX_STOPS",
+    "MAX_STOP_BYTES",
+    "SamplingParams",
+    "over_defaults",
+    "stated_params",
+]
 
 MAX_CANDIDATES = 64
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
 _MAX_BAD_WORDS = 256
+_MAX_ALLOWED_TOKEN_IDS = 2**18  # about a megabyte in every message that carries the request
 _MAX_LOGIT_BIASES = 1024
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PENALTY = 2.0
@@ -47,8 +57,10 @@ class SamplingParams:
             the output has it, in [-2, 2].
         logit_bias: added to the logits, by token id; at most 1024 entries in [-100, 100].
             None: nothing is added.
-        allowed_token_ids: only these tokens are drawn. None: all.
-        bad_words: texts whose tokens are not drawn in sequence; at most 256.
+        allowed_token_ids: only these tokens are drawn; at most 2**18 ids. Repeated ids are
+            removed. None: all.
+        bad_words: texts whose tokens are not drawn in sequence; at most 256, each of at
+            most 256 bytes of UTF-8.
         min_tokens: no stop token is drawn, and no stop text ends the generation,
             before the output has this many tokens.
         seed: 64-bit; the random noise depends on (seed, position) alone. None: a
@@ -56,9 +68,10 @@ class SamplingParams:
         max_tokens: the most tokens to generate. None: as many as the model's
             context has room for.
         stop: texts that end the generation, matched across token boundaries;
-            the output text stops before the match. None: no texts.
-        stop_token_ids: token ids that end the generation; the output text has no text
-            of theirs. None: no ids.
+            the output text stops before the match. At most 16, each of at most 256
+            bytes of UTF-8. None: no texts.
+        stop_token_ids: at most 16 token ids that end the generation; the output text has
+            no text of theirs. None: no ids.
         include_stop_str_in_output: whether the output text includes what ended it: the
             stop text, or the text of the stop token.
         ignore_eos: continue past the model's end-of-sequence token.
@@ -79,7 +92,9 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt. Such a request computes
             its whole prompt, whatever caches hold.
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 keeps
-            as many as the model's context has room for. None: too long prompts are refused.
+            as many as the model's context has room for. Special tokens that the tokenizer
+            adds at the start of a text are kept, and count. None: too long prompts are
+            refused.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: keep the spaces that some tokenizers write between
             special tokens; those of byte-level and metaspace vocabularies write none.
@@ -128,20 +143,21 @@ class SamplingParams:
         self._check_outputs()
 
     def _normalize(self) -> None:
-        """Replaces None where it stands for another value, and lists by tuples."""
-        if None in _never_none(self):
-            for name, value in _INSTEAD_OF_NONE.items():
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, value)
+        """Replaces None where it stands for another value, and lists by tuples.
+
+        The number of entries is checked first: a client's message may have millions.
+        """
+        for name, value in _INSTEAD_OF_NONE.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name in _TUPLES:
+        for name, most in _MOST_ENTRIES.items():
             value = getattr(self, name)
-            if value is not None and type(value) is not tuple:
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            if value is not None:
+                object.__setattr__(self, name, _entries(name, value, most))
         if self.logit_bias is not None:
-            biases = {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()}
-            object.__setattr__(self, "logit_bias", dict(sorted(biases.items())) or None)
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias) or None)
 
     @property
     def num_candidates(self) -> int:
@@ -180,20 +196,18 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("repetition_penalty", penalty, "finite and > 0")
 
     def _check_stops(self) -> None:
-        _check_texts("stop", self.stop, MAX_STOPS)
-        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOPS)
+        _check_texts("stop", self.stop)
         _check_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop is set together with detokenize=False; unset one")
 
     def _check_token_rules(self) -> None:
-        _check_texts("bad_words", self.bad_words, _MAX_BAD_WORDS)
+        _check_texts("bad_words", self.bad_words)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InvalidArgumentError("allowed_token_ids is empty; it must allow a token")
             _check_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
-            _check_count("logit_bias", self.logit_bias, _MAX_LOGIT_BIASES)
             _check_ids("logit_bias", self.logit_bias)
             for bias in self.logit_bias.values():
                 if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
@@ -245,8 +259,12 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _INSTEAD_OF_NONE = {name: value for name, value in _DEFAULTS.items() if value is not None}
 _INSTEAD_OF_NONE["max_tokens"] = _MAX_UINT32
-_never_none = attrgetter(*_INSTEAD_OF_NONE)
-_TUPLES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_MOST_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOPS,
+    "bad_words": _MAX_BAD_WORDS,
+    "allowed_token_ids": _MAX_ALLOWED_TOKEN_IDS,
+}
 _NOT_FOR_BEAMS = (
     "min_p",
     "repetition_penalty",
@@ -261,6 +279,59 @@ _NOT_FOR_BEAMS = (
 )
 
 
+def stated_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a caller's mapping that state a value. None states nothing, except for
+    `max_tokens`: there it stands for as many tokens as fit.
+    """
+    return {
+        name: value for name, value in params.items() if value is not None or name == "max_tokens"
+    }
+
+
+def over_defaults(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters that are stated, and defaults for the others.
+
+    Args:
+        stated: values by field.
+        defaults: those of the served model. A beam search takes only `max_tokens` from it:
+            the others are for drawing tokens, and a beam search refuses some of them.
+
+    Raises:
+        InvalidArgumentError: a value is out of range; names the field.
+        TypeError: a field that `SamplingParams` does not have.
+    """
+    if stated.get("beam_width") is not None:
+        defaults = {name: defaults[name] for name in defaults.keys() & {"max_tokens"}}
+    return SamplingParams(**{**defaults, **stated})
+
+
+def _entries(field: str, value: Any, most: int) -> tuple[Any, ...]:
+    """The texts or token ids of a field; a text that is given alone is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    kind = "token ids" if field.endswith("token_ids") else "texts"
+    try:
+        _check_count(field, value, most)
+        entries = tuple(map(index, value) if kind == "token ids" else value)
+    except TypeError:
+        raise InvalidArgumentError.for_field(field, value, f"a list of {kind}") from None
+    return tuple(dict.fromkeys(entries)) if field == "allowed_token_ids" else entries
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """The entries of `logit_bias` by ascending token id; ids may be texts, as in JSON."""
+    try:
+        _check_count("logit_bias", value, _MAX_LOGIT_BIASES)
+        biases = {
+            int(token_id) if isinstance(token_id, str) else index(token_id): float(bias)
+            for token_id, bias in value.items()
+        }
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        limit = "a mapping from token ids to numbers"
+        raise InvalidArgumentError.for_field("logit_bias", value, limit) from None
+    return dict(sorted(biases.items()))
+
+
 def _check_count(field: str, entries: Collection[Any], most: int) -> None:
     if len(entries) > most:
         raise InvalidArgumentError(
@@ -268,15 +339,14 @@ def _check_count(field: str, entries: Collection[Any], most: int) -> None:
         )
 
 
-def _check_texts(field: str, texts: Collection[str], most: int) -> None:
-    _check_count(field, texts, most)
+def _check_texts(field: str, texts: Sequence[str]) -> None:
     for text in texts:
         if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
             limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
             raise InvalidArgumentError.for_field(field, text[:64], limit)
 
 
-def _check_ids(field: str, token_ids: Iterable[int]) -> None:
-    for token_id in token_ids:
+def _check_ids(field: str, token_ids: Collection[int]) -> None:
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id <= _MAX_UINT32:
             raise InvalidArgumentError.for_field(field, token_id, "below the vocabulary size")

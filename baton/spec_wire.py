@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, over_defaults
 from baton.v1 import common_pb2, request_pb2
 
 __all__ = [
@@ -34,6 +34,8 @@ _EARLY_STOPPING = {
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 _ALL_FIELDS = frozenset(SamplingParams.__slots__)
+_DEFAULTS = SamplingParams()
+_ALWAYS_SENT = ("max_tokens", "seed")
 _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
 
@@ -112,22 +114,28 @@ def params_from_proto(
     beam_search: common_pb2.BeamSearch | None = given.pop("beam_search", None)
     if beam_search is not None:
         given |= _beam_search_fields(beam_search)
-        # The other defaults are for drawing tokens; a beam search refuses some of them.
-        defaults = {name: defaults[name] for name in defaults.keys() & {"max_tokens"}}
-    return SamplingParams(**{**defaults, **given})
+    return over_defaults(given, defaults)
 
 
 def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
     """The message that carries a spec to a worker, with the time left until its deadline.
 
+    It sets only the parameters that differ from the defaults, so that an older worker, which
+    refuses fields that it does not know, accepts requests that do not need them.
+
     Raises:
         DeadlineExceededError: the deadline has passed.
     """
+    only = {
+        name
+        for name in SamplingParams.__slots__
+        if name in _ALWAYS_SENT or getattr(spec.params, name) != getattr(_DEFAULTS, name)
+    }
     return request_pb2.RequestSpec(
         request_id=spec.request_id,
         prompt_token_ids=spec.prompt_token_ids,
-        sampling=sampling_to_proto(spec.params),
-        stopping=stopping_to_proto(spec.params),
+        sampling=sampling_to_proto(spec.params, only),
+        stopping=stopping_to_proto(spec.params, only),
         stop_token_ids=sorted(spec.stop_token_ids),
         priority=spec.priority,
         cache_salt=spec.cache_salt,

@@ -12,11 +12,13 @@ from baton.results import (
     Completion,
     CompletionChunk,
     Generation,
+    Logprobs,
     ModelDescription,
     Timings,
     Usage,
+    logprobs_of,
 )
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, stated_params
 from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
@@ -31,7 +33,8 @@ __all__ = [
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters of a request. `SamplingParams` state every field; a mapping states the
-fields that it has, and None none. Fields that are not stated take the server's defaults.
+fields that it has, except those whose value is None (for `max_tokens`, None is a value: as many
+as fit); None states no field. Fields that are not stated take the server's defaults.
 """
 
 _FINISH_REASONS = {
@@ -91,7 +94,7 @@ def _checked(params: Params) -> tuple[SamplingParams, Collection[str]]:
     """Returns the parameters, and the names of those that are stated."""
     if isinstance(params, SamplingParams):
         return params, SamplingParams.__slots__
-    stated = dict(params or {})
+    stated = stated_params(params or {})
     # The server's `max_tokens` may be larger than the default, which would limit `min_tokens`.
     return SamplingParams(**{"max_tokens": None, **stated}), stated.keys()
 
@@ -108,7 +111,12 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[
 def parse_generation(
     response: generation_pb2.GenerateResponse, prompt: str | Sequence[int]
 ) -> Generation:
-    """The public form of a whole completion of `prompt`."""
+    """The public form of a whole completion.
+
+    Args:
+        response: the server's.
+        prompt: the request's; used if the response has no token ids of the prompt.
+    """
     if not response.completions:
         raise InternalError("the server answered without a completion")
     return Generation(
@@ -121,12 +129,17 @@ def parse_generation(
                 finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
                 matched_stop=_parse_matched_stop(completion.matched_stop),
                 score=completion.score if completion.HasField("score") else None,
+                logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
             )
             for completion in response.completions
         ),
         usage=_parse_usage(response.usage),
         timings=_parse_timings(response.timings),
-        prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
+        # With `truncate_prompt_tokens`, the server's differ from the caller's.
+        prompt_token_ids=(
+            tuple(response.prompt_token_ids) or (None if isinstance(prompt, str) else tuple(prompt))
+        ),
+        prompt_logprobs=_parse_prompt_logprobs(response),
     )
 
 
@@ -146,6 +159,9 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
         timings=_parse_timings(response.timings) if is_last else None,
+        logprobs=_parse_logprobs(response.token_ids, response.logprobs),
+        prompt_token_ids=tuple(response.prompt_token_ids) or None,
+        prompt_logprobs=_parse_prompt_logprobs(response),
     )
 
 
@@ -159,6 +175,32 @@ def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
         block_size=response.block_size,
         namespace=response.namespace,
     )
+
+
+def _parse_logprobs(
+    token_ids: Sequence[int], messages: Sequence[common_pb2.TokenLogprobs]
+) -> tuple[Logprobs, ...] | None:
+    """The log-probabilities of tokens; None if the request did not ask for them."""
+    if not messages:
+        return None
+    return tuple(
+        logprobs_of(
+            token_id, message.logprob, message.rank, message.top_token_ids, message.top_logprobs
+        )
+        for token_id, message in zip(token_ids, messages, strict=True)
+    )
+
+
+def _parse_prompt_logprobs(
+    response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
+) -> tuple[Logprobs | None, ...] | None:
+    """The log-probabilities of the prompt's tokens; None for the first token, and None if the
+    request did not ask for them or ended before they were computed.
+    """
+    later = response.prompt_token_ids[1:]
+    if not response.prompt_token_ids or len(later) != len(response.prompt_logprobs):
+        return None
+    return (None, *(_parse_logprobs(later, response.prompt_logprobs) or ()))
 
 
 def _parse_matched_stop(stop: common_pb2.MatchedStop) -> str | int | None:

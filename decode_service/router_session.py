@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from baton.errors import BatonError, InternalError, InvalidArgumentError
+from baton.sampling_params import MAX_LOGPROBS
 from baton.spec_wire import spec_from_proto
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
@@ -26,6 +27,7 @@ __all__ = ["RouterSession"]
 _LOGGER = logging.getLogger("baton.decode")
 _MAX_PENDING_REQUESTS = 1024  # with more, commands wait until the router reads
 _FULL_RESPONSE_TOKENS = 2**20  # keeps a response well below rpc.channels.MAX_MESSAGE_BYTES
+_LOGPROBS_TOKENS = 4 + 2 * MAX_LOGPROBS  # a token's log-probabilities take as much as these tokens
 
 Commands = AsyncIterator[decode_pb2.ConnectRequest]
 Responses = AsyncGenerator[decode_pb2.ConnectResponse, None]
@@ -44,6 +46,7 @@ class RouterSession:
         self._live: dict[str, EngineRequest] = {}
         # By request id; no value is empty.
         self._pending: dict[str, PendingOutputs] = {}
+        self._has_logprobs = False  # whether any pending output may have log-probabilities
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._is_closing = False
@@ -166,6 +169,8 @@ class RouterSession:
 
     def _add(self, output: RequestOutput) -> None:
         error = None if output.error is None else to_worker_error(output.error)
+        if output.logprobs or output.prompt_logprobs:
+            self._has_logprobs = True
         pending = self._pending.setdefault(output.request_id, {})
         add_output(pending, output_to_proto(output, error))
         self._changed.set()
@@ -181,6 +186,10 @@ class RouterSession:
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
             for output in self._pending.pop(next(iter(self._pending))).values():
                 num_tokens += len(output.token_ids)
+                if self._has_logprobs:
+                    num_logprobs = len(output.logprobs) + len(output.prompt_logprobs)
+                    num_tokens += _LOGPROBS_TOKENS * num_logprobs
                 messages.append(output)
+        self._has_logprobs = self._has_logprobs and bool(self._pending)
         self._has_room.set()
         return decode_pb2.ConnectResponse(outputs=messages)

@@ -19,6 +19,8 @@ from baton.request_spec import RequestSpec
 
 __all__ = [
     "INVALID_TOKEN",
+    "NO_LOGPROBS",
+    "NO_TOKEN",
     "ChunkOutput",
     "DrawParams",
     "LogitRules",
@@ -35,6 +37,13 @@ _MASK64 = 2**64 - 1
 INVALID_TOKEN = -1
 """Reported if logits are not finite: the engine ends that request with `InternalError`."""
 
+NO_LOGPROBS = -1
+"""The number of likeliest tokens to report if no `TokenLogprobs` are to be reported."""
+
+NO_TOKEN = -2
+"""Reported if a row's rules leave no token: the engine ends that request with
+`InvalidArgumentError`."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
@@ -50,9 +59,9 @@ class LogitRules:
         presence_penalty: 0 if off.
         frequency_penalty: 0 if off.
         bias: (token id, value to add), by token id.
-        allowed: the only tokens that may be drawn, ascending; None: all.
+        allowed: the only tokens that may be drawn; None: all.
         bad_words: sequences of tokens. The last token of one must not be drawn after the
-            tokens before it.
+            tokens before it. At most 512 sequences of 1 to 64 tokens.
         min_length: length of the sequence, prompt included, before which none of
             `stop_token_ids` may be drawn.
         stop_token_ids: ascending.
@@ -70,8 +79,13 @@ class LogitRules:
 
     @classmethod
     def of(cls, spec: RequestSpec) -> "LogitRules | None":
-        """The rules of a request; None if it has none."""
+        """The rules of a request; None if it has none.
+
+        Lists of tokens are those of the request itself, since a copy of 100,000 allowed tokens
+        would take a millisecond.
+        """
         params, num_prompt = spec.params, len(spec.prompt_token_ids)
+        has_min_length = bool(params.min_tokens and spec.stop_token_ids)
         rules = cls(
             num_prompt=num_prompt,
             repetition_penalty=params.repetition_penalty,
@@ -80,12 +94,18 @@ class LogitRules:
             bias=tuple((params.logit_bias or {}).items()),
             allowed=None
             if params.allowed_token_ids is None
-            else _ascending(params.allowed_token_ids),
+            else tuple(params.allowed_token_ids),  # the same object, as it is a tuple
             bad_words=spec.bad_words_token_ids,
-            min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
-            stop_token_ids=_ascending(spec.stop_token_ids) if params.min_tokens else (),
+            min_length=num_prompt + params.min_tokens if has_min_length else 0,
+            stop_token_ids=tuple(sorted(spec.stop_token_ids)) if has_min_length else (),
         )
         return None if rules == cls(num_prompt) else rules
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the rules depend on the sequence's tokens, and not only on its length."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0) or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +120,22 @@ class DrawParams:
     rules: LogitRules | None = None
 
     @classmethod
-    def of_candidate(cls, spec: RequestSpec, index: int) -> "DrawParams":
-        """The parameters that candidate `index` of a request draws with."""
-        params = spec.params
-        assert params.seed is not None, "a request's seed is set before an engine gets it"
-        return cls(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=candidate_seed(params.seed, index),
-            min_p=params.min_p,
-            rules=LogitRules.of(spec),
+    def of_candidates(cls, spec: RequestSpec, indices: Iterable[int]) -> tuple["DrawParams", ...]:
+        """The parameters that candidates of a request draw with; they share the rules."""
+        params, rules = spec.params, LogitRules.of(spec)
+        seed = params.seed
+        assert seed is not None, "a request's seed is set before an engine gets it"
+        return tuple(
+            cls(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                seed=candidate_seed(seed, index),
+                min_p=params.min_p,
+                rules=rules,
+            )
+            for index in indices
         )
-
-
-def _ascending(token_ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(token_ids)))
 
 
 def candidate_seed(seed: int, index: int) -> int:
@@ -169,10 +189,16 @@ class ScheduledChunk:
             if nothing is drawn. The noise position is
             `start_position + len(token_ids)`.
         num_top: report this many most likely next tokens instead (beam search).
-        wants_logprobs: report the drawn tokens' log-probabilities too, here
-            and while the row decodes.
-        num_logprobs: if so, report those of this many likeliest tokens as well.
-        history: the sequence's tokens before `token_ids`, if any of `draws` has rules.
+        wants_logprobs: report the drawn tokens' log-probabilities too, for
+            ranking, here and while the row decodes.
+        num_logprobs: report `TokenLogprobs` of the drawn tokens, with this many
+            likeliest tokens, here and while the row decodes; or `NO_LOGPROBS`.
+        prompt_targets: the tokens of the prompt that follow the first
+            `len(prompt_targets)` of `token_ids`; report `TokenLogprobs` of them.
+        num_prompt_logprobs: number of likeliest tokens in these reports.
+        history: the sequence's tokens before `token_ids` if the rules of `draws`, which are the
+            same in all of them, read the history; else empty. Candidates of one request may
+            share the tuple.
     """
 
     row: int
@@ -181,13 +207,20 @@ class ScheduledChunk:
     draws: tuple[DrawParams, ...] = ()
     num_top: int = 0
     wants_logprobs: bool = False
-    num_logprobs: int = 0
+    num_logprobs: int = NO_LOGPROBS
+    prompt_targets: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
     history: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens to run."""
         return len(self.token_ids)
+
+    @property
+    def rules(self) -> LogitRules | None:
+        """The rules that the logits after `token_ids` must follow."""
+        return self.draws[0].rules if self.draws else None
 
     @property
     def needs_logits(self) -> bool:
@@ -225,21 +258,29 @@ class ScheduledBatch:
         """Tokens to run, over all sequences; 0 if the batch only swaps."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_rows)
 
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether any chunk reports `TokenLogprobs` of its prompt."""
+        return any(chunk.prompt_targets for chunk in self.chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at the place of one token.
+    """Log-probabilities at the place of one token; the fields have the wire's names.
+
+    `EngineConfig.logprobs_mode` says of which distribution those of drawn tokens are;
+    those of the prompt's tokens are always of the model's own.
 
     Attributes:
         logprob: the token's own.
-        rank: the token's rank in the vocabulary; the likeliest token has 1.
-        top_ids: the likeliest tokens, the likeliest first.
+        rank: the token's rank in the vocabulary: 1 and the number of likelier tokens.
+        top_token_ids: the likeliest tokens, the likeliest first.
         top_logprobs: their log-probabilities.
     """
 
     logprob: float
     rank: int
-    top_ids: tuple[int, ...] = ()
+    top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -249,12 +290,16 @@ class ChunkOutput:
 
     Attributes:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
-            likeliest first. Each is `INVALID_TOKEN` if logits are not finite.
-        logprobs: log-softmax of the raw logits at `token_ids`, if requested.
+            likeliest first. Each is `INVALID_TOKEN` if logits are not finite, and `NO_TOKEN`
+            if the rules leave none.
+        logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
+            or `num_top` is set.
+        details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    details: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +310,17 @@ class StepOutput:
         step: the batch's number.
         chunks: one per chunk; None for a chunk that needs no logits.
         decoded: one token per row of `decode_rows`.
-        decoded_logprobs: log-probabilities of `decoded` if requested for any of
-            those rows, with NaN for the other rows; else empty.
+        decoded_logprobs: log-probabilities of `decoded` if any of those rows
+            `wants_logprobs`, with NaN for the other rows; else empty.
+        decoded_details: one per row of `decode_rows` if the `num_logprobs` of any of them
+            asks for it, with None for the other rows; else empty.
+        prompt_details: per chunk, one per entry of its `prompt_targets`; empty if no
+            chunk has any.
     """
 
     step: int
     chunks: tuple[ChunkOutput | None, ...] = ()
     decoded: tuple[int, ...] = ()
     decoded_logprobs: tuple[float, ...] = ()
+    decoded_details: tuple[TokenLogprobs | None, ...] = ()
+    prompt_details: tuple[tuple[TokenLogprobs, ...], ...] = ()

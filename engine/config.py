@@ -21,6 +21,7 @@ ROLES = ("prefill", "decode", "both")
 LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -95,6 +96,12 @@ class EngineConfig:
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
+    logprobs_mode: str = _flag(
+        "raw_logprobs",
+        "log-probabilities that requests get: the model's own, or those of the distribution that "
+        "tokens are drawn from, after all sampling parameters",
+        choices=LOGPROBS_MODES,
+    )
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(
@@ -152,6 +159,7 @@ class EngineConfig:
             ("kv_transfer_dtype", KV_TRANSFER_DTYPES),
             ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
+            ("logprobs_mode", LOGPROBS_MODES),
         ):
             if getattr(self, name) not in choices:
                 raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")

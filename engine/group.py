@@ -12,7 +12,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.batch import DrawParams
+from engine.batch import DrawParams, TokenLogprobs
 from engine.beam_search import BeamSearch
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.host_pool import SwappedTables
@@ -51,7 +51,9 @@ class Sequence:
             sequence decodes, `count_computed` brings it up to date.
         num_scheduled: `num_computed` and the tokens of steps in flight; `DecodeSet` counts them
             while the sequence decodes.
-        logprob: sum of the generated tokens' log-probabilities, if the request asks for it.
+        logprob: sum of the generated tokens' log-probabilities, if candidates are ranked.
+        token_logprobs: one per generated token, if candidates are ranked and the request asks
+            for them.
         num_saved: leading blocks that its save jobs cover; see `engine.kv_transfer.saves`.
         is_given_up: whether it ends as soon as its KV is back from the host.
         due: the step at which `DecodeSet` looks at it next.
@@ -71,6 +73,7 @@ class Sequence:
     num_computed: int = 0
     num_scheduled: int = 0
     logprob: float = 0.0
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_saved: int = 0
     is_given_up: bool = False
     due: int = -1
@@ -107,6 +110,7 @@ class FinishedCandidate:
     token_ids: tuple[int, ...]
     score: float
     reason: FinishReason
+    token_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 _ROOT = -1
@@ -186,10 +190,12 @@ class SequenceGroup:
         self.transfer = GroupTransfer(
             pending_handoff=self.request.handoff,
             handoff_id=new_handoff_id() if self.hands_over else "",
+            may_load=not self.owes_prompt_logprobs,
         )
         for progress in self.request.progress:
             self.branches.append(self.new_branch(progress.index, progress.output_token_ids))
             self.branches[-1].logprob = progress.logprob
+            self.branches[-1].token_logprobs += progress.token_logprobs
         if self.request.spec.params.beam_width is not None:
             self.beams = BeamSearch(
                 self.request.spec.params,
@@ -212,6 +218,15 @@ class SequenceGroup:
     def num_prompt(self) -> int:
         """Tokens in the prompt."""
         return len(self.request.spec.prompt_token_ids)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still to be computed.
+
+        Until then its lead computes the whole prompt, without KV from caches or stores.
+        """
+        is_asked = self.request.spec.params.prompt_logprobs is not None
+        return is_asked and not self.request.has_begun and self.first_token_at is None
 
     @property
     def num_seats(self) -> int:
@@ -273,11 +288,10 @@ class SequenceGroup:
             return ()
         spec = self.request.spec
         if sequence is not self.root:
-            return (DrawParams.of_candidate(spec, sequence.index),)
+            return DrawParams.of_candidates(spec, (sequence.index,))
         if self.branches:
             return ()
-        num_candidates = spec.params.num_candidates
-        return tuple(DrawParams.of_candidate(spec, index) for index in range(num_candidates))
+        return DrawParams.of_candidates(spec, range(spec.params.num_candidates))
 
     def num_top_of(self, sequence: Sequence) -> int:
         """Returns how many most likely next tokens a beam search needs there."""

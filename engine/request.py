@@ -5,6 +5,7 @@ from enum import Enum
 
 from baton.errors import BatonError
 from baton.request_spec import RequestSpec
+from engine.batch import TokenLogprobs
 from kvstore.handoff import KvHandoff
 
 __all__ = [
@@ -38,11 +39,14 @@ class CandidateProgress:
         index: the candidate's number.
         output_token_ids: tokens generated so far, one or more.
         logprob: sum of their log-probabilities; used if candidates are ranked.
+        token_logprobs: one per token, if candidates are ranked and the request asks
+            for them. Other candidates' have been returned with the tokens.
     """
 
     index: int
     output_token_ids: tuple[int, ...]
     logprob: float = 0.0
+    token_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +111,11 @@ class RequestOutput:
         error: set if `finish_reason` is ERROR.
         score: the score of a ranked candidate, on its last output: that of beam
             search, or the mean log-probability of its tokens.
-        logprobs: log-probabilities of `token_ids`, if candidates are ranked and the
-            request will be handed over.
+        logprobs: one per entry of `token_ids`, if the request asks for them.
+        first_logprobs: log-probabilities of `token_ids` in the model's own distribution,
+            if candidates are ranked and the request will be handed over.
+        prompt_logprobs: one per token of the prompt after the first, if the request asks
+            for them; set on its first output.
         cached_tokens: prompt tokens that were found or loaded instead of computed. Set
             on the request's first output and on its candidates' last ones; else 0.
         timings: set on the request's first output that carries tokens and on its last.
@@ -125,7 +132,9 @@ class RequestOutput:
     is_last: bool = False
     error: BatonError | None = None
     score: float | None = None
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    first_logprobs: tuple[float, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
     timings: StageTimings | None = None
     handoff: KvHandoff | None = None

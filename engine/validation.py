@@ -14,6 +14,14 @@ from kvstore.handoff import KvHandoff, connector_name
 
 __all__ = ["check_request", "num_blocks_needed"]
 
+_MAX_LOGPROB_VALUES = 2**20
+"""Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
+keeps it well below rpc.channels.MAX_MESSAGE_BYTES."""
+
+# They bound the memory of `kernels.RuleTable`, which is as wide as the widest request needs.
+_MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to two words each
+_MAX_BAD_WORD_TOKENS = 64
+
 
 def check_request(
     request: EngineRequest,
@@ -36,6 +44,7 @@ def check_request(
     _check_tokens(request, info)
     _check_rules(spec, info)
     _check_salt(spec)
+    _check_logprobs(spec, info)
     _check_blocks(spec, config, info, num_blocks)
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
@@ -80,6 +89,13 @@ def _check_progress(request: EngineRequest) -> None:
             raise InvalidArgumentError.for_field("candidates.index", given.index, limit)
         if not given.output_token_ids:
             raise InvalidArgumentError("candidates.output_token_ids is empty; it must have a token")
+        returns_later = params.is_ranked and params.logprobs is not None
+        num_details = len(given.output_token_ids) if returns_later else 0
+        if len(given.token_logprobs) != num_details:
+            number = len(given.token_logprobs)
+            raise InvalidArgumentError(
+                f"candidates.token_logprobs has {number} entries; it must have {num_details}"
+            )
         seen.add(given.index)
     if len({token_id for token_id, _ in request.first_beams}) < len(request.first_beams):
         raise InvalidArgumentError("first_beams has a token twice")
@@ -112,6 +128,7 @@ def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
 def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
     """Refuses rules that name unknown tokens, or that leave no token for the first draw."""
     params = spec.params
+    _check_bad_words(spec.bad_words_token_ids)
     named = {
         "stop_token_ids": spec.stop_token_ids if params.min_tokens else params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
@@ -132,6 +149,21 @@ def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
         )
 
 
+def _check_bad_words(words: Sequence[Sequence[int]]) -> None:
+    field = "bad_words_token_ids"
+    if not all(words):
+        raise InvalidArgumentError(f"{field} has an empty word; each must have a token")
+    if len(words) > _MAX_BAD_WORDS:
+        raise InvalidArgumentError(
+            f"{field} has {len(words)} words; it may have at most {_MAX_BAD_WORDS}"
+        )
+    longest = max(map(len, words), default=0)
+    if longest > _MAX_BAD_WORD_TOKENS:
+        raise InvalidArgumentError(
+            f"{field} has a word of {longest} tokens; each may have at most {_MAX_BAD_WORD_TOKENS}"
+        )
+
+
 def _check_vocabulary(field: str, token_ids: Sequence[int], info: ModelInfo) -> None:
     if not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
         worst = max(token_ids) if max(token_ids) >= info.vocab_size else min(token_ids)
@@ -145,6 +177,28 @@ def _check_salt(spec: RequestSpec) -> None:
     except UnicodeEncodeError:
         limit = "text that UTF-8 can encode"
         raise InvalidArgumentError.for_field("cache_salt", spec.cache_salt, limit) from None
+
+
+def _check_logprobs(spec: RequestSpec, info: ModelInfo) -> None:
+    """Refuses log-probabilities that one message cannot hold: a prompt's, and those of ranked
+    candidates, which are returned at once.
+    """
+    params, num_prompt = spec.params, len(spec.prompt_token_ids)
+    if params.prompt_logprobs is not None:
+        most = _MAX_LOGPROB_VALUES // (params.prompt_logprobs + 2)
+        _check_number("prompt_logprobs", params.prompt_logprobs, "prompt tokens", num_prompt, most)
+    if params.logprobs is not None and params.is_ranked:
+        most = _MAX_LOGPROB_VALUES // (params.logprobs + 2)
+        num_generated = min(spec.max_total_tokens, info.max_model_len) - num_prompt
+        num_tokens = params.n * num_generated
+        _check_number("logprobs", params.logprobs, "tokens in all candidates", num_tokens, most)
+
+
+def _check_number(field: str, value: int, what: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidArgumentError(
+            f"{field} is {value}, which allows at most {most} {what}; the request has {number}"
+        )
 
 
 def _check_blocks(

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from baton.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
+from engine.batch import TokenLogprobs
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import CandidateProgress, EngineLoad, FinishReason, RequestOutput, StageTimings
 from kvstore.handoff import brief_digest
@@ -17,6 +18,7 @@ __all__ = [
     "finish_reason_to_proto",
     "kv_event_responses",
     "load_to_proto",
+    "logprobs_to_proto",
     "output_to_proto",
     "progress_from_proto",
     "timings_to_proto",
@@ -63,7 +65,26 @@ def progress_from_proto(
 ) -> tuple[CandidateProgress, ...]:
     """The tokens that other replicas have generated."""
     return tuple(
-        CandidateProgress(message.index, tuple(message.output_token_ids), message.logprob)
+        CandidateProgress(
+            message.index,
+            tuple(message.output_token_ids),
+            message.logprob,
+            _logprobs_from_proto(message.token_logprobs),
+        )
+        for message in messages
+    )
+
+
+def _logprobs_from_proto(
+    messages: Iterable[common_pb2.TokenLogprobs],
+) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            message.logprob,
+            message.rank,
+            tuple(message.top_token_ids),
+            tuple(message.top_logprobs),
+        )
         for message in messages
     )
 
@@ -80,7 +101,7 @@ def output_to_proto(
         output: the engine's.
         error: the message of `output.error`.
     """
-    return request_pb2.CandidateOutput(
+    message = request_pb2.CandidateOutput(
         request_id=output.request_id,
         index=output.index,
         token_ids=output.token_ids,
@@ -91,6 +112,25 @@ def output_to_proto(
         cached_tokens=output.cached_tokens,
         timings=timings_to_proto(output.timings),
     )
+    # Most requests ask for neither; this runs once per token.
+    if output.logprobs:
+        message.logprobs.extend(logprobs_to_proto(output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
+    return message
+
+
+def logprobs_to_proto(tokens: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+    """The messages of the tokens' log-probabilities; their fields have the same names."""
+    return [
+        common_pb2.TokenLogprobs(
+            logprob=token.logprob,
+            rank=token.rank,
+            top_token_ids=token.top_token_ids,
+            top_logprobs=token.top_logprobs,
+        )
+        for token in tokens
+    ]
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":

@@ -3,15 +3,18 @@
 The tensors keep their addresses, so that a recorded step reads what the step before it wrote.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
 
-__all__ = ["INVALID_TOKEN", "DecodeInputs", "DrawTable", "RowState"]
+__all__ = ["INVALID_TOKEN", "NO_TOKEN", "DecodeInputs", "DrawTable", "RowState", "RuleTable"]
 
 INVALID_TOKEN: Final = -1
 """The token id of rows whose logits hold NaN or infinity, or no finite number."""
+
+NO_TOKEN: Final = -2
+"""The token id of rows whose logits have no finite largest number after the rules were applied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,31 +25,60 @@ class DrawTable:
         temperature: `[m]` float64; 0 takes the likeliest token.
         top_k: `[m]` int64; how many of the likeliest tokens are drawn from. 0: all.
         top_p: `[m]` float64; what share of the probability is drawn from. 1: all.
+        log_min_p: `[m]` float64; logarithm of the least share of the likeliest token's
+            probability that a token must have. -inf: all are drawn from.
         seed: `[m]` int64; the bits of the unsigned 64-bit seed of the noise.
     """
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    log_min_p: torch.Tensor
     seed: torch.Tensor
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """The attributes, in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def take(self, draw_ids: torch.Tensor) -> "DrawTable":
         """Returns the rows `draw_ids`, `[n]` int64, as a copy."""
-        return DrawTable(
-            temperature=self.temperature.index_select(0, draw_ids),
-            top_k=self.top_k.index_select(0, draw_ids),
-            top_p=self.top_p.index_select(0, draw_ids),
-            seed=self.seed.index_select(0, draw_ids),
-        )
+        return DrawTable(*(column.index_select(0, draw_ids) for column in self.columns))
 
     def part(self, entries: slice) -> "DrawTable":
         """Returns a slice of the rows as views of the same memory."""
-        return DrawTable(
-            temperature=self.temperature[entries],
-            top_k=self.top_k[entries],
-            top_p=self.top_p[entries],
-            seed=self.seed[entries],
-        )
+        return DrawTable(*(column[entries] for column in self.columns))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleTable:
+    """Rules that change logits before a token is drawn from them, a row for each sequence.
+
+    All tensors are contiguous. Tokens are ids below the vocabulary size; -1 pads lists of them.
+
+    Attributes:
+        history: `[m, max_len]` int32; the sequence's tokens by position, from prompt and output.
+            Entries past the sequence's length may hold anything.
+        lengths: `[m, 2]` int64; the prompt's length, and the length before which no token of
+            `stop_ids` may be drawn.
+        penalties: `[m, 3]` float32; of repetition (1: off), of presence and of frequency (0: off).
+        bias_ids: `[m, num_biases]` int32; tokens whose logits change, all different.
+        biases: `[m, num_biases]` float32; what is added to the logits of `bias_ids`.
+        stop_ids: `[m, num_stops]` int32.
+        bad_words: `[m, num_words, word_len]` int32; sequences of tokens that end at the last
+            column, with padding before them. Its last token must not follow the tokens before it.
+        allowed: `[m, ceil(vocab / 32)]` int32; bit t % 32 of word t // 32 is set if token t may be
+            drawn.
+    """
+
+    history: torch.Tensor
+    lengths: torch.Tensor
+    penalties: torch.Tensor
+    bias_ids: torch.Tensor
+    biases: torch.Tensor
+    stop_ids: torch.Tensor
+    bad_words: torch.Tensor
+    allowed: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

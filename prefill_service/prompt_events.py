@@ -9,9 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from baton.sampling_params import SamplingParams
-from baton.v1 import prefill_pb2, request_pb2
+from baton.v1 import common_pb2, prefill_pb2, request_pb2
 from engine.request import FinishReason, RequestOutput
-from engine.wire import finish_reason_to_proto, output_to_proto, timings_to_proto
+from engine.wire import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    output_to_proto,
+    timings_to_proto,
+)
 from kvstore.handoff import KvHandoff, handoff_to_proto
 
 __all__ = ["PromptEvents"]
@@ -106,28 +111,37 @@ def _first_tokens(
     decode alone.
     """
     token_ids = [token_id for output in drawn for token_id in output.token_ids]
+    details = [details for output in drawn for details in logprobs_to_proto(output.logprobs)]
     result = prefill_pb2.PrefillResult()
     result.outputs.add(
-        cached_tokens=drawn[0].cached_tokens, timings=timings_to_proto(drawn[0].timings)
+        cached_tokens=drawn[0].cached_tokens,
+        timings=timings_to_proto(drawn[0].timings),
+        prompt_logprobs=logprobs_to_proto(drawn[0].prompt_logprobs),
     )
     if params.is_ranked:
-        logprobs = [logprob for output in drawn for logprob in output.logprobs]
-        _add_ranked(result, params, token_ids, logprobs)
+        logprobs = [logprob for output in drawn for logprob in output.first_logprobs]
+        _add_ranked(result, params, list(zip(token_ids, logprobs, strict=True)), details)
         return result
-    result.outputs[0].token_ids.append(token_ids[0])
-    for index, token_id in enumerate(token_ids[1:], start=1):
-        result.outputs.add(index=index, token_ids=[token_id])
+    for index, token_id in enumerate(token_ids):
+        output = result.outputs[0] if index == 0 else result.outputs.add(index=index)
+        output.token_ids.append(token_id)
+        output.logprobs.extend(details[index : index + 1])
     return result
 
 
 def _add_ranked(
     result: prefill_pb2.PrefillResult,
     params: SamplingParams,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
+    first_tokens: Sequence[tuple[int, float]],
+    details: Sequence[common_pb2.TokenLogprobs],
 ) -> None:
-    for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+    for index, (token_id, logprob) in enumerate(first_tokens):
         if params.beam_width is not None:
             result.first_beams.add(token_id=token_id, logprob=logprob)
         else:
-            result.candidates.add(index=index, output_token_ids=[token_id], logprob=logprob)
+            result.candidates.add(
+                index=index,
+                output_token_ids=[token_id],
+                logprob=logprob,
+                token_logprobs=details[index : index + 1],
+            )

@@ -29,11 +29,16 @@ class Completion:
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, arrival: float) -> None:
         self._request_id = spec.client_id
         text = TextStream(tokenizer, spec)
-        self._running = {index: _Candidate(text.fork()) for index in range(spec.params.n)}
+        asks = spec.params.logprobs is not None
+        self._running = {index: _Candidate(text.fork(), asks) for index in range(spec.params.n)}
         self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
         self._timings = common_pb2.Timings()
         self._arrival = arrival
         self._has_prompt_timings = False
+        # Until the first message, which has them, if the request asks for them.
+        self._prompt: generation_pb2.GenerateStreamResponse | None = None
+        if spec.params.prompt_logprobs is not None:
+            self._prompt = _Response(prompt_token_ids=spec.prompt_token_ids)
         self._first_token: float | None = None
         self._now: Callable[[], float] = asyncio.get_running_loop().time
 
@@ -52,6 +57,9 @@ class Completion:
         """
         if output.HasField("timings"):
             self._add_timings(output)
+        if self._prompt is not None and output.prompt_logprobs:
+            del self._prompt.prompt_logprobs[:]
+            self._prompt.prompt_logprobs.extend(output.prompt_logprobs)
         is_for_client = bool(output.token_ids or output.finish_reason)
         responses = []
         if is_for_client and output.index in self._running:
@@ -73,6 +81,9 @@ class Completion:
             self._timings.first_token_ms = self._elapsed_ms(self._arrival)
         response = self._running[output.index].response_to(output)
         response.request_id = self._request_id
+        if self._prompt is not None:
+            response.MergeFrom(self._prompt)
+            self._prompt = None
         self._usage.completion_tokens += len(response.token_ids)
         if response.finish_reason:
             del self._running[output.index]
@@ -104,10 +115,16 @@ class Completion:
 
 
 class _Candidate:
-    """One candidate's text, and its last token, which a later output may declare a stop token."""
+    """One candidate's text, and its last token, which a later output may declare a stop token.
 
-    def __init__(self, text: TextStream) -> None:
+    Args:
+        text: makes its text.
+        asks_for_logprobs: whether messages have its tokens' log-probabilities.
+    """
+
+    def __init__(self, text: TextStream, asks_for_logprobs: bool) -> None:
         self._text = text
+        self._asks_for_logprobs = asks_for_logprobs
         self._last_token_id: int | None = None
 
     def response_to(self, output: request_pb2.CandidateOutput) -> _Response:
@@ -121,6 +138,8 @@ class _Candidate:
         if token_ids:
             self._last_token_id = token_ids[-1]
         response = _Response(index=output.index, token_ids=token_ids, text=text)
+        if self._asks_for_logprobs:
+            response.logprobs.extend(output.logprobs[: piece.num_tokens])
         if matched_stop is not None:
             response.finish_reason = common_pb2.FINISH_REASON_STOP
             response.matched_stop.text = matched_stop
@@ -143,6 +162,7 @@ class WholeGeneration:
     def __init__(self) -> None:
         self._completions: dict[int, generation_pb2.Completion] = {}
         self._texts: dict[int, list[str]] = {}
+        self._first: _Response | None = None
         self._last = _Response()
 
     def add(self, message: _Response) -> None:
@@ -150,7 +170,10 @@ class WholeGeneration:
         if message.index not in self._completions:
             self._completions[message.index] = generation_pb2.Completion(index=message.index)
             self._texts[message.index] = []
+        if self._first is None:
+            self._first = message
         self._completions[message.index].token_ids.extend(message.token_ids)
+        self._completions[message.index].logprobs.extend(message.logprobs)
         self._texts[message.index].append(message.text)
         if message.finish_reason:
             self._add_end(self._completions[message.index], message)
@@ -158,11 +181,14 @@ class WholeGeneration:
 
     def response(self) -> generation_pb2.GenerateResponse:
         """The candidates by index. Called once the stream has ended."""
+        first = self._first or self._last
         return generation_pb2.GenerateResponse(
             request_id=self._last.request_id,
             completions=[self._completions[index] for index in sorted(self._completions)],
             usage=self._last.usage,
             timings=self._last.timings,
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_token_ids=first.prompt_token_ids,
         )
 
     def _add_end(self, completion: generation_pb2.Completion, message: _Response) -> None:

@@ -100,7 +100,8 @@ class DecodeStage:
             handoff: where the prompt's KV is, if prefill has it; released once it is loaded.
 
         Raises:
-            UnavailableError: the replica was lost and no other appeared in time.
+            UnavailableError: the replica was lost, or refused the request, and no other
+                appeared in time.
             AbortedError: the request lost too many replicas.
             BatonError: a replica answered with this error.
         """
@@ -118,7 +119,7 @@ class DecodeStage:
                 other = self.pick(request, setbacks.refused)
                 if other is None and not _may_wait(request.spec, error, progress):
                     raise
-                replica = other or await self._next_replica(request, setbacks.refused)
+                replica = other or await self._next_replica(request, setbacks.refused, error)
 
     async def _attempt(
         self,
@@ -156,11 +157,20 @@ class DecodeStage:
             finally:
                 stream.close()
 
-    async def _next_replica(self, request: RoutedRequest, refused: frozenset[str]) -> DecodeReplica:
+    async def _next_replica(
+        self, request: RoutedRequest, refused: frozenset[str], error: BatonError
+    ) -> DecodeReplica:
         """Waits until a replica takes a request that none of the present ones takes.
+
+        Args:
+            request: the request.
+            refused: ids of replicas that must not be chosen.
+            error: the last replica's error.
 
         Raises:
             UnavailableError: no replica took it in time.
+            FailedPreconditionError: the same, and the last replica's error says what the
+                operator must change.
         """
         try:
             async with asyncio.timeout(min(self._resume_timeout_s, request.spec.remaining_s())):
@@ -168,6 +178,8 @@ class DecodeStage:
                     await self._fleet.wait_for_change()
                 return replica
         except TimeoutError:
+            if isinstance(error, FailedPreconditionError):
+                raise error from None
             raise UnavailableError(
                 f"the decode replica of request {request.spec.client_id} was lost or refused it, "
                 "and no other can continue it"

@@ -19,6 +19,15 @@ _FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """The entries of the file that are used, as in vLLM, with their fields of `SamplingParams`."""
+_FILE_ERRORS = (
+    InvalidArgumentError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_INTEGERS = ("top_k", "max_tokens")
 
 
 def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
@@ -29,8 +38,9 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
         generation_config: "auto", or "none", for which no field is returned.
 
     Raises:
-        ConfigurationError: `generation_config` is another word, or the file is not a JSON
-            object or has a value that is out of range.
+        ConfigurationError: `generation_config` is another word, the file cannot be read or is
+            not a JSON object, or an entry has a value of a wrong type or out of range; names
+            the file and the entry.
     """
     if generation_config not in GENERATION_CONFIGS:
         raise ConfigurationError(
@@ -40,14 +50,33 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
     if generation_config == "none":
         return {}
     path = resolve_folder(model) / _FILE
+    entry = ""
+    defaults = {}
     try:
         stated = read_json(path)
-        found = {ours: stated[theirs] for theirs, ours in _FIELDS.items() if theirs in stated}
-        defaults = {name: value for name, value in found.items() if value is not None}
-        SamplingParams(**defaults)
-    except (InvalidArgumentError, ValueError, TypeError) as error:
+        for entry, field in _FIELDS.items():
+            if stated.get(entry) is not None:
+                defaults[field] = _checked(field, stated[entry])
+    except _FILE_ERRORS as error:
         reason = error.message if isinstance(error, InvalidArgumentError) else error
+        where = f"{path}, {entry}" if entry else path
         raise ConfigurationError(
-            f"{path}: {reason}; correct the file or set --generation-config none"
+            f"{where}: {reason}; correct the file or set --generation-config none"
         ) from error
     return defaults
+
+
+def _checked(field: str, value: Any) -> Any:
+    """Returns the value of a field, as an int if the field has integers.
+
+    Raises:
+        InvalidArgumentError: the value is no number, no integer, or out of range.
+        OverflowError: the value is too large.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidArgumentError.for_field(field, value, "a number")
+    if field in _INTEGERS:
+        if int(value) != value:
+            raise InvalidArgumentError.for_field(field, value, "an integer")
+        value = int(value)
+    return getattr(SamplingParams(**{field: value}), field)

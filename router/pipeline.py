@@ -128,7 +128,7 @@ class Pipeline:
         overlap_blocks = self._decode.overlap_blocks(request, replica)
         if not wants_remote_prefill(
             request.num_prompt_tokens,
-            overlap_blocks * request.block_size,
+            request.num_reused_tokens(overlap_blocks),
             self._config.max_local_prefill_tokens,
         ):
             return

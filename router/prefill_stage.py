@@ -109,7 +109,7 @@ class PrefillStage:
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         request, replica = prompt.request, prompt.replica
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
-        uncached_tokens = request.num_prompt_tokens - cached_blocks * request.block_size
+        uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
         self._prefix_index.record(replica.replica_id, request.block_keys)
         spec = request.spec.for_attempt(attempt)
         replica.log_start(spec)

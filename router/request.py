@@ -14,6 +14,7 @@ from router.validation import (
     MAX_TOKENIZE_CHARS,
     check_candidates,
     check_length,
+    check_logprobs,
     check_prompt_length,
     check_token_ids,
     check_vocabulary,
@@ -21,7 +22,7 @@ from router.validation import (
     prompt_of,
 )
 
-__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncated"]
+__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,15 @@ class RoutedRequest:
     def num_prompt_blocks(self) -> int:
         """Blocks of `block_size` tokens that hold the prompt, the partial one included."""
         return -(-self.num_prompt_tokens // self.block_size)
+
+    def num_reused_tokens(self, overlap_blocks: int) -> int:
+        """Tokens of the prompt that a replica need not compute.
+
+        Args:
+            overlap_blocks: leading blocks of the prompt that the replica probably caches.
+        """
+        computes_all = self.spec.params.prompt_logprobs is not None
+        return 0 if computes_all else overlap_blocks * self.block_size
 
 
 async def prepare_request(
@@ -79,7 +89,8 @@ async def prepare_request(
     check_vocabulary(params, limits.vocab_size)
     params = fitting_params(params, len(token_ids), limits)
     check_candidates(params, limits)
-    bad_words = await tokenizer.encode_bad_words(params.bad_words)
+    check_logprobs(params, len(token_ids))
+    bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
     spec = RequestSpec.with_defaults(
@@ -119,22 +130,38 @@ async def tokenize_prompt(
         if truncate_prompt_tokens is not None:
             most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
         check_length("text", prompt, most_chars)
-        prompt = await tokenizer.encode_async(prompt)
-    prompt = truncated(prompt, truncate_prompt_tokens, limits)
-    check_prompt_length(len(prompt), limits)
-    return tuple(prompt)
+        num_leading = tokenizer.num_leading_special_tokens
+        token_ids: Sequence[int] = await tokenizer.encode_async(prompt)
+    else:
+        num_leading, token_ids = 0, prompt
+    token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, num_leading)
+    check_prompt_length(len(token_ids), limits)
+    return tuple(token_ids)
 
 
-def truncated(
-    token_ids: Sequence[int], truncate_prompt_tokens: int | None, limits: RequestLimits
+def truncate_prompt(
+    token_ids: Sequence[int],
+    truncate_prompt_tokens: int | None,
+    limits: RequestLimits,
+    num_leading: int,
 ) -> Sequence[int]:
-    """Returns the last tokens of a prompt, as many as `SamplingParams.truncate_prompt_tokens`
-    says. For -1, these are as many as leave room for one generated token.
+    """Returns the last tokens of a prompt, after its leading special tokens, as vLLM does.
+
+    Args:
+        token_ids: the prompt.
+        truncate_prompt_tokens: how many tokens to keep, the leading ones included; -1 keeps as
+            many as leave room for one generated token, None all.
+        limits: the engine's.
+        num_leading: tokens at the start that the tokenizer added, which are kept. 0 for a
+            prompt that the caller gave as token ids.
     """
     if truncate_prompt_tokens is None:
         return token_ids
     most = limits.max_total_tokens - 1 if truncate_prompt_tokens < 0 else truncate_prompt_tokens
-    return token_ids[-most:] if len(token_ids) > most else token_ids
+    if len(token_ids) <= most:
+        return token_ids
+    num_leading = min(num_leading, most)
+    return [*token_ids[:num_leading], *token_ids[len(token_ids) - most + num_leading :]]
 
 
 async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...]:

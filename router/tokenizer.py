@@ -10,6 +10,7 @@ OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,35 @@ class Tokenizer:
         """
         return cls(_load_backend(resolve_folder(path_or_name)))
 
+    @cached_property
+    def num_leading_special_tokens(self) -> int:
+        """How many special tokens `encode` adds at the start of a text."""
+        (encoding,) = self._backend.encode_batch_fast(["a"])
+        return encoding.special_tokens_mask.index(0)  # 1 for each token that was added
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`, by default with the model's special tokens.
 
         Raises:
             InvalidArgumentError: `text` has no UTF-8 form (a lone surrogate).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgumentError(
-                f"text is not valid Unicode: lone surrogate at character {error.start}"
-            ) from None
-        # `encode_batch_fast` releases the GIL, `encode` does not.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        (ids,) = self._encode_batch([text], add_special_tokens, "text")
         return ids
+
+    def _encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool, field: str
+    ) -> list[list[int]]:
+        """Encodes texts; `field` names them in the error for a text without a UTF-8 form."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidArgumentError(
+                    f"{field} is not valid Unicode: lone surrogate at character {error.start}"
+                ) from None
+        # `encode_batch_fast` releases the GIL, `encode` does not.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have no text."""
@@ -120,31 +134,35 @@ class Tokenizer:
             return self.decode(list(token_ids), skip_special_tokens)
         return await asyncio.to_thread(self.decode, list(token_ids), skip_special_tokens)
 
-    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Like `bad_words_token_ids`; many words are encoded off the event loop."""
-        if sum(map(len, words)) <= MAX_INLINE_LENGTH:
-            return self.bad_words_token_ids(words)
-        return await asyncio.to_thread(self.bad_words_token_ids, words)
-
-    def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of `SamplingParams.bad_words`, chosen as vLLM chooses them.
 
         Each word is encoded as at the start of a text and as after a space. The second
         sequence is used too if it has as many tokens as the first and begins with another one.
 
         Raises:
-            InvalidArgumentError: a word has no tokens.
+            InvalidArgumentError: a word has no tokens, or no UTF-8 form.
         """
+        if not words:
+            return ()
+        bare = [word.lstrip() for word in words]
+        encoded = self._encode_batch([*bare, *(f" {word}" for word in bare)], False, "bad_words")
         sequences = []
-        for word in words:
-            bare = word.lstrip()
-            first, spaced = (tuple(self.encode(text, False)) for text in (bare, f" {bare}"))
+        for word, first, spaced in zip(
+            words, encoded[: len(bare)], encoded[len(bare) :], strict=True
+        ):
             if not first:
                 raise InvalidArgumentError.for_field("bad_words", word, "a text that has tokens")
-            sequences.append(first)
+            sequences.append(tuple(first))
             if len(spaced) == len(first) and spaced[0] != first[0]:
-                sequences.append(spaced)
+                sequences.append(tuple(spaced))
         return tuple(sequences)
+
+    async def encode_bad_words_async(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Like `encode_bad_words`; many words are encoded off the event loop."""
+        if sum(map(len, words)) <= MAX_INLINE_LENGTH:
+            return self.encode_bad_words(words)
+        return await asyncio.to_thread(self.encode_bad_words, words)
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` writes anything for this id; unknown ids have no text."""

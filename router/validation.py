@@ -19,10 +19,12 @@ __all__ = [
     "MAX_CACHE_SALT_CHARS",
     "MAX_DETOKENIZE_TOKEN_IDS",
     "MAX_REQUEST_ID_CHARS",
+    "MAX_RETURNED_LOGPROBS",
     "MAX_RETURNED_TOKENS",
     "MAX_TOKENIZE_CHARS",
     "check_candidates",
     "check_length",
+    "check_logprobs",
     "check_model",
     "check_prompt_length",
     "check_token_ids",
@@ -39,6 +41,10 @@ MAX_DETOKENIZE_TOKEN_IDS = 2**18
 MAX_RETURNED_TOKENS = 2**20
 """The most tokens of all candidates together, which must fit in one message
 (rpc.channels.MAX_MESSAGE_BYTES).
+"""
+MAX_RETURNED_LOGPROBS = 2**20
+"""The most log-probabilities of a prompt and all its candidates together, where a token's own
+counts as two. One takes up to 11 bytes of a message, the token and its text included.
 """
 _SHOWN_CHARS = 64
 
@@ -175,4 +181,27 @@ def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
             "max_tokens",
             params.max_tokens,
             f"at most {MAX_RETURNED_TOKENS // params.n} for each of {params.n} candidates",
+        )
+
+
+def check_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Refuses more log-probabilities than the response of `Generate` can hold.
+
+    Args:
+        params: the parameters; `max_tokens` fits the model.
+        num_prompt_tokens: tokens of the prompt.
+
+    Raises:
+        InvalidArgumentError: names the field, and the tokens that its value allows.
+    """
+    if params.logprobs is None:
+        return
+    prompt_logprobs = params.prompt_logprobs
+    num_of_prompt = 0 if prompt_logprobs is None else num_prompt_tokens * (prompt_logprobs + 2)
+    most = max(MAX_RETURNED_LOGPROBS - num_of_prompt, 0) // (params.logprobs + 2)
+    if params.n * params.max_tokens > most:
+        beside = "" if prompt_logprobs is None else f" beside prompt_logprobs {prompt_logprobs}"
+        raise InvalidArgumentError(
+            f"logprobs is {params.logprobs}, which allows at most {most} tokens in all returned "
+            f"candidates{beside}; n * max_tokens is {params.n * params.max_tokens}"
         )

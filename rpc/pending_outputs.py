@@ -23,7 +23,7 @@ _END = -1
 def add_output(pending: PendingOutputs, output: request_pb2.CandidateOutput) -> None:
     """Adds an output, which is merged with a waiting one of its candidate: token ids are joined
     in order, other fields merge as protobuf merges messages. The request's last output stays
-    the last.
+    the last, and log-probabilities of the prompt stay on the first.
     """
     index = output.index
     waiting = pending.get(index)
@@ -35,3 +35,13 @@ def add_output(pending: PendingOutputs, output: request_pb2.CandidateOutput) -> 
         waiting.MergeFrom(output)
         if output.is_last:
             pending[index] = pending.pop(index)
+            if waiting.prompt_logprobs:
+                _move_prompt_logprobs(waiting, next(iter(pending.values())))
+
+
+def _move_prompt_logprobs(
+    source: request_pb2.CandidateOutput, first: request_pb2.CandidateOutput
+) -> None:
+    if first is not source:
+        first.prompt_logprobs.extend(source.prompt_logprobs)
+        del source.prompt_logprobs[:]

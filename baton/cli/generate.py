@@ -3,11 +3,11 @@
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.client import Client
-from baton.results import CompletionChunk
+from baton.results import CompletionChunk, Logprobs
 
 __all__ = ["add_args", "format_summary", "main", "print_candidates", "print_stream"]
 
@@ -48,23 +48,54 @@ def main(args: argparse.Namespace) -> int:
 
 
 def print_stream(chunks: Iterable[CompletionChunk]) -> None:
-    """Streams the text of one candidate to stdout, then writes counts and timings to stderr."""
+    """Streams the text of one candidate to stdout, then writes log-probabilities if there are any,
+    counts and timings to stderr.
+    """
+    lines: list[str] = []
     for chunk in chunks:
         print(chunk.text, end="", flush=True)
+        lines += _logprob_lines(chunk)
         if chunk.usage is not None:
             print(flush=True)
-            print(format_summary(chunk), file=sys.stderr)
+            print(*lines, format_summary(chunk), sep="\n", file=sys.stderr)
 
 
 def print_candidates(chunks: Iterable[CompletionChunk]) -> None:
-    """Writes each candidate when it has ended, then counts and timings to stderr."""
+    """Writes each candidate when it has ended, with log-probabilities, if there are any, to stderr;
+    then counts and timings to stderr.
+    """
     texts: dict[int, str] = defaultdict(str)
+    lines: dict[int, list[str]] = defaultdict(list)
     for chunk in chunks:
         texts[chunk.index] += chunk.text
+        lines[chunk.index] += _logprob_lines(chunk)
         if chunk.finish_reason is not None:
             print(f"{_heading(chunk)}\n{texts.pop(chunk.index)}", flush=True)
+            if own := lines.pop(chunk.index):
+                print(*own, sep="\n", file=sys.stderr)
         if chunk.usage is not None:
             print(format_summary(chunk), file=sys.stderr)
+
+
+def _logprob_lines(chunk: CompletionChunk) -> Iterator[str]:
+    """Yields a line per token of the prompt and of the chunk that has log-probabilities."""
+    if chunk.prompt_token_ids and chunk.prompt_logprobs:
+        for token_id, found in zip(chunk.prompt_token_ids, chunk.prompt_logprobs, strict=True):
+            yield _logprob_line("prompt", token_id, found)
+    for token_id, found in zip(chunk.token_ids, chunk.logprobs or (), strict=False):
+        yield _logprob_line("token", token_id, found)
+
+
+def _logprob_line(kind: str, token_id: int, found: Logprobs | None) -> str:
+    """Formats the id, log-probability and rank of a token, then the likeliest tokens there."""
+    if found is None:
+        return f"{kind} {token_id:>7}"
+    own = found[token_id]
+    line = f"{kind} {token_id:>7} {own.logprob:10.4f}  rank {own.rank:<6}"
+    tops = sorted(found.items(), key=lambda entry: entry[1].rank)
+    if len(tops) > 1:
+        line += " | " + ", ".join(f"{top_id} {top.logprob:.4f}" for top_id, top in tops)
+    return line.rstrip()
 
 
 def _heading(last: CompletionChunk) -> str:

@@ -206,11 +206,15 @@ class SamplingParams(google.protobuf.message.Message):
 
     @property
     def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Only these tokens are drawn. Empty: all."""
+        """Only these tokens are drawn. At most 2**18 ids; repeated ones are removed.
+        Empty: all.
+        """
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts whose tokens are not drawn in sequence. At most 256."""
+        """Texts whose tokens are not drawn in sequence. At most 256, each of 1 to 256
+        bytes.
+        """
 
     def __init__(
         self,
@@ -350,14 +354,15 @@ class StoppingParams(google.protobuf.message.Message):
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end a candidate; the returned text stops before the match,
-        unless include_stop_str_in_output is set. A match may span tokens. Excludes
-        ranked candidates (best_of > n, beam_search).
+        unless include_stop_str_in_output is set. A match may span tokens. At most
+        16, each of 1 to 256 bytes. Excludes ranked candidates (best_of > n,
+        beam_search).
         """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end a candidate. The returned text has no text of theirs,
-        unless include_stop_str_in_output is set.
+        """Token ids that end a candidate; at most 16. The returned text has no text
+        of theirs, unless include_stop_str_in_output is set.
         """
 
     def __init__(
@@ -405,7 +410,9 @@ class TextParams(google.protobuf.message.Message):
     DETOKENIZE_FIELD_NUMBER: builtins.int
     truncate_prompt_tokens: builtins.int
     """Keep only this many last tokens of the prompt; -1 keeps as many as the
-    model's context has room for. Unset: a prompt that is too long is refused.
+    model's context has room for. Special tokens that the tokenizer adds at
+    the start of a text are kept, and count. Unset: a prompt that is too long
+    is refused.
     """
     skip_special_tokens: builtins.bool
     """Leave special tokens out of the text. Unset: true."""

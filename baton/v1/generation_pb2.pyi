@@ -109,6 +109,7 @@ class GenerateResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     @property
@@ -129,6 +130,10 @@ class GenerateResponse(google.protobuf.message.Message):
         the first.
         """
 
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """If the request asks for prompt_logprobs: the tokens of the prompt."""
+
     def __init__(
         self,
         *,
@@ -137,10 +142,11 @@ class GenerateResponse(google.protobuf.message.Message):
         usage: baton.v1.common_pb2.Usage | None = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
@@ -218,6 +224,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     SCORE_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     index: builtins.int
@@ -254,6 +261,10 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
         """As in GenerateResponse; set on the first message of the stream."""
 
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in GenerateResponse; set on the first message of the stream."""
+
     def __init__(
         self,
         *,
@@ -268,10 +279,11 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         score: builtins.float | None = ...,
         logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score", "timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

@@ -103,6 +103,7 @@ class CandidateProgress(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOGPROB_FIELD_NUMBER: builtins.int
+    TOKEN_LOGPROBS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """The candidate's number, below the number of candidates; each at most once."""
     logprob: builtins.float
@@ -113,14 +114,19 @@ class CandidateProgress(google.protobuf.message.Message):
         ends the candidate without generating more.
         """
 
+    @property
+    def token_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If candidates are ranked and the request asks for logprobs: one per token."""
+
     def __init__(
         self,
         *,
         index: builtins.int = ...,
         output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logprob: builtins.float = ...,
+        token_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "logprob", b"logprob", "output_token_ids", b"output_token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "logprob", b"logprob", "output_token_ids", b"output_token_ids", "token_logprobs", b"token_logprobs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CandidateProgress: typing_extensions.TypeAlias = CandidateProgress

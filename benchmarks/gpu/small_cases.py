@@ -153,6 +153,7 @@ def _prepare_sampling(
         temperature=torch.full((num_rows,), temperature, dtype=torch.float64, device=device),
         top_k=torch.zeros(num_rows, dtype=torch.int64, device=device),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64, device=device),
+        log_min_p=torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=device),
         seed=torch.arange(num_rows, device=device),
     )
     positions = torch.arange(num_rows, device=device) + 100

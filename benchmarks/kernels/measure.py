@@ -15,6 +15,7 @@ from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels.attention import attention_cases, rotation_cases
 from benchmarks.kernels.case import Case, DecoderShape, Numbers, Result
 from benchmarks.kernels.cost import Cost
+from benchmarks.kernels.draws import draw_cases, rule_cases
 from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
 from benchmarks.kernels.products import gated_linear_cases, linear_cases
 from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
@@ -31,6 +32,8 @@ PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] 
         "rms_norm": norm_cases,
         "embed": embed_cases,
         "row_maxima": maxima_cases,
+        "apply_logit_rules": rule_cases,
+        "draw_tokens": draw_cases,
     }
 )
 """Functions that yield a primitive's cases for a model and an element type, by name."""

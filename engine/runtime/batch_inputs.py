@@ -25,12 +25,19 @@ class BatchInputs:
         layer_groups: per layer group, the KV to write and read.
         logit_rows: the tokens whose logits are computed: the last token of each chunk that
             needs logits, then those of the decode rows. None for all tokens.
+        hidden_rows: `[num_logit_rows]` int64; the same tokens, in a step in which the model
+            computes the hidden states of all tokens. None in other steps.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     layer_groups: tuple[AttentionMetadata, ...]
     logit_rows: LogitRows | None
+    hidden_rows: torch.Tensor | None = None
+
+    def logit_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns those of the model's final hidden states whose logits are computed."""
+        return hidden if self.hidden_rows is None else hidden.index_select(0, self.hidden_rows)
 
 
 class StepInputs:
@@ -47,7 +54,11 @@ class StepInputs:
         num_tokens: number of tokens in the step; 0 before the first step.
         num_seqs: number of sequences in the step; 0 before the first step.
         num_logit_rows: number of tokens whose logits are computed; 0 before the first step.
+        needs_all_hidden: whether the step needs the final hidden states of all its tokens, for
+            log-probabilities of prompts.
     """
+
+    needs_all_hidden: bool = False
 
     def __init__(self, rows: Rows, max_tokens: int, block_size: int, device: torch.device) -> None:
         self.max_seqs = num_rows = rows.tables.shape[1]
@@ -83,6 +94,7 @@ class StepInputs:
             [chunk.num_tokens for chunk in chunks], self._ones[: len(decode_rows)]
         )
         self._fill_sequences(row_ids, starts, query_lens, rows.tables)
+        self.needs_all_hidden = batch.reports_prompts
         needing_logits = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
         self.num_logit_rows = len(needing_logits) + len(decode_rows)
         if self.num_logit_rows < self.num_tokens:
@@ -92,14 +104,16 @@ class StepInputs:
     def tensors(self) -> BatchInputs:
         """Returns the step's inputs; on a CPU as views of memory that `fill` overwrites."""
         num_tokens, num_logit_rows = self.num_tokens, self.num_logit_rows
-        logit_rows = None
+        logit_rows = hidden_rows = None
         if num_logit_rows < num_tokens:
-            logit_rows = LogitRows(
-                to_device(self._logit_rows[:num_logit_rows], self._device),
-                self._logit_sequences.metadata(
+            rows = to_device(self._logit_rows[:num_logit_rows], self._device)
+            if self.needs_all_hidden:
+                hidden_rows = rows
+            else:
+                sequences = self._logit_sequences.metadata(
                     num_logit_rows, num_logit_rows, self._num_columns, self._device
-                ),
-            )
+                )
+                logit_rows = LogitRows(rows, sequences)
         return BatchInputs(
             token_ids=to_device(self._token_ids[:num_tokens], self._device),
             positions=to_device(self._positions[:num_tokens], self._device),
@@ -107,6 +121,7 @@ class StepInputs:
                 self.num_seqs, num_tokens, self._num_columns, self._device
             ),
             logit_rows=logit_rows,
+            hidden_rows=hidden_rows,
         )
 
     def _fill_sequences(

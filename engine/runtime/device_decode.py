@@ -18,6 +18,7 @@ import torch
 import kernels
 from engine.runtime.device import to_device
 from engine.runtime.device_rows import DeviceRows
+from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import Scores, draw_kinds
 from engine.runtime.steps import StepModel
 from kernels import AttentionMetadata, DecodeInputs, RecordedStep
@@ -42,7 +43,10 @@ class DeviceDecode:
     Attributes:
         row_ids: `[max_rows]` int64; the rows that decode, padded with the spare row.
         tokens: `[max_rows]` int64; the tokens that the last step drew.
+        ruled: the rows that decode and have rules; None if none has.
     """
+
+    ruled: RuledRows | None = None
 
     def __init__(self, model: StepModel, rows: DeviceRows) -> None:
         self._model, self._rows = model, rows
@@ -61,11 +65,13 @@ class DeviceDecode:
 
     def set_rows(self, row_ids: np.ndarray) -> None:
         """Sets the rows that decode."""
-        kinds = draw_kinds(self._rows.host.draws[row_ids])
+        host, device = self._rows.host, self.row_ids.device
+        kinds = draw_kinds(host.draws[row_ids])
         self._is_random, self._is_filtered = (bool(kind.any()) for kind in kinds)
         padded = np.full(self._model.max_rows, self._rows.spare_row)
         padded[: len(row_ids)] = row_ids
-        self.row_ids.copy_(to_device(padded, self.row_ids.device), non_blocking=True)
+        self.row_ids.copy_(to_device(padded, device), non_blocking=True)
+        self.ruled = RuledRows.among(row_ids, host.has_rules, device)
 
     def run(self, size: int) -> torch.Tensor:
         """Runs the first `size` of `row_ids`; returns the logits, `[size, vocab]` float32."""

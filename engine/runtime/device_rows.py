@@ -92,8 +92,8 @@ class DeviceRows:
         sent = to_device(words, state.positions.device)
         rows, table = sent[0], table_of_words(sent[2:])
         state.last_tokens.index_copy_(0, rows, tokens.index_select(0, sent[1]).clamp(min=0))
-        for name in ("temperature", "top_k", "top_p", "seed"):
-            getattr(state.draws, name).index_copy_(0, rows, getattr(table, name))
+        for column, sent_column in zip(state.draws.columns, table.columns, strict=True):
+            column.index_copy_(0, rows, sent_column)
 
 
 def _last_entries(

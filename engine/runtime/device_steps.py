@@ -7,7 +7,6 @@ and read by `LaunchedStep.result`; meanwhile the next step may have been launche
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +17,7 @@ from typing_extensions import override
 import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
-from engine.runtime.device import fetch, to_device
+from engine.runtime.device import fetch
 from engine.runtime.device_decode import (
     DecodeGraphs,
     DeviceDecode,
@@ -28,7 +27,9 @@ from engine.runtime.device_decode import (
 )
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
-from engine.runtime.sampler import Scores, draw_kinds, draw_table
+from engine.runtime.logprobs import DecodeReports, PromptTokens
+from engine.runtime.rules import RowRules
+from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from kernels import CudaGraphRecorder
 
@@ -66,12 +67,13 @@ class DeviceSteps(Steps):
         self._decode = DeviceDecode(model, self._rows)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
+        self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         # All graphs write their logits here; otherwise each would keep its own memory for them.
         self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
-        self._with_logprobs = np.zeros(0, bool)
+        self._reports = self._decode_reports()
 
     @override
     @torch.inference_mode()
@@ -79,7 +81,7 @@ class DeviceSteps(Steps):
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows:
             self._decode_ids = np.array(batch.decode_rows, np.int64)
-            self._with_logprobs = self._rows.host.wants_logprobs[self._decode_ids]
+            self._reports = self._decode_reports()
             self._decode.set_rows(self._decode_ids)
             self._decode_rows = batch.decode_rows
 
@@ -87,20 +89,34 @@ class DeviceSteps(Steps):
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         num_decodes = len(self._decode_ids)
-        scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
-        draws = ChunkDraws(batch.chunks)
-        of_chunks = draws.draw(scores, _draw)
+        draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
+        prompts = PromptTokens(batch)
+        scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        of_prompts = prompts.compute(self._model.model, scores.hidden)
+        # Until here the logits are the model's own.
+        raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
+        if draws.ruled:
+            self._rules.apply_to_chunks(draws.ruled, scores)
+        if num_decodes:
+            self._draw_decodes(scores.last(num_decodes), positions)
+        of_chunks = draws.draw(scores, raw)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
-        of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
-        with_logprobs = self._with_logprobs
+        reports, of_decodes = self._reports, list[torch.Tensor]()
+        if num_decodes:
+            tokens = self._decode.tokens[:num_decodes]
+            of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
+        num_drawn = len(of_decodes) + len(of_chunks)
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
-            decoded = _read_decoded(tensors[: len(of_decodes)], with_logprobs)
-            chunks = draws.outputs(tensors[len(of_decodes) :])
-            return StepOutput(batch.step, tuple(chunks), *decoded)
+            chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
+            decoded = reports.read(tensors[: len(of_decodes)])
+            return StepOutput(
+                batch.step, tuple(chunks), *decoded, prompts.read(tensors[num_drawn:])
+            )
 
-        return LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
+        results = [*of_decodes, *of_chunks, *of_prompts]
+        return LaunchedStep(fetch(self._model.device, results), read)
 
     @override
     def graph_bytes(self) -> int:
@@ -115,6 +131,7 @@ class DeviceSteps(Steps):
         """Compiles the kernels of every kind of step, and captures graphs of decode steps."""
         for batch in _warm_up_batches(self._model):
             self._run_and_wait(batch)
+        self._rules.warm_up()
         self.update(ScheduledBatch(0))  # so that capturing advances only the spare row
         start, free_before = time.perf_counter(), _free_bytes(self._model.device)
         with torch.inference_mode():
@@ -132,6 +149,11 @@ class DeviceSteps(Steps):
             self._run_and_wait(_warm_up_batch(row, 1, ()))
             self._run_and_wait(ScheduledBatch(0, decode_rows=(row,)))
 
+    def _decode_reports(self) -> DecodeReports:
+        model, rows = self._model, self._rows.host
+        is_processed = model.reports_processed
+        return DecodeReports.of(rows, self._decode_ids, model.device, is_processed=is_processed)
+
     def _run_and_wait(self, batch: ScheduledBatch) -> None:
         self.update(batch)
         self.launch(batch).result()
@@ -148,44 +170,45 @@ class DeviceSteps(Steps):
         """Runs `DeviceDecode.run` and copies the logits to the memory that all graphs share."""
         return self._logits[:size].copy_(self._decode.run(size))
 
-    def _run_decode(self) -> Scores:
-        """Computes a step that only decodes."""
+    def _run_decode(self) -> tuple[Scores, torch.Tensor]:
+        """Computes a step that only decodes; returns its scores and the positions to draw."""
         num_rows = len(self._decode_ids)
         self._rows.advance((), self._decode_ids)
         size = padded_size(self._graphs.sizes, num_rows)
         logits = self._decode.run(num_rows) if size is None else self._graphs.run(size)
-        scores = self._decode.scores(logits[:num_rows])
-        self._decode.draw(scores, self._decode.draw_positions[:num_rows])
-        return scores
+        return self._decode.scores(logits[:num_rows]), self._decode.draw_positions[:num_rows]
 
-    def _run_chunks(self, batch: ScheduledBatch) -> Scores:
-        """Computes a step of chunks and decoding rows, whose tokens only the device knows."""
+    def _run_chunks(self, batch: ScheduledBatch) -> tuple[Scores, torch.Tensor]:
+        """Computes a step of chunks and decoding rows, whose tokens only the device knows.
+
+        Returns:
+            The scores, and the positions of the tokens that decoding rows draw.
+        """
         self._inputs.fill(batch, self._rows.host, self._decode_ids)
         self._rows.advance(batch.chunks, self._decode_ids)
         inputs, num_decodes = self._inputs.tensors(), len(self._decode_ids)
         first = len(inputs.token_ids) - num_decodes
         last_tokens, row_ids = self._rows.state.last_tokens, self._decode.row_ids[:num_decodes]
         inputs.token_ids[first:] = last_tokens.index_select(0, row_ids)
-        scores = self._scores_of(inputs)
-        if num_decodes:
-            self._decode.draw(scores.last(num_decodes), inputs.positions[first:] + 1)
-        return scores
+        return self._scores_of(inputs), inputs.positions[first:] + 1
+
+    def _draw_decodes(self, scores: Scores, positions: torch.Tensor) -> None:
+        """Draws the tokens of the rows that decode, from logits that follow their rules."""
+        if self._decode.ruled is not None:
+            last_tokens = self._rows.state.last_tokens
+            self._rules.apply_to_decodes(self._decode.ruled, scores, last_tokens, positions)
+        self._decode.draw(scores, positions)
 
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
+        states = model.model(inputs.token_ids, inputs.positions, kv)
+        logits = model.model.logits(inputs.logit_states(states))
+        hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):
             nothing = logits.new_empty(0)
-            return Scores(logits, nothing, nothing.long())
-        return Scores(logits, *kernels.row_maxima(logits))
-
-    def _drawn(self, scores: Scores) -> list[torch.Tensor]:
-        """Returns the decoding rows' tokens, and log-probabilities if requested for any row."""
-        tokens = self._decode.tokens[: len(self._decode_ids)]
-        if not self._with_logprobs.any():
-            return [tokens]
-        return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
+            return Scores(logits, nothing, nothing.long(), hidden)
+        return Scores(logits, *kernels.row_maxima(logits), hidden)
 
 
 def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
@@ -204,40 +227,6 @@ def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
 def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> ScheduledBatch:
     chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAWS[row],), wants_logprobs=True)
     return ScheduledBatch(0, (chunk,), decode_rows)
-
-
-def _draw(
-    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
-) -> torch.Tensor:
-    """Implements `Draw` without waiting for the device."""
-    device = scores.logits.device
-    is_random, is_filtered = draw_kinds(records)
-    if not is_random.any():
-        return scores.likeliest.index_select(0, to_device(np.array(rows, np.int64), device))
-    order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
-    draw_ids, sent_positions, logit_rows = to_device(order, device)
-    return kernels.draw_tokens(
-        scores.logits,
-        scores.maxima,
-        scores.likeliest,
-        draw_table(records, device),
-        draw_ids=draw_ids,
-        positions=sent_positions,
-        logit_rows=logit_rows,
-        filtered=bool(is_filtered.any()),
-    )
-
-
-def _read_decoded(
-    tensors: Sequence[torch.Tensor], with_logprobs: np.ndarray
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows."""
-    if not tensors:
-        return (), ()
-    tokens = tuple(tensors[0].tolist())
-    if len(tensors) == 1:
-        return tokens, ()
-    return tokens, tuple(np.where(with_logprobs, tensors[1].numpy(), math.nan).tolist())
 
 
 def _free_bytes(device: torch.device) -> int:

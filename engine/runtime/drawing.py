@@ -4,8 +4,7 @@ The rows of the logits are those of the chunks that need logits, then those of t
 decode rows. `ChunkDraws.draw` does not wait for the device; its results are read later.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +13,25 @@ import torch
 import kernels
 from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk
 from engine.runtime.device import to_device
+from engine.runtime.logprobs import (
+    DecodedTokens,
+    DecodeReports,
+    ReportedTokens,
+    reports_model_logprobs,
+)
 from engine.runtime.rows import Rows
+from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import (
     DRAW_RECORD,
-    PreparedDraws,
     Scores,
+    draw_kinds,
     draw_record,
-    prepare_draws,
-    sample,
+    draw_table,
+    draw_tokens,
 )
+from kernels import DrawTable
 
-__all__ = ["ChunkDraws", "DecodeRows", "Draw", "draw_by_sampling"]
-
-Draw = Callable[[Scores, np.ndarray, list[int], np.ndarray], torch.Tensor]
-"""Draws tokens, `[n]` int64. Arguments: the scores, `[n]` of `DRAW_RECORD`, per draw the row of the
-scores that it draws from, and the tokens' positions, `[n]` int64."""
+__all__ = ["ChunkDraws", "DecodeRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +42,76 @@ class DecodeRows:
         rows: the batch's `decode_rows`.
         ids: `[n]` int64; `rows` as an array.
         draws: the rows' draw parameters, on the device.
-        logprob_rows: `[m]` int64; indices into `rows` of those with log-probabilities.
+        draw_ids: `[n]` int64; 0 to n.
+        is_random: whether any row's draw is not greedy.
+        is_filtered: whether any of those filters by top-k, top-p or min-p.
+        ruled: the rows that have rules; None if none has.
+        reports: the log-probabilities that the rows report.
     """
 
     rows: tuple[int, ...]
     ids: np.ndarray
-    draws: PreparedDraws
-    logprob_rows: torch.Tensor
+    draws: DrawTable
+    draw_ids: torch.Tensor
+    is_random: bool
+    is_filtered: bool
+    ruled: RuledRows | None
+    reports: DecodeReports
 
     @classmethod
-    def of(cls, decode_rows: tuple[int, ...], rows: Rows, device: torch.device) -> "DecodeRows":
-        """Reads the rows' draw parameters, which their chunks set, from `rows`."""
+    def of(
+        cls,
+        decode_rows: tuple[int, ...],
+        rows: Rows,
+        device: torch.device,
+        *,
+        is_processed: bool,
+    ) -> "DecodeRows":
+        """Reads the rows' draw parameters, which their chunks set, from `rows`.
+
+        Args:
+            decode_rows: the batch's.
+            rows: the state of all rows.
+            device: the scores' device.
+            is_processed: as in `ReportedTokens.among`.
+        """
         ids = np.array(decode_rows, np.int64)
+        is_random, is_filtered = draw_kinds(rows.draws[ids])
         return cls(
             rows=decode_rows,
             ids=ids,
-            draws=prepare_draws(rows.draws[ids], device),
-            logprob_rows=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
+            draws=draw_table(rows.draws[ids], device),
+            draw_ids=to_device(np.arange(len(ids)), device),
+            is_random=bool(is_random.any()),
+            is_filtered=bool(is_filtered.any()),
+            ruled=RuledRows.among(ids, rows.has_rules, device),
+            reports=DecodeReports.of(rows, ids, device, is_processed=is_processed),
         )
 
-    def draw(
-        self, scores: Scores, positions: np.ndarray
-    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows.
+    def draw(self, scores: Scores, raw: Scores, positions: np.ndarray) -> "DecodedTokens":
+        """Draws the rows' tokens, and computes log-probabilities if requested for any row.
 
         Args:
             scores: the step's scores; the decode rows' are the last `n`.
+            raw: the model's own scores.
             positions: `[num_rows]` int64; per row, the position of the token to draw.
         """
         if not self.rows:
-            return (), ()
-        scores = scores.last(len(self.rows))
-        tokens = sample(scores, self.draws, positions[self.ids])
-        if not len(self.logprob_rows):
-            return tuple(tokens.tolist()), ()
-        logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
-        logprobs[self.logprob_rows] = kernels.token_logprobs(
-            scores.logits, scores.maxima, tokens[self.logprob_rows], self.logprob_rows
+            return DecodedTokens()
+        scores, raw = scores.last(len(self.rows)), raw.last(len(self.rows))
+        tokens = self._draw(scores, positions[self.ids]) if self.is_random else scores.likeliest
+        return self.reports.read(self.reports.compute(scores, raw, tokens))
+
+    def _draw(self, scores: Scores, positions: np.ndarray) -> torch.Tensor:
+        return kernels.draw_tokens(
+            scores.logits,
+            scores.maxima,
+            scores.likeliest,
+            self.draws,
+            draw_ids=self.draw_ids,
+            positions=to_device(positions, scores.logits.device),
+            filtered=self.is_filtered,
         )
-        return tuple(tokens.tolist()), tuple(logprobs.tolist())
 
 
 class ChunkDraws:
@@ -85,33 +119,40 @@ class ChunkDraws:
 
     Args:
         chunks: the step's chunks.
+        is_processed: as in `ReportedTokens.among`.
 
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules.
+        keeps_raw: whether rules change logits that are reported as the model computed them.
     """
 
-    def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool) -> None:
         self._chunks = chunks
         self._logit_chunks = [chunk for chunk in chunks if chunk.needs_logits]
         self._drawing = [
             (row, chunk) for row, chunk in enumerate(self._logit_chunks) if chunk.draws
         ]
         self._wants_logprobs = any(chunk.wants_logprobs for _, chunk in self._drawing)
+        self._is_processed = is_processed
+        self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
+        self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
+        self.keeps_raw = self._keeps_raw()
 
-    def draw(self, scores: Scores, draw: Draw) -> list[torch.Tensor]:
+    def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
             scores: the step's scores; the first rows are those of the chunks that need logits.
-            draw: draws tokens.
+            raw: the model's own scores.
 
         Returns:
             Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
-        return [*self._draw(scores, draw), *self._most_likely(scores.logits)]
+        return [*self._draw(scores, raw), *self._most_likely(raw.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
         """Returns one output per chunk; None for a chunk that needs no logits.
@@ -124,6 +165,14 @@ class ChunkDraws:
         outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
         return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
 
+    def _keeps_raw(self) -> bool:
+        if not self.ruled:
+            return False
+        wants_logprobs = np.array([chunk.wants_logprobs for _, chunk in self.ruled])
+        nums = np.array([chunk.num_logprobs for _, chunk in self.ruled])
+        reported = reports_model_logprobs(wants_logprobs, nums, is_processed=self._is_processed)
+        return bool(reported.any())
+
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0
         for _, chunk in self._drawing:
@@ -131,19 +180,25 @@ class ChunkDraws:
                 yield index, chunk
             index += len(chunk.draws)
 
-    def _draw(self, scores: Scores, draw: Draw) -> Iterator[torch.Tensor]:
-        """Yields the tokens, then log-probabilities if requested for any chunk."""
+    def _draw(self, scores: Scores, raw: Scores) -> Iterator[torch.Tensor]:
+        """Yields the tokens, then log-probabilities and details if requested for any chunk."""
         if not self._drawing:
             return
         draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]
         rows = [row for row, _, _ in draws]
         records = np.array([draw_record(params) for _, _, params in draws], DRAW_RECORD)
         ends = [chunk.start_position + chunk.num_tokens for _, chunk, _ in draws]
-        tokens = draw(scores, records, rows, np.array(ends, np.int64))
+        tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
         yield tokens
         if self._wants_logprobs:
             logit_rows = to_device(np.array(rows, np.int64), tokens.device)
-            yield kernels.token_logprobs(scores.logits, scores.maxima, tokens, logit_rows)
+            yield kernels.token_logprobs(raw.logits, raw.maxima, tokens, logit_rows)
+        nums = np.array([chunk.num_logprobs for _, chunk, _ in draws], np.int64)
+        self._reported = ReportedTokens.among(
+            nums, np.array(rows, np.int64), records, tokens.device, is_processed=self._is_processed
+        )
+        if self._reported is not None:
+            yield from self._reported.compute(scores, raw, tokens)
 
     def _most_likely(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields, per different `num_top`, the most likely tokens and their log-probabilities."""
@@ -164,10 +219,12 @@ class ChunkDraws:
             return outputs
         tokens, start = next(tensors).tolist(), 0
         logprobs = next(tensors).tolist() if self._wants_logprobs else []
+        details = self._reported.read((next(tensors), next(tensors))) if self._reported else ()
         for row, chunk in self._drawing:
             part = slice(start, start + len(chunk.draws))
             wanted = logprobs[part] if chunk.wants_logprobs else ()
-            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted))
+            found = tuple([each for each in details[part] if each is not None])
+            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted), found)
             start = part.stop
         return outputs
 
@@ -179,10 +236,3 @@ class ChunkDraws:
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
                 outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
         return outputs
-
-
-def draw_by_sampling(
-    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
-) -> torch.Tensor:
-    """Implements `Draw` with `sample`."""
-    return sample(scores, prepare_draws(records, scores.logits.device, rows), positions)

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 
+import torch
 from typing_extensions import override
 
 from engine.batch import ScheduledBatch, StepOutput
 from engine.runner import LayersComputed
 from engine.runtime.batch_inputs import StepInputs
-from engine.runtime.drawing import ChunkDraws, DecodeRows, draw_by_sampling
+from engine.runtime.drawing import ChunkDraws, DecodeRows
+from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.rows import Rows
+from engine.runtime.rules import RowRules
+from engine.runtime.sampler import Scores
 from engine.runtime.steps import FinishedStep, StepModel, Steps
 
 __all__ = ["HostSteps"]
@@ -26,11 +30,14 @@ class HostSteps(Steps):
     is_asynchronous = False
 
     def __init__(self, model: StepModel) -> None:
-        self._device = model.device
+        self._device, self._model = model.device, model.model
+        self._is_processed = model.reports_processed
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
+        vocab_size = model.model.config.vocab_size
+        self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
-        self._decode_rows = DecodeRows.of((), self._rows, self._device)
+        self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
         self._on_layers: LayersComputed | None = None
 
@@ -42,7 +49,10 @@ class HostSteps(Steps):
     def update(self, batch: ScheduledBatch) -> None:
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows.rows:
-            self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
+            self._decode_rows = self._decode_rows_of(batch.decode_rows)
+
+    def _decode_rows_of(self, rows: tuple[int, ...]) -> DecodeRows:
+        return DecodeRows.of(rows, self._rows, self._device, is_processed=self._is_processed)
 
     @override
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
@@ -50,12 +60,28 @@ class HostSteps(Steps):
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
+        draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
+        prompts = PromptTokens(batch)
         scores = self._recorded.scores(self._on_layer(batch))
-        decoded, decoded_logprobs = decode.draw(scores, rows.positions)
-        draws = ChunkDraws(batch.chunks)
-        chunks = draws.outputs(draws.draw(scores, draw_by_sampling))
-        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
-        return FinishedStep(StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs))
+        of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
+        # Until here the logits are the model's own.
+        raw = scores.copy() if draws.keeps_raw or decode.reports.keeps_raw else scores
+        self._apply_rules(draws, scores)
+        decoded = decode.draw(scores, raw, rows.positions)
+        chunks = draws.outputs(draws.draw(scores, raw))
+        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded.tokens)
+        return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
+
+    def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:
+        """Changes the logits of the rows that have rules, in place."""
+        if draws.ruled:
+            self._rules.apply_to_chunks(draws.ruled, scores)
+        decode = self._decode_rows
+        if decode.ruled is not None:
+            last_tokens = torch.from_numpy(self._rows.last_tokens)
+            positions = torch.from_numpy(self._rows.positions[decode.ids])
+            scores = scores.last(len(decode.ids))
+            self._rules.apply_to_decodes(decode.ruled, scores, last_tokens, positions)
 
     def _on_layer(self, batch: ScheduledBatch) -> OnLayer | None:
         """Returns the function to call after each layer; None if the step has no chunks."""

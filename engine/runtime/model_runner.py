@@ -3,12 +3,21 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 import kernels
 from baton.errors import ConfigurationError
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
+from baton.sampling_params import MAX_LOGPROBS
+from engine.batch import (
+    NO_LOGPROBS,
+    DrawParams,
+    LogitRules,
+    ScheduledBatch,
+    ScheduledChunk,
+    StepOutput,
+)
 from engine.config import EngineConfig
 from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
@@ -36,6 +45,7 @@ _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 128
 _TIMED_BLOCKS = 8
 _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
+_DUMMY_RULED_DRAW = replace(_DUMMY_DRAW, rules=LogitRules(1, repetition_penalty=2.0))
 
 
 class ModelRunner:
@@ -170,7 +180,9 @@ class ModelRunner:
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._run_dummy(self._config.max_num_batched_tokens, self._config.max_running)
+        self._run_dummy(
+            self._config.max_num_batched_tokens, self._config.max_running, uses_all_memory=True
+        )
         peak_reserved = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -194,21 +206,38 @@ class ModelRunner:
         torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 
-    def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
+    def _run_dummy(self, num_tokens: int, max_seqs: int, *, uses_all_memory: bool = False) -> int:
         """Runs a step of up to `num_tokens` tokens, which all write their KV to one block.
 
+        Args:
+            num_tokens: the most tokens.
+            max_seqs: the most sequences.
+            uses_all_memory: whether the sequences have logit rules, and log-probabilities of
+                all tokens are reported. The step then runs twice, as the first run allocates
+                the table of rules after the forward pass.
+
         Returns:
-            The number of tokens that it ran.
+            The number of tokens of the step.
         """
         lengths = _dummy_lengths(num_tokens, max_seqs, self.info.max_model_len)
         chunks = tuple(
-            ScheduledChunk(row, (0,) * length, 0, (_DUMMY_DRAW,), wants_logprobs=True)
+            ScheduledChunk(
+                row,
+                (0,) * length,
+                0,
+                (_DUMMY_RULED_DRAW if uses_all_memory else _DUMMY_DRAW,),
+                wants_logprobs=True,
+                num_logprobs=MAX_LOGPROBS if uses_all_memory else NO_LOGPROBS,
+                prompt_targets=(0,) * length if uses_all_memory else (),
+                num_prompt_logprobs=MAX_LOGPROBS,
+            )
             for row, length in enumerate(lengths)
         )
         batch = ScheduledBatch(0, chunks)
         steps = self._new_steps(self._dummy_pool())
-        steps.update(batch)
-        steps.launch(batch).result()
+        for _ in range(1 + uses_all_memory):
+            steps.update(batch)
+            steps.launch(batch).result()
         return batch.num_tokens
 
     def _dummy_pool(self) -> torch.Tensor:
@@ -265,6 +294,7 @@ class ModelRunner:
                 max_model_len=info.max_model_len,
                 # A prefill engine hands every request off before it would decode.
                 enforce_eager=config.enforce_eager or config.role == "prefill",
+                reports_processed=config.logprobs_mode == "processed_logprobs",
             )
         )
 

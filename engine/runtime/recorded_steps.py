@@ -103,6 +103,8 @@ class RecordedSteps:
             on_layer: called after each layer, except in a step that is being recorded.
         """
         size = self.inputs.num_tokens, self.inputs.num_logit_rows
+        if self.inputs.needs_all_hidden:
+            return self._run_all(self._row_maxima(size), on_layer)
         recording = self._recordings.pop(size, None)
         if recording is not None:
             self._recordings[size] = recording
@@ -146,6 +148,17 @@ class RecordedSteps:
     def _run(
         self, inputs: BatchInputs, row_maxima: _RowMaxima, on_layer: OnLayer | None
     ) -> torch.Tensor:
+        return self._logits(self._hidden(inputs, on_layer), row_maxima)
+
+    @torch.inference_mode()
+    def _run_all(self, row_maxima: _RowMaxima, on_layer: OnLayer | None) -> Scores:
+        """Runs a step that needs the hidden states of all tokens; such steps are not recorded."""
+        inputs = self.inputs.tensors()
+        hidden = self._hidden(inputs, on_layer)
+        logits = self._logits(inputs.logit_states(hidden), row_maxima)
+        return Scores(logits, *row_maxima, hidden)
+
+    def _hidden(self, inputs: BatchInputs, on_layer: OnLayer | None) -> torch.Tensor:
         states, scales = self._kv.states, self._kv.scales
         kv = PagedKv(
             states,
@@ -155,7 +168,11 @@ class RecordedSteps:
             scales=scales,
             on_layer=on_layer,
         )
-        logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
+        hidden: torch.Tensor = self._model(inputs.token_ids, inputs.positions, kv)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor, row_maxima: _RowMaxima) -> torch.Tensor:
+        logits = self._model.logits(hidden)
         if len(logits):
             kernels.row_maxima(logits, row_maxima)
         return logits

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.batch import ChunkOutput, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
 from engine.runtime.sampler import DRAW_RECORD, draw_record
 
 __all__ = ["Rows"]
@@ -24,7 +24,9 @@ class Rows:
         positions: `[num_rows]` int64; position of the next token to run.
         last_tokens: `[num_rows]` int64; the token drawn last.
         draws: `[num_rows]` of `DRAW_RECORD`; the draw parameters.
-        wants_logprobs: `[num_rows]` bool; whether to report log-probabilities.
+        has_rules: `[num_rows]` bool; whether the draw parameters have rules.
+        wants_logprobs: `[num_rows]` bool; `ScheduledChunk.wants_logprobs`.
+        num_logprobs: `[num_rows]` int64; `ScheduledChunk.num_logprobs`.
     """
 
     def __init__(self, num_layer_groups: int, num_rows: int, max_blocks: int) -> None:
@@ -32,7 +34,9 @@ class Rows:
         self.positions = np.zeros(num_rows, np.int64)
         self.last_tokens = np.zeros(num_rows, np.int64)
         self.draws = np.zeros(num_rows, DRAW_RECORD)
+        self.has_rules = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
+        self.num_logprobs = np.full(num_rows, NO_LOGPROBS)
 
     def update_tables(self, updates: Iterable[TableUpdate]) -> None:
         """Writes new block ids into the tables."""
@@ -49,8 +53,10 @@ class Rows:
         for chunk in chunks:
             self.positions[chunk.row] = chunk.start_position + chunk.num_tokens
             self.wants_logprobs[chunk.row] = chunk.wants_logprobs
+            self.num_logprobs[chunk.row] = chunk.num_logprobs
             if len(chunk.draws) == 1:
                 self.draws[chunk.row] = draw_record(chunk.draws[0])
+                self.has_rules[chunk.row] = chunk.rules is not None
         self.positions[decode_rows] += 1
 
     def keep_drawn(
@@ -68,7 +74,7 @@ class Rows:
 
 
 def _runnable(token_id: int) -> int:
-    """Returns a valid token id in place of `INVALID_TOKEN`.
+    """Returns a valid token id in place of `INVALID_TOKEN` and `NO_TOKEN`.
 
     The next step may run the token before the engine ends its request.
     """

@@ -1,77 +1,34 @@
-"""Draws a step's tokens with torch, in parts of bounded size.
+"""Scores of a step, draw parameters as arrays, and draws of a step's chunks.
 
 `kernels.reference.sampling` defines how a token is drawn.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.batch import INVALID_TOKEN, DrawParams
+import kernels
+from engine.batch import DrawParams
 from engine.runtime.device import to_device
-from kernels.reference.sampling import draw_random
-from kernels.row_state import DrawTable
+from kernels import DrawTable
 
 __all__ = [
     "DRAW_RECORD",
-    "PreparedDraws",
-    "RandomDraws",
     "Scores",
     "draw_kinds",
     "draw_record",
     "draw_table",
+    "draw_tokens",
     "draw_words",
-    "prepare_draws",
-    "sample",
     "table_of_words",
 ]
 
 DRAW_RECORD = np.dtype(
-    [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("seed", "u8")]
-)  # `DrawParams` as an element of an array
-
-_CHUNK_ELEMENTS = 2**23  # of 8 bytes each; bounds the memory that drawing needs
-
-
-@dataclass(frozen=True, slots=True)
-class RandomDraws:
-    """Draws that are not greedy, on the logits' device.
-
-    Attributes:
-        draws: `[n]` int64; indices among the step's draws.
-        rows: `[n]` int64; per draw, the row of the logits that it draws from.
-        table: the parameters of the `n` draws. No temperature is 0.
-        filtered: whether all of them filter by top-k or top-p; otherwise none does.
-    """
-
-    draws: torch.Tensor
-    rows: torch.Tensor
-    table: DrawTable
-    filtered: bool
-
-    def split(self, num_draws: int) -> Iterator["RandomDraws"]:
-        """Yields parts of at most `num_draws` draws."""
-        for start in range(0, len(self.draws), num_draws):
-            part = slice(start, start + num_draws)
-            yield RandomDraws(
-                self.draws[part], self.rows[part], self.table.part(part), self.filtered
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDraws:
-    """A step's draws on the logits' device; reusable while the same rows draw.
-
-    Attributes:
-        rows: `[n]` int64; per draw, the row of the logits that it draws from. None
-            if draw i draws from row i.
-        random: the draws that are not greedy.
-    """
-
-    rows: torch.Tensor | None
-    random: tuple[RandomDraws, ...]
+    [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("log_min_p", "f8"), ("seed", "u8")]
+)  # `DrawParams` without rules as an element of an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +39,20 @@ class Scores:
         logits: `[rows, vocab]` float32.
         maxima: `[rows]` float32; the maximum of each row.
         likeliest: `[rows]` int64; the lowest token id with the maximum. `INVALID_TOKEN`
-            if a row holds NaN or infinity, or no finite number.
+            if a row holds NaN or infinity, or no finite number; `NO_TOKEN` if that is so
+            after rules have changed the row.
+        hidden: `[num_tokens, hidden_size]`; the final hidden states of all tokens of the
+            step, if it needs them.
     """
 
     logits: torch.Tensor
     maxima: torch.Tensor
     likeliest: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+    def copy(self) -> "Scores":
+        """Returns a copy that rules do not change, without `hidden`."""
+        return Scores(self.logits.clone(), self.maxima.clone(), self.likeliest.clone())
 
     def last(self, num_rows: int) -> "Scores":
         """Returns the scores of the last `num_rows` rows."""
@@ -97,28 +62,38 @@ class Scores:
         return Scores(self.logits[start:], self.maxima[start:], self.likeliest[start:])
 
 
-def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
+def draw_record(draw: DrawParams) -> tuple[float, int, float, float, int]:
     """Returns the parameters as an element of a `DRAW_RECORD` array."""
-    return draw.temperature, draw.top_k, draw.top_p, draw.seed
+    # Devices may round a logarithm differently; all of them compare with this one.
+    log_min_p = math.log(draw.min_p) if draw.min_p > 0 else -math.inf
+    return draw.temperature, draw.top_k, draw.top_p, log_min_p, draw.seed
 
 
 def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which of `[n]` of `DRAW_RECORD` are not greedy, and which of those filter by top-k or
-    top-p, each as `[n]` bool.
+    """Returns which of `[n]` of `DRAW_RECORD` are not greedy, and which of those filter by top-k,
+    top-p or min-p, each as `[n]` bool.
     """
     is_random = records["temperature"] > 0
-    return is_random, is_random & ((records["top_k"] > 0) | (records["top_p"] < 1))
+    has_limit = (records["top_k"] > 0) | (records["top_p"] < 1)
+    return is_random, is_random & (has_limit | (records["log_min_p"] > -np.inf))
 
 
 def draw_words(records: np.ndarray) -> np.ndarray:
-    """Returns `[n]` of `DRAW_RECORD` as `[4, n]` int64: the bits of each field in one row."""
-    return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
+    """Returns `[n]` of `DRAW_RECORD` as `[5, n]` int64: the bits of each field in one row."""
+    num_fields = DRAW_RECORD.itemsize // 8
+    return np.ascontiguousarray(records.view(np.int64).reshape(-1, num_fields).T)
 
 
 def table_of_words(words: torch.Tensor) -> DrawTable:
     """Returns the table of the words that `draw_words` made, as views of the same memory."""
-    temperature, top_k, top_p, seed = words
-    return DrawTable(temperature.view(torch.float64), top_k, top_p.view(torch.float64), seed)
+    temperature, top_k, top_p, log_min_p, seed = words
+    return DrawTable(
+        temperature=temperature.view(torch.float64),
+        top_k=top_k,
+        top_p=top_p.view(torch.float64),
+        log_min_p=log_min_p.view(torch.float64),
+        seed=seed,
+    )
 
 
 def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
@@ -126,72 +101,34 @@ def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
     return table_of_words(to_device(draw_words(records), device))
 
 
-def prepare_draws(
-    records: np.ndarray, device: torch.device, rows: Sequence[int] | None = None
-) -> PreparedDraws:
-    """Copies draw parameters to the device.
-
-    Args:
-        records: `[n]` of `DRAW_RECORD`.
-        device: the logits' device.
-        rows: per draw, the row of the logits that it draws from; None if draw i draws from
-            row i.
-    """
-    row_ids = np.arange(len(records)) if rows is None else np.array(rows, np.int64)
-    is_random, is_filtered = draw_kinds(records)
-    kinds = ((is_random & ~is_filtered, False), (is_filtered, True))
-    return PreparedDraws(
-        rows=None if rows is None else to_device(row_ids, device),
-        random=tuple(
-            _random_draws(records, np.flatnonzero(chosen), row_ids, device, filtered=filtered)
-            for chosen, filtered in kinds
-            if chosen.any()
-        ),
-    )
-
-
-def _random_draws(
-    records: np.ndarray,
-    chosen: np.ndarray,
-    row_ids: np.ndarray,
-    device: torch.device,
-    *,
-    filtered: bool,
-) -> RandomDraws:
-    return RandomDraws(
-        draws=to_device(chosen, device),
-        rows=to_device(row_ids[chosen], device),
-        table=draw_table(records[chosen], device),
-        filtered=filtered,
-    )
-
-
-def sample(scores: Scores, prepared: PreparedDraws, positions: np.ndarray) -> torch.Tensor:
+def draw_tokens(
+    scores: Scores, records: np.ndarray, rows: Sequence[int], positions: np.ndarray
+) -> torch.Tensor:
     """Draws tokens; does not wait for the device.
 
     Args:
         scores: scores of the rows.
-        prepared: the `n` draws; greedy ones take the likeliest token.
+        records: `[n]` of `DRAW_RECORD`.
+        rows: per draw, the row of the scores that it draws from.
         positions: `[n]` int64; per draw, the position of the token.
 
     Returns:
-        `[n]` int64 token ids; `INVALID_TOKEN` if the row's logits hold NaN or
-        infinity, or no finite number. Such a row does not affect the others.
+        `[n]` int64 token ids; the row's likeliest token if that is negative, which stands
+        for none. Such a row does not affect the others.
     """
-    rows = prepared.rows
-    tokens = scores.likeliest if rows is None else scores.likeliest[rows]
-    if not prepared.random:
-        return tokens
-    logits, drawn = scores.logits, tokens.clone()
-    draws_per_part = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    places = to_device(positions, logits.device)
-    for random in prepared.random:
-        for part in random.split(draws_per_part):
-            drawn[part.draws] = draw_random(
-                logits[part.rows],
-                scores.maxima[part.rows],
-                part.table,
-                places[part.draws],
-                filtered=part.filtered,
-            )
-    return drawn.where(tokens != INVALID_TOKEN, INVALID_TOKEN)
+    device = scores.logits.device
+    is_random, is_filtered = draw_kinds(records)
+    if not is_random.any():
+        return scores.likeliest.index_select(0, to_device(np.array(rows, np.int64), device))
+    order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
+    draw_ids, sent_positions, logit_rows = to_device(order, device)
+    return kernels.draw_tokens(
+        scores.logits,
+        scores.maxima,
+        scores.likeliest,
+        draw_table(records, device),
+        draw_ids=draw_ids,
+        positions=sent_positions,
+        logit_rows=logit_rows,
+        filtered=bool(is_filtered.any()),
+    )

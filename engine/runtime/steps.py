@@ -32,6 +32,8 @@ class StepModel:
         max_tokens: maximum number of tokens in a step.
         max_model_len: maximum number of tokens in a sequence.
         enforce_eager: whether to run without CUDA graphs.
+        reports_processed: whether log-probabilities of drawn tokens are those of the
+            distributions that they are drawn from, instead of the model's own.
     """
 
     model: CausalModel
@@ -43,6 +45,7 @@ class StepModel:
     max_tokens: int
     max_model_len: int
     enforce_eager: bool
+    reports_processed: bool = False
 
     @property
     def max_blocks(self) -> int:

@@ -204,6 +204,8 @@ class Admission:
         lead = group.lead
         num_tokens = len(lead.token_ids)
         keys = lead.keys.extend_pool(lead.token_ids)
+        if group.owes_prompt_logprobs:
+            keys = []  # finds nothing: logits of cached tokens are not computed
         num_loaded = loads.num_loaded_tokens(group, num_loadable)
         if num_loaded == 0 and not self._may_compute(keys, num_tokens, plan):
             return True
@@ -261,7 +263,8 @@ class Admission:
         """
         keys = group.lead.keys.pool_keys
         most_cached = (len(group.lead.token_ids) - 1) // self._config.block_size
-        if not self._config.enable_prefix_caching or index >= most_cached:
+        finds_none = not self._config.enable_prefix_caching or group.owes_prompt_logprobs
+        if finds_none or index >= most_cached:
             return False
         return any(
             other.order < group.order

@@ -1,11 +1,12 @@
 """`OutputProcessor`: turns tokens and ends of transfers into outputs, forks and ends. Pure."""
 
+import math
 from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-from baton.errors import AbortedError, BatonError, InternalError
-from engine.batch import INVALID_TOKEN, ChunkOutput
+from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
+from engine.batch import NO_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.beam_search import BeamStep
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
@@ -43,6 +44,8 @@ class OutputProcessor:
         self._transfers = transfers
         self._load_failure_policy = load_failure_policy
         self._clock = clock
+        # Of prompts that are being computed; the group's first output takes them.
+        self._prompt_logprobs: dict[SequenceGroup, list[TokenLogprobs]] = {}
 
     # Input.
 
@@ -68,6 +71,32 @@ class OutputProcessor:
         is_whole = lead.num_computed == len(lead.token_ids)
         return self._leave_root(group) if is_whole and not load.error else []
 
+    def take_prompt_logprobs(
+        self,
+        sequences: abc.Sequence[Sequence],
+        chunks: abc.Sequence[ScheduledChunk],
+        details: abc.Sequence[tuple[TokenLogprobs, ...]],
+    ) -> Outputs:
+        """Keeps log-probabilities of prompts' tokens for the groups' first outputs; ends groups
+        whose logits are not finite.
+
+        Args:
+            sequences: the sequence of each chunk.
+            chunks: the step's.
+            details: `StepOutput.prompt_details`.
+        """
+        outputs: Outputs = []
+        for sequence, chunk, found in zip(sequences, chunks, details, strict=True):
+            if not found or sequence.row != chunk.row:
+                continue  # nothing to report, or ended or preempted while the step ran
+            if any(math.isnan(token.logprob) for token in found):
+                outputs.append(self._end_poisoned(sequence.group))
+            else:
+                known = self._prompt_logprobs.setdefault(sequence.group, [])
+                del known[chunk.start_position :]  # from before a preemption
+                known += found
+        return outputs
+
     def take_chunk(self, sequence: Sequence, result: ChunkOutput | None) -> Outputs:
         """Processes a computed chunk.
 
@@ -76,8 +105,8 @@ class OutputProcessor:
             result: the tokens drawn at the chunk's end; None if it draws none.
         """
         group = sequence.group
-        if result is not None and INVALID_TOKEN in result.token_ids:
-            return [self._end_poisoned(group)]
+        if result is not None and min(result.token_ids) < 0:
+            return [self._end_without_token(group, min(result.token_ids))]
         self._branches.register(sequence)
         if sequence is group.lead:
             self._transfers.saves.save_computed(group)
@@ -98,6 +127,7 @@ class OutputProcessor:
         sequences: abc.Sequence[Sequence],
         token_ids: abc.Sequence[int],
         logprobs: abc.Sequence[float],
+        details: abc.Sequence[TokenLogprobs | None],
         outputs: Outputs,
     ) -> None:
         """Processes the tokens of sequences that decode, and extends `outputs`.
@@ -107,26 +137,45 @@ class OutputProcessor:
         Args:
             sequences: one per decode row.
             token_ids: one per sequence.
-            logprobs: one per sequence; empty if no sequence needs them.
+            logprobs: one per sequence; empty if no sequence is ranked.
+            details: one per sequence; empty if no request asks for them.
             outputs: the step's outputs.
         """
         for sequence, logprob in zip(sequences, logprobs, strict=False):
             if sequence.row >= 0:
                 sequence.logprob += logprob
+        if details:
+            outputs += self._take_reported(sequences, token_ids, details)
+            plain = [index for index, found in enumerate(details) if found is None]
+            sequences = [sequences[index] for index in plain]
+            token_ids = [token_ids[index] for index in plain]
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.row < 0:
                 continue  # ended or preempted while the step ran
             tokens = sequence.token_ids
             tokens.append(token_id)
-            if (
-                len(tokens) >= sequence.limit
-                or token_id in sequence.stop_token_ids
-                or token_id == INVALID_TOKEN
-            ):
+            if len(tokens) >= sequence.limit or token_id in sequence.stop_token_ids or token_id < 0:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 request_id = sequence.group.request.spec.request_id
                 outputs.append(RequestOutput(request_id, sequence.index, (token_id,)))
+
+    def _take_reported(
+        self,
+        sequences: abc.Sequence[Sequence],
+        token_ids: abc.Sequence[int],
+        details: abc.Sequence[TokenLogprobs | None],
+    ) -> Outputs:
+        """Does the work of `take_decoded` for the sequences that have details."""
+        outputs: Outputs = []
+        for sequence, token_id, found in zip(sequences, token_ids, details, strict=True):
+            if found is None or sequence.row < 0:
+                continue
+            if token_id < 0:
+                outputs.append(self._end_without_token(sequence.group, token_id))
+            else:
+                outputs += self._take_token(sequence, ChunkOutput((token_id,), details=(found,)))
+        return outputs
 
     def report_saved(self, group: SequenceGroup) -> Outputs:
         """Reports blocks that other engines can load now, as a save of the group has ended."""
@@ -139,18 +188,21 @@ class OutputProcessor:
     # Tokens.
 
     def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
-        """Processes the one token that a candidate draws at the end of a chunk."""
+        """Processes the one token that a candidate draws."""
         group, token_ids = sequence.group, result.token_ids
         sequence.token_ids += token_ids
         sequence.logprob += sum(result.logprobs)
         if group.hands_over and group.finish_reason(sequence.token_ids) is None:
             return self._hand_over(group, result)
-        return self._end_if_over(sequence, token_ids) or self._go_on(sequence, token_ids)
+        details = result.details
+        return self._end_if_over(sequence, token_ids, details) or self._go_on(
+            sequence, token_ids, details
+        )
 
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
-        if token_id == INVALID_TOKEN:
+        if token_id < 0:
             sequence.token_ids.pop()
-            return [self._end_poisoned(sequence.group)]
+            return [self._end_without_token(sequence.group, token_id)]
         return self._end_if_over(sequence, (token_id,))
 
     def _take_first_tokens(self, root: Sequence, result: ChunkOutput) -> Outputs:
@@ -166,9 +218,11 @@ class OutputProcessor:
             return self._hand_over(group, result)
         group.branches = list(branches)
         outputs: Outputs = []
-        for branch in branches:
-            newest = (branch.token_ids[-1],)
-            outputs += self._end_if_over(branch, newest) or self._go_on(branch, newest)
+        for index, branch in enumerate(branches):
+            newest, details = (branch.token_ids[-1],), result.details[index : index + 1]
+            outputs += self._end_if_over(branch, newest, details) or self._go_on(
+                branch, newest, details
+            )
         return outputs + self._leave_root(group) if group.branches else outputs
 
     def _take_tops(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
@@ -220,6 +274,7 @@ class OutputProcessor:
         self, group: SequenceGroup, reason: FinishReason, error: BatonError | None = None
     ) -> RequestOutput:
         """Ends a request, with all candidates that have not ended."""
+        self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
         self._queues.forget(group)
         return output
@@ -256,9 +311,22 @@ class OutputProcessor:
             self._remove(branch)
         return []
 
-    def _end_if_over(self, sequence: Sequence, newest: tuple[int, ...]) -> Outputs:
-        """Ends a candidate if its last token ends it; returns no output if it goes on."""
+    def _end_if_over(
+        self,
+        sequence: Sequence,
+        newest: tuple[int, ...],
+        details: tuple[TokenLogprobs, ...] = (),
+    ) -> Outputs:
+        """Ends a candidate if its last token ends it; returns no output if it goes on.
+
+        Args:
+            sequence: the candidate.
+            newest: its tokens since the last output.
+            details: one per token, if the request asks for them.
+        """
         group = sequence.group
+        if not sequence.is_streamed:
+            sequence.token_logprobs += details
         reason = group.finish_reason(sequence.token_ids)
         if reason is None:
             return []
@@ -268,11 +336,17 @@ class OutputProcessor:
         if group.request.spec.params.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
             score = sequence.logprob / len(token_ids)
-            group.finished.append(FinishedCandidate(token_ids, score, reason))
+            details = tuple(sequence.token_logprobs)
+            group.finished.append(FinishedCandidate(token_ids, score, reason, details))
             return [] if group.branches else self._end_ranked(group, group.finished)
         is_last = not group.branches
         output = self._output(
-            group, sequence.index, token_ids=newest, finish_reason=reason, is_last=is_last
+            group,
+            sequence.index,
+            token_ids=newest,
+            logprobs=details,
+            finish_reason=reason,
+            is_last=is_last,
         )
         if is_last:
             self._queues.forget(group)
@@ -289,6 +363,7 @@ class OutputProcessor:
                 group,
                 index,
                 token_ids=candidate.token_ids,
+                logprobs=candidate.token_logprobs,
                 finish_reason=candidate.reason,
                 is_last=index == len(best) - 1,
                 score=candidate.score,
@@ -297,6 +372,21 @@ class OutputProcessor:
         ]
         self._queues.forget(group)
         return outputs
+
+    def _end_without_token(self, group: SequenceGroup, token_id: int) -> RequestOutput:
+        """Ends a group for which no token could be drawn.
+
+        Args:
+            group: the group.
+            token_id: `INVALID_TOKEN` or `NO_TOKEN`, which names the cause.
+        """
+        if token_id == NO_TOKEN:
+            error = InvalidArgumentError(
+                "logit_bias, allowed_token_ids, bad_words, min_tokens and the penalties of this "
+                "request leave no token to draw next"
+            )
+            return self.end(group, FinishReason.ERROR, error)
+        return self._end_poisoned(group)
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
         """Ends a group whose logits are not finite.
@@ -314,7 +404,12 @@ class OutputProcessor:
 
         The group ends when its saves have ended.
         """
-        first = self._output(group, token_ids=result.token_ids, logprobs=result.logprobs)
+        first = self._output(
+            group,
+            token_ids=result.token_ids,
+            logprobs=result.details,
+            first_logprobs=result.logprobs,
+        )
         self._transfers.saves.save_for_handoff(group)
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
@@ -332,20 +427,28 @@ class OutputProcessor:
 
     # Outputs.
 
-    def _go_on(self, sequence: Sequence, token_ids: tuple[int, ...]) -> Outputs:
+    def _go_on(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        details: tuple[TokenLogprobs, ...],
+    ) -> Outputs:
         if not sequence.is_streamed:
             return []
-        return [self._output(sequence.group, sequence.index, token_ids=token_ids)]
+        output = self._output(sequence.group, sequence.index, token_ids=token_ids, logprobs=details)
+        return [output]
 
     def _output(
         self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
     ) -> RequestOutput:
         has_timings = is_last or not group.reported
         group.reported = True
+        prompt_logprobs = self._prompt_logprobs.pop(group, ()) if self._prompt_logprobs else ()
         return RequestOutput(
             request_id=group.request_id,
             index=index,
             is_last=is_last,
+            prompt_logprobs=tuple(prompt_logprobs),
             cached_tokens=group.num_cached or 0,
             timings=group.timings(self._clock()) if has_timings else None,
             **fields,

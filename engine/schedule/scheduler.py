@@ -273,13 +273,21 @@ class Scheduler:
         """Processes a step's tokens; returns the requests' outputs."""
         record = self._end_step(batch)
         outputs: list[RequestOutput] = []
+        if output.prompt_details:
+            outputs += self._outputs.take_prompt_logprobs(
+                record.chunks, batch.chunks, output.prompt_details
+            )
         for sequence, chunk, result in zip(record.chunks, batch.chunks, output.chunks, strict=True):
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile
             sequence.num_computed = chunk.start_position + chunk.num_tokens
             outputs += self._outputs.take_chunk(sequence, result)
         self._outputs.take_decoded(
-            record.decoding, output.decoded, output.decoded_logprobs, outputs
+            record.decoding,
+            output.decoded,
+            output.decoded_logprobs,
+            output.decoded_details,
+            outputs,
         )
         self.kv.step_reported(batch.step)
         return outputs

@@ -2,9 +2,10 @@
 
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
 
@@ -74,16 +75,25 @@ class StepPlan:
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens."""
         group, start = sequence.group, sequence.num_scheduled
+        spec = group.request.spec
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
+        draws = group.draws_of(sequence) if ends else ()
+        rules = draws[0].rules if draws else None
         chunk = ScheduledChunk(
             row=sequence.row,
             token_ids=tuple(sequence.token_ids[start:end]),
             start_position=start,
-            draws=group.draws_of(sequence) if ends else (),
+            draws=draws,
             num_top=group.num_top_of(sequence) if ends else 0,
-            wants_logprobs=group.request.spec.params.is_ranked,
+            wants_logprobs=spec.params.is_ranked,
+            num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
+            history=_tokens_before(sequence, start) if rules and rules.reads_history else (),
         )
+        if group.owes_prompt_logprobs:
+            targets = spec.prompt_token_ids[start + 1 : end + 1]
+            num_logprobs = spec.params.prompt_logprobs or 0
+            chunk = replace(chunk, prompt_targets=targets, num_prompt_logprobs=num_logprobs)
         sequence.num_scheduled = end
         self.budget -= num_tokens
         self.num_partial += not ends
@@ -124,3 +134,9 @@ class StepPlan:
         )
         owners = tuple([sequence for sequence, _ in self._chunks])
         return StepRecord(batch, owners, sequences, tuple(self.swapped))
+
+
+def _tokens_before(sequence: Sequence, position: int) -> tuple[int, ...]:
+    """Returns a sequence's first tokens; if they are the prompt, the request's own tuple."""
+    prompt = sequence.group.request.spec.prompt_token_ids
+    return prompt if position == len(prompt) else tuple(islice(sequence.token_ids, position))

@@ -9,7 +9,9 @@ from baton.errors import ConfigurationError
 from kernels.native.library import load
 
 __all__ = [
+    "APPLY_LOGIT_RULES",
     "ARGMAX",
+    "DRAW_TOKENS",
     "LINEAR",
     "PAGED_ATTENTION",
     "RMS_NORM",
@@ -68,6 +70,8 @@ ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")
 PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
 ARGMAX = _command(6, "p iii ww")
+APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")
+DRAW_TOKENS = _command(8, "p ii pp ppppp ppp ii w")
 
 
 class NativeKernels:

@@ -8,6 +8,7 @@ from kernels.reference.attention import *  # noqa: F403
 from kernels.reference.blocks import *  # noqa: F403
 from kernels.reference.cache import *  # noqa: F403
 from kernels.reference.linear import *  # noqa: F403
+from kernels.reference.logit_rules import *  # noqa: F403
 from kernels.reference.pointwise import *  # noqa: F403
 from kernels.reference.sampling import *  # noqa: F403
 from kernels.reference.steps import *  # noqa: F403

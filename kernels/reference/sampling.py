@@ -1,4 +1,4 @@
-"""Draws tokens from logits, in plain torch: greedy, temperature, top-k, top-p.
+"""Draws tokens from logits, in plain torch: greedy, temperature, top-k, top-p, min-p.
 
 A draw is a function of (logits, parameters, seed, position) alone. The noise
 is Gumbel noise from a counter-based generator:
@@ -16,12 +16,13 @@ import math
 import torch
 
 from kernels.dispatch import kernel
-from kernels.row_state import INVALID_TOKEN, DrawTable
+from kernels.row_state import DrawTable
 
-__all__ = ["draw_random", "draw_tokens", "philox4x32", "token_logprobs"]
+__all__ = ["draw_random", "draw_tokens", "philox4x32", "scaled_logits", "token_logprobs"]
 
 _WEIGHT_SCALE = 2.0**32
 _WORD_MASK = 0xFFFFFFFF
+_PART_ELEMENTS = 2**23  # of 8 bytes each; bounds the memory that drawing needs
 _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -43,7 +44,7 @@ def draw_tokens(
     filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draws a token for each of `draw_ids`; does not wait for the device.
+    """Draws a token for each of `draw_ids`. Implementations do not wait for the device.
 
     Args:
         logits: `[rows, vocab]` float32.
@@ -53,12 +54,12 @@ def draw_tokens(
         draw_ids: `[n]` int64; the entry of `draws` that each draw uses.
         positions: `[n]` int64, below 2**32; the position of each drawn token.
         logit_rows: `[n]` int64; the row that each draw uses. None: draw i uses row i.
-        filtered: whether any draw may filter by top-k or top-p; if not, all tokens are kept.
+        filtered: whether any draw may filter by top-k, top-p or min-p; if not, all tokens are kept.
         out: `[n]` int64 that receives the tokens and is returned.
 
     Returns:
-        `[n]` int64 token ids; `INVALID_TOKEN` if the likeliest token is. Such rows do not affect
-        other draws.
+        `[n]` int64 token ids; the likeliest token if that is negative, which stands for none. Such
+        rows do not affect other draws.
     """
     if logit_rows is None:
         rows = slice(len(draw_ids))
@@ -68,10 +69,14 @@ def draw_tokens(
         maxima = maxima.index_select(0, logit_rows)
         likeliest = likeliest.index_select(0, logit_rows)
     chosen = draws.take(draw_ids)
-    drawn = draw_random(logits, maxima, chosen, positions, filtered=filtered)
-    is_drawn = (chosen.temperature > 0) & (likeliest != INVALID_TOKEN)
-    tokens = drawn.where(is_drawn, likeliest)
-    return tokens if out is None else out.copy_(tokens)
+    tokens = likeliest.clone() if out is None else out.copy_(likeliest)
+    is_drawn = (chosen.temperature > 0) & (likeliest >= 0)
+    draws_per_part = max(1, _PART_ELEMENTS // logits.shape[-1])
+    for part in torch.split(is_drawn.nonzero().flatten(), draws_per_part):
+        tokens[part] = draw_random(
+            logits[part], maxima[part], chosen.take(part), positions[part], filtered=filtered
+        )
+    return tokens
 
 
 def draw_random(
@@ -89,14 +94,29 @@ def draw_random(
         maxima: `[n]` float32; the largest value of each row.
         draws: sampling parameters of `n` draws.
         positions: `[n]` int64.
-        filtered: whether to apply top-k and top-p.
+        filtered: whether to apply top-k, top-p and min-p.
+    """
+    scaled = scaled_logits(logits, maxima, draws, filtered=filtered)
+    return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
+
+
+def scaled_logits(
+    logits: torch.Tensor, maxima: torch.Tensor, draws: DrawTable, *, filtered: bool
+) -> torch.Tensor:
+    """Returns logits of the distributions that tokens are drawn from, `[n, vocab]` float64.
+
+    Args:
+        logits: `[n, vocab]` float32.
+        maxima: `[n]` float32; the largest value of each row.
+        draws: sampling parameters of `n` draws. No temperature is 0.
+        filtered: whether to apply the filters; tokens that are not kept get -inf.
     """
     # Distances to the maximum, so that no temperature, however small, overflows.
     distance = logits.double() - maxima.unsqueeze(-1)  # [n, vocab], <= 0
     scaled = distance / draws.temperature.unsqueeze(-1)
     if filtered:
         scaled = scaled.masked_fill(scaled < _thresholds(scaled, draws), -torch.inf)
-    return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
+    return scaled
 
 
 @kernel("logits.device", "logits.dtype")
@@ -128,11 +148,11 @@ def token_logprobs(
 
 
 def _thresholds(scaled: torch.Tensor, draws: DrawTable) -> torch.Tensor:
-    """Returns the lowest scaled logit that top-k, then top-p keep: `[n, 1]`.
+    """Returns the lowest scaled logit that top-k, then top-p, and min-p keep: `[n, 1]`.
 
     Tokens that tie with the last one kept are kept too, since their order is arbitrary.
     Top-p counts probabilities in whole units of 2**-32 of the largest: below 2**21 tokens their
-    float64 sums are exact in any order.
+    float64 sums are exact in any order. Min-p counts all tokens.
     """
     ordered = scaled.sort(dim=-1, descending=True).values
     vocab_size = scaled.shape[-1]
@@ -143,7 +163,8 @@ def _thresholds(scaled: torch.Tensor, draws: DrawTable) -> torch.Tensor:
     weight_ahead = weights.cumsum(dim=-1) - weights  # [n, vocab], ascending
     kept = weight_ahead < top_p * weights.sum(dim=-1, keepdim=True)
     num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, num_kept - 1).where(top_p < 1, kth)
+    threshold = ordered.gather(-1, num_kept - 1).where(top_p < 1, kth)
+    return threshold.maximum(draws.log_min_p.unsqueeze(-1))
 
 
 def _gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

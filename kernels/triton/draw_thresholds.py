@@ -1,7 +1,8 @@
-"""Finds the thresholds of top-k and top-p in rows of logits without sorting.
+"""Finds the thresholds of top-k, top-p and min-p in rows of logits without sorting.
 
-Both keep the values from some threshold up, ties with the last one included. The threshold is
-the *smallest t for which the values above t weigh less than a limit*:
+Each keeps the values from some threshold up. That of min-p is given; the others keep ties with the
+last value that they keep. Their threshold is the *smallest t for which the values above t weigh
+less than a limit*:
 
 - for top-k it is the k-th largest value, where every value weighs 1 and the limit is k. Above the
   k-th largest lie fewer than k values; above anything smaller, at least k;
@@ -79,7 +80,9 @@ def find_thresholds(
                 TILES=_TILES,
                 num_warps=launch.num_warps,
             )
-        _settle_kernel[(count,)](*vectors, *scratch, IS_TOP_P=search == 1, num_warps=1)
+        _settle_kernel[(count,)](
+            *vectors, *scratch, draws.log_min_p, IS_TOP_P=search == 1, num_warps=1
+        )
     return thresholds
 
 
@@ -146,7 +149,7 @@ def _search_kernel(
         tl.atomic_add(sums + slot * 16 + tl.arange(0, 16), above.to(tl.float64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_VECTORS)
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=[*_VECTORS, "log_min_ps"])
 def _settle_kernel(
     maxima,
     likeliest,
@@ -159,10 +162,11 @@ def _settle_kernel(
     sums,
     vocab_size,
     count,
+    log_min_ps,
     IS_TOP_P: tl.constexpr,
 ):
     """`thresholds[i]`: what draw i's search found, scaled; of top-k, which comes first, -inf
-    where it does not filter. Program i: draw i.
+    where it does not filter; of top-p, which comes last, no less than min-p's. Program i: draw i.
     """
     draw = tl.program_id(0).to(tl.int64)
     row = draw if logit_rows is None else tl.load(logit_rows + draw)
@@ -170,12 +174,16 @@ def _settle_kernel(
     temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
     if (temperature <= 0.0) | (tl.load(likeliest + row) < 0):
         return
+    found = tl.full((), float("-inf"), tl.float64)
+    if IS_TOP_P:
+        found = tl.load(thresholds + draw)
     if _filters(limit, vocab_size, IS_TOP_P):
         _, high = _narrow(bounds, sums, draw, count, _PASSES - 1, limit, IS_TOP_P)
         value = _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
-        tl.store(thresholds + draw, scale_logits(value, tl.load(maxima + row), temperature))
-    elif not IS_TOP_P:
-        tl.store(thresholds + draw, float("-inf"))
+        found = scale_logits(value, tl.load(maxima + row), temperature)
+    if IS_TOP_P:
+        found = tl.maximum(found, tl.load(log_min_ps + draw_id))
+    tl.store(thresholds + draw, found)
 
 
 @triton.jit

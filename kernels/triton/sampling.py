@@ -36,8 +36,7 @@ def draw_tokens(
     if not count:
         return tokens
     _check_rows(logits, count, logit_rows)
-    table = (draws.temperature, draws.top_k, draws.top_p, draws.seed)
-    vectors = (maxima, likeliest, *table, draw_ids, positions, tokens)
+    vectors = (maxima, likeliest, *draws.columns, draw_ids, positions, tokens)
     assert all(vector.is_contiguous() for vector in vectors)
     thresholds = None
     if filtered:

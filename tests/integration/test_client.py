@@ -92,6 +92,17 @@ def test_only_stated_parameters_are_sent(server):
     assert some.text_params == common_pb2.TextParams(detokenize=False)
 
 
+def test_none_in_a_mapping_leaves_the_value_to_the_server(server):
+    unset = {"temperature": None, "stop": None, "logprobs": None, "beam_width": None}
+    with Client(server.address) as client:
+        client.generate("hi", unset)
+        client.generate("hi", {"max_tokens": None})
+    nothing, some = server.requests
+    assert not nothing.sampling.ListFields()
+    assert not nothing.stopping.ListFields()
+    assert some.stopping == common_pb2.StoppingParams(max_tokens=2**32 - 1)
+
+
 def test_an_unset_seed_stays_unset(server):
     with Client(server.address) as client:
         client.generate("hi", SamplingParams())

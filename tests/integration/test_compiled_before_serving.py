@@ -29,7 +29,9 @@ PROMPT_LENGTHS = (5, 17, 150, 1, 16)
 
 
 def _requests():
-    """Returns greedy and drawn requests, with each filter or both; some compare candidates."""
+    """Returns greedy and drawn requests, with each filter or both; some compare candidates, and
+    some have rules.
+    """
     return [
         engine_request(
             request_id=str(index),
@@ -40,6 +42,9 @@ def _requests():
             seed=index,
             max_tokens=2 + index % 2,
             best_of=1 + index % 3 // 2,
+            repetition_penalty=1.0 + index % 2,
+            logit_bias={5: 1.0} if index == 1 else None,
+            min_p=0.1 * (index % 3),
         )
         for index, length in enumerate(PROMPT_LENGTHS)
     ]
@@ -55,9 +60,9 @@ def fresh_memory(monkeypatch):
     for module in (
         "batch_inputs",
         "device_decode",
-        "device_steps",
         "device_rows",
         "drawing",
+        "rules",
         "sampler",
     ):
         monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)

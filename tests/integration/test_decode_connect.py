@@ -13,6 +13,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
+from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, FinishReason, RequestOutput
 from kvstore.codec import DIGEST_SCHEME
 from kvstore.handoff import KvHandoff, handoff_to_proto
@@ -508,3 +509,20 @@ async def test_outputs_too_large_for_one_message_are_sent_in_several(engine):
 async def iterate(queue):
     while True:
         yield await queue.get()
+
+
+async def test_log_probabilities_count_towards_the_size_of_a_message(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    request_ids = [f"r{index}" for index in range(4)]
+    for request_id in request_ids:
+        commands.put_nowait(start(request_id))
+    await engine.until(lambda: len(engine.live) == 4)
+    token = TokenLogprobs(-1.0, 2**31, (2**31,) * 20, (-1.0,) * 20)
+    details = (token,) * 30_000
+    engine.emit(*(RequestOutput(name, prompt_logprobs=details) for name in request_ids))
+    received = [await reading, *[await anext(responses) for _ in request_ids[1:]]]
+    assert all(response.ByteSize() < MAX_MESSAGE_BYTES for response in received)
+    assert [output.request_id for r in received for output in r.outputs] == request_ids
+    await responses.aclose()

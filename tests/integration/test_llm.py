@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
     reference_model,
     tiny_checkpoint,
 )
+from tests.support.logprob_checks import near, reference_logprobs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NUM_BLOCKS = 24
@@ -137,6 +138,30 @@ def test_the_text_may_include_what_ended_it(llm):
 def test_bad_words_are_recorded_as_tokens(llm):
     request = llm._make_request("abc", replace(GREEDY, bad_words=["no"]))
     assert request.spec.bad_words_token_ids == (tuple(b"no"),)
+
+
+def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_limits", replace(llm._limits, vocab_size=100))
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words is 110; .* vocabulary size 100$"):
+        llm.generate([[5]], replace(GREEDY, bad_words=["n"]), use_tqdm=False)
+
+
+def test_a_mapping_states_some_parameters(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_default_params", {"max_tokens": 5, "min_p": 0.5})
+    stated = {"temperature": 0, "ignore_eos": True}
+    (one,) = llm.generate("abc", {**stated, "min_p": None}, use_tqdm=False)
+    (full,) = llm.generate("abc", replace(GREEDY, max_tokens=5), use_tqdm=False)
+    assert one.token_ids == full.token_ids
+    results = llm.generate(["abc", "abc"], [{**stated, "max_tokens": 3}, None], use_tqdm=False)
+    assert results[0].token_ids == full.token_ids[:3]
+    assert 1 <= len(results[1].token_ids) <= 5
+    (beams,) = llm.generate("abc", {"beam_width": 2}, use_tqdm=False)
+    assert 1 <= len(beams.token_ids) <= 5
+    assert llm._complete({"temperature": 0}) == SamplingParams(
+        temperature=0, max_tokens=5, min_p=0.5
+    )
+    with pytest.raises(TypeError, match="topp"):
+        llm.generate("abc", {"topp": 1}, use_tqdm=False)
 
 
 def test_no_prompts_give_no_results(llm):
@@ -349,3 +374,45 @@ def test_unknown_and_bad_arguments_are_errors(path):
         LLM(str(path), block_size=0)
     with pytest.raises(ConfigurationError):
         LLM("/nowhere/at/all")
+
+
+@pytest.mark.parametrize("candidates", [{}, {"n": 2}, {"n": 2, "best_of": 3}])
+def test_log_probabilities_are_those_of_transformers(llm, path, candidates):
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=9, logprobs=2, prompt_logprobs=1, **candidates
+    )
+    prompt = prompt_of(21, seed=4)
+    (result,) = llm.generate([prompt], params, use_tqdm=False)
+    assert result.prompt_logprobs[0] is None
+    check_logprobs(path, prompt, result.prompt_logprobs[1:])
+    for completion in result.outputs:
+        assert len(completion.logprobs) == len(completion.token_ids)
+        check_logprobs(path, (*prompt, *completion.token_ids), completion.logprobs)
+        if completion.score is not None:
+            mean = completion.cumulative_logprob / len(completion.token_ids)
+            assert completion.score == pytest.approx(mean, abs=1e-5)
+
+
+def check_logprobs(path, token_ids, logprobs):
+    reference = reference_logprobs(path, token_ids)
+    for position, found in enumerate(logprobs, len(token_ids) - len(logprobs)):
+        assert next(iter(found)) == token_ids[position]
+        values = [each.logprob for each in found.values()]
+        assert values == near(reference[position - 1][list(found)])
+
+
+def test_a_stop_text_cuts_the_log_probabilities_with_the_tokens(llm):
+    prompt, index, whole = ascii_prompt(llm)
+    stop = chr(whole.token_ids[index])
+    params = replace(GREEDY, stop=[stop], logprobs=0)
+    (result,) = llm.generate([prompt], params, use_tqdm=False)
+    assert [list(found) for found in result.outputs[0].logprobs] == [
+        [token_id] for token_id in whole.token_ids[: index + 1]
+    ]
+
+
+def test_an_ignored_prompt_has_no_log_probabilities(llm, caplog):
+    params = replace(GREEDY, n=4, max_tokens=100, logprobs=1, prompt_logprobs=1)
+    (ignored,) = llm.generate(["b" * 60], params, use_tqdm=False)
+    assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, ())
+    assert ignored.outputs[0].cumulative_logprob == 0

@@ -8,8 +8,9 @@ import torch
 
 import kernels
 from baton.errors import ConfigurationError
-from engine.batch import INVALID_TOKEN, DrawParams, ScheduledBatch, TableUpdate
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
+from tests.support import runner_kinds
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.driven_requests import (
     GREEDY,
@@ -204,3 +205,28 @@ def test_the_number_of_threads_is_set():
 def test_bad_flags_are_reported_at_start(flags, message):
     with pytest.raises(ConfigurationError, match=message):
         make_runner(_config(**flags))
+
+
+def test_only_the_profile_of_memory_has_rules_and_log_probabilities(monkeypatch):
+    """They would distort the measured time of a prompt token."""
+    steps, batches = runner_kinds.KINDS[current_kind()].steps, []
+    launch = steps.launch
+
+    def launch_recorded(self, batch):
+        batches.append(batch)
+        return launch(self, batch)
+
+    monkeypatch.setattr(steps, "launch", launch_recorded)
+    flags = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 16}
+    runner = make_runner(_config(**flags))
+    num_tokens = [batch.num_tokens for batch in batches[:2]]
+    assert num_tokens == [16, 64]  # a warm-up, and the measured step
+    of_all = [chunk for batch in batches for chunk in batch.chunks]
+    assert all(chunk.num_logprobs == NO_LOGPROBS for chunk in of_all)
+    assert not any(chunk.prompt_targets or chunk.rules for chunk in of_all)
+    batches.clear()
+    assert runner._run_dummy(64, 8, uses_all_memory=True) == 64
+    assert [len(batch.chunks) for batch in batches] == [8, 8]
+    assert all(chunk.rules and chunk.prompt_targets for chunk in batches[0].chunks)
+    assert runner._steps._rules._table is None
+    runner.close()

@@ -95,7 +95,7 @@ async def test_ranked_first_tokens_have_log_probabilities(stub, engine):
     sampling = common_pb2.SamplingParams(seed=1, best_of=2)
     call = prefill(stub, sampling=sampling)
     assert (await admitted(engine)).spec.params.num_candidates == 2
-    engine.emit(drawn(42, 43, logprobs=(-0.5, -1.5)))
+    engine.emit(drawn(42, 43, first_logprobs=(-0.5, -1.5)))
     result = (await call.read()).result
     begun = [(list(c.output_token_ids), c.logprob) for c in result.candidates]
     assert begun == [([42], -0.5), ([43], -1.5)]

@@ -183,6 +183,16 @@ async def test_a_stream_that_no_replica_accepts_in_time_is_unavailable():
     assert "no other can continue" in error.details()
 
 
+async def test_a_stream_that_only_older_replicas_could_continue_names_what_to_update():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    decode.refusal = FailedPreconditionError("this worker does not know field 8: update it")
+    workers = (prefill, decode)
+    async with running_workers(*workers), running_router(*workers, resume_timeout_s=0.1) as router:
+        error = await failed_call(router.generate(request(max_tokens=6)))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "update it" in error.details()
+
+
 async def test_a_request_is_aborted_when_several_engines_stop_under_it():
     decodes = [FakeDecode(SCRIPT, pause_after=0) for _ in range(5)]
     async with running_workers(*decodes), running_router(*decodes) as router:

@@ -214,7 +214,7 @@ async def test_the_router_draws_one_seed_for_a_sampled_request_without_one():
     first, second, given = (r.sampling for r in prefill.requests)
     assert first.seed != second.seed
     assert given.HasField("seed")
-    assert (given.seed, given.top_k, given.top_p) == (0, 7, 1.0)
+    assert given == seeded.sampling
     assert [s.spec.sampling.seed for s in decode.starts] == [first.seed, second.seed, 0]
 
 

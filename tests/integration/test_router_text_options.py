@@ -91,7 +91,8 @@ async def test_a_long_text_is_truncated_to_what_leaves_room_for_a_token():
     async with running_workers(decode), running_router(decode) as router:
         responses = await router.generate(message)
     (start,) = decode.starts
-    assert list(start.spec.prompt_token_ids) == tokenizer().encode(text)[-59:]
+    bos, *others = tokenizer().encode(text)
+    assert list(start.spec.prompt_token_ids) == [bos, *others[-58:]]
     assert start.spec.stopping.max_tokens == 1
     assert len(token_ids_of(responses)) == 1
 
@@ -100,7 +101,7 @@ async def test_bad_words_go_to_the_workers_as_tokens():
     message = request(max_tokens=3)
     message.sampling.bad_words.extend(["dog", "the dog"])
     _, (first, *_), (start, *_) = await generated(message, [300] * 9)
-    expected = tokenizer().bad_words_token_ids(["dog", "the dog"])
+    expected = tokenizer().encode_bad_words(["dog", "the dog"])
     for spec in (first, start):
         assert tuple(tuple(each.ids) for each in spec.bad_words_token_ids) == expected
 
@@ -138,7 +139,8 @@ async def test_defaults_of_the_checkpoint_hold_for_unset_fields():
     )
     responses, _, (start, *_) = await generated(message, [300] * 99, default_params=DEFAULTS)
     assert len(token_ids_of(responses)) == 5
-    assert (start.sampling.temperature, start.sampling.top_p) == (0.5, 1.0)
+    assert start.sampling.temperature == 0.5
+    assert not start.sampling.HasField("top_p")  # stated as 1.0, which workers assume if unset
 
 
 async def test_fewer_tokens_than_min_tokens_may_fit():

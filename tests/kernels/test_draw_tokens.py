@@ -1,39 +1,51 @@
-"""Tokens of `kernels.draw_tokens` on the CPU equal those of the engine's sampler."""
+"""Tokens of `kernels.draw_tokens` on the CPU equal those of the reference."""
 
 import math
-from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
 
 import kernels
-from engine.runtime import sampler
-from kernels import INVALID_TOKEN, DrawTable
+from kernels import INVALID_TOKEN
 from tests.support.draw_cases import LOGIT_KINDS, DrawCase, draw_table, make_draws, make_logits
+from tests.support.kernel_checks import on_threads
 
 CPU = torch.device("cpu")
 
 
-def _sampled(case):
-    """Samples with `engine.runtime.sampler`, which separates greedy, filtered and other draws."""
-    records = np.zeros(len(case.draw_ids), sampler.DRAW_RECORD)
-    chosen = case.draws.take(case.draw_ids)
-    for field in fields(DrawTable):
-        records[field.name] = getattr(chosen, field.name).numpy().astype(records[field.name].dtype)
-    rows = None if case.logit_rows is None else case.logit_rows.tolist()
-    scores = sampler.Scores(case.logits, *kernels.row_maxima(case.logits))
-    prepared = sampler.prepare_draws(records, CPU, rows)
-    return sampler.sample(scores, prepared, case.positions.numpy()).tolist()
-
-
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 @pytest.mark.parametrize("vocab_size", [1, 6, 901])
-def test_tokens_equal_those_of_the_sampler(kind, vocab_size):
-    ids = torch.arange(40)
-    logits, draws = make_logits(kind, 40, vocab_size), make_draws(40, vocab_size)
-    case = DrawCase(logits, draws, ids, ids * 1000)
-    assert case.draw(kernels, CPU).tolist() == _sampled(case)
+def test_tokens_equal_those_of_the_reference(kind, vocab_size):
+    ids = torch.arange(60)
+    for seed in range(5):
+        logits, draws = make_logits(kind, 60, vocab_size, seed), make_draws(60, vocab_size, seed)
+        case = DrawCase(logits, draws, ids, ids * 1000)
+        assert case.draw(kernels, CPU).tolist() == case.expected().tolist()
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
+def test_tokens_of_a_large_vocabulary_equal_those_of_the_reference(scale):
+    """A spread of logits like a model's, and one so small that most noise decides."""
+    logits, draws = make_logits("normal", 24, 40_003) * scale, make_draws(24, 40_003, seed=1)
+    draws.temperature.fill_(1.0)
+    ids = torch.arange(24)
+    case = DrawCase(logits, draws, ids, ids)
+    assert case.draw(kernels, CPU).tolist() == case.expected().tolist()
+
+
+def test_the_number_of_threads_changes_no_token():
+    ids = torch.arange(70)
+    case = DrawCase(make_logits("normal", 70, 999), make_draws(70, 999), ids, ids)
+    one, several = on_threads([1, 3], lambda: case.draw(kernels, CPU))
+    assert torch.equal(one, several)
+
+
+def test_rows_may_be_strided():
+    wide = torch.full((4, 900), math.nan)
+    wide[:, :333] = make_logits("normal", 4, 333)
+    draws = draw_table(*((1.0, 20, 0.9, seed) for seed in range(4)))
+    case = DrawCase(wide[:, :333], draws, torch.arange(4), torch.arange(4))
+    assert case.draw(kernels, CPU).tolist() == case.expected().tolist()
 
 
 def test_draws_of_rows_follow_entries_of_the_table():
@@ -47,7 +59,7 @@ def test_draws_of_rows_follow_entries_of_the_table():
         logit_rows=torch.tensor([0, 0, 3, 4, 3, 1]),
     )
     tokens = case.draw(kernels, CPU).tolist()
-    assert tokens == _sampled(case)
+    assert tokens == case.expected().tolist()
     assert [token == INVALID_TOKEN for token in tokens] == [False, False, True, False, True, False]
 
 
@@ -59,8 +71,8 @@ def test_tokens_are_written_to_out():
         positions=torch.tensor([0, 1]),
     )
     out = torch.full((4,), -7)
-    assert case.draw(kernels, CPU, out=out[1:3]).tolist() == _sampled(case)
-    assert out.tolist() == [-7, *_sampled(case), -7]
+    assert case.draw(kernels, CPU, out=out[1:3]).tolist() == case.expected().tolist()
+    assert out.tolist() == [-7, *case.expected().tolist(), -7]
 
 
 def test_tokens_of_a_tiny_vocabulary_follow_the_softmax():

@@ -127,6 +127,7 @@ class Cluster(RuleBasedStateMachine):
             length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
             early_stopping=st.sampled_from([True, False, "never"]),
         ),
+        num_logprobs=st.tuples(*[st.sampled_from([None, None, 0, 1, 2])] * 2),
         num_resumed=st.lists(st.integers(1, 7), max_size=3),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
@@ -143,6 +144,7 @@ class Cluster(RuleBasedStateMachine):
         num_candidates: int,
         num_returned: int,
         beam_search: dict[str, object] | None,
+        num_logprobs: tuple[int | None, int | None],
         num_resumed: list[int],
         priority: int,
         salt: str,
@@ -158,7 +160,11 @@ class Cluster(RuleBasedStateMachine):
             max_tokens=max_tokens,
             n=min(num_returned, num_candidates),
             **(
-                {"best_of": num_candidates}
+                {
+                    "best_of": num_candidates,
+                    "logprobs": num_logprobs[0],
+                    "prompt_logprobs": num_logprobs[1],
+                }
                 if beam_search is None
                 else {"beam_width": num_candidates} | beam_search
             ),
@@ -319,7 +325,7 @@ class Cluster(RuleBasedStateMachine):
             self.handoff_ids.append(handoff.handoff_id)
         request = replace(request, handoff=handoff)
         if request.spec.params.beam_width is not None:
-            beams = tuple(zip(output.token_ids, output.logprobs, strict=True))
+            beams = tuple(zip(output.token_ids, output.first_logprobs, strict=True))
             request = replace(request, first_beams=beams)
         else:
             begun = [(index, (token,)) for index, token in enumerate(output.token_ids)]

@@ -53,7 +53,11 @@ def requests(draw: st.DrawFn, *, fewest: int = 1) -> list[EngineRequest]:
 def _request(draw: st.DrawFn, request_id: str, start: tuple[int, ...]) -> EngineRequest:
     own = draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
     num_candidates = draw(st.integers(1, 3))
-    compared = st.just({"best_of": num_candidates})
+    compared = st.builds(
+        dict,
+        best_of=st.just(num_candidates),
+        repetition_penalty=st.sampled_from([1.0, 2.0]),  # the fake runner checks the history
+    )
     searched = st.builds(
         dict,
         beam_width=st.just(num_candidates),

@@ -1,7 +1,7 @@
 """An engine on the fake model, whose every output is checked against the reference decoder."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,7 +20,7 @@ from engine.validation import num_blocks_needed
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from tests.support.fake_connector import FakeWorker, Store
-from tests.support.fake_model import fake_config
+from tests.support.fake_model import fake_config, token_logprobs
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
 
@@ -36,12 +36,14 @@ class CheckedRequest:
         expected: expected outputs by candidate, or by returned hypothesis of a ranked request.
         received: tokens so far, by the same index.
         ended: the indices that have ended.
+        has_prompt: whether its first tokens, with the prompt's log-probabilities, have come.
     """
 
     request: EngineRequest
     expected: list[Expected]
     received: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    has_prompt: bool = False
 
     @classmethod
     def of(cls, request: EngineRequest, info: ModelInfo) -> "CheckedRequest":
@@ -63,11 +65,50 @@ class CheckedRequest:
         expected, tokens = self.expected[index], self.received.setdefault(index, [])
         tokens += output.token_ids
         assert tuple(tokens) == expected.token_ids[: len(tokens)]
+        before = tuple(tokens[: len(tokens) - len(output.token_ids)])
+        self._check_details(output, self._prefixes(before, output.token_ids), output.token_ids)
+        self._check_prompt(output)
         if output.finish_reason:
             score = output.score if request.spec.params.is_ranked else expected.score
             assert Expected(tuple(tokens), output.finish_reason, score).same_as(expected)
             self.ended.add(index)
         assert output.is_last == self.is_over
+
+    def _prefixes(self, before: tuple[int, ...], newest: Sequence[int]) -> list[tuple[int, ...]]:
+        """Returns the generated tokens before each of the newest ones."""
+        return [(*before, *newest[:index]) for index in range(len(newest))]
+
+    def _check_details(
+        self,
+        output: RequestOutput,
+        prefixes: Sequence[tuple[int, ...]],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Checks that each token comes with its log-probabilities, if they are asked for."""
+        num_top, prompt = self.request.spec.params.logprobs, self.request.spec.prompt_token_ids
+        if num_top is None:
+            assert not output.logprobs
+            return
+        expected = [
+            token_logprobs((*prompt, *prefix), token_id, num_top)
+            for prefix, token_id in zip(prefixes, token_ids, strict=True)
+        ]
+        assert list(output.logprobs) == expected
+
+    def _check_prompt(self, output: RequestOutput) -> None:
+        """Checks that the prompt's log-probabilities come whole and once, with the first tokens."""
+        num_top, prompt = (
+            self.request.spec.params.prompt_logprobs,
+            self.request.spec.prompt_token_ids,
+        )
+        is_first = not (self.has_prompt or self.request.has_begun)
+        self.has_prompt = True
+        expected = [
+            token_logprobs(prompt[:index], prompt[index], num_top)
+            for index in range(1, len(prompt))
+            if num_top is not None and is_first
+        ]
+        assert list(output.prompt_logprobs) == expected
 
     def check_first_tokens(self, output: RequestOutput, info: ModelInfo) -> None:
         """Checks prefill's tokens: the first tokens of the candidates, or the first beams."""
@@ -75,12 +116,14 @@ class CheckedRequest:
         assert not output.is_last
         assert not self.received
         if request.spec.params.beam_width is not None:
-            pairs = tuple(zip(output.token_ids, output.logprobs, strict=True))
+            pairs = tuple(zip(output.token_ids, output.first_logprobs, strict=True))
             assert pairs == first_beams(request)
             return
         firsts = [each.token_ids[0] for each in candidates(request, info.max_model_len)]
         assert list(output.token_ids) == firsts
-        assert bool(output.logprobs) == is_ranked
+        assert bool(output.first_logprobs) == is_ranked
+        self._check_details(output, [()] * len(firsts), firsts)
+        self._check_prompt(output)
 
 
 class CheckedEngine:

@@ -12,6 +12,7 @@ __all__ = ["LOGIT_KINDS", "DrawCase", "draw_table", "make_draws", "make_logits",
 LOGIT_KINDS = ("normal", "ties", "equal", "masked", "huge", "peaked", "negative", "near")
 
 _TEMPERATURES = (0.0, 1e-3, 0.3, 1.0, 1.0, 2.5, 100.0)
+_MIN_PS = (0.0, 0.0, 1e-9, 0.05, 0.7, 1.0)
 _TOP_PS = (1.0, 1.0, 1e-12, 0.2, 0.5, 0.9, 0.999999, math.nextafter(1.0, 0.0))
 
 
@@ -63,12 +64,16 @@ def table_on(device, draws):
 
 
 def draw_table(*records):
-    """Returns a table of (temperature, top_k, top_p, seed); seeds are unsigned."""
-    temperatures, top_ks, top_ps, seeds = zip(*records, strict=True)
+    """Returns a table of (temperature, top_k, top_p, seed, and min_p unless it is 0); seeds are
+    unsigned.
+    """
+    whole = [(*record, 0.0)[:5] for record in records]
+    temperatures, top_ks, top_ps, seeds, min_ps = zip(*whole, strict=True)
     return DrawTable(
         temperature=torch.tensor(temperatures, dtype=torch.float64),
         top_k=torch.tensor(top_ks),
         top_p=torch.tensor(top_ps, dtype=torch.float64),
+        log_min_p=torch.tensor(min_ps, dtype=torch.float64).log(),
         seed=torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds]),
     )
 
@@ -83,7 +88,10 @@ def make_draws(count, vocab_size, seed=0):
     top_ks = (0, 0, 1, 2, 7, vocab_size - 1, vocab_size, vocab_size + 9)
     bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).tolist()
     return draw_table(
-        *((pick(_TEMPERATURES), pick(top_ks), pick(_TOP_PS), seed % 2**64) for seed in bits)
+        *(
+            (pick(_TEMPERATURES), pick(top_ks), pick(_TOP_PS), seed % 2**64, pick(_MIN_PS))
+            for seed in bits
+        )
     )
 
 

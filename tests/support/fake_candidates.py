@@ -13,6 +13,7 @@ class FakeCandidates:
         self._spec = start.spec
         self._is_first = True
         self._ranked: list[request_pb2.CandidateOutput] = []
+        self._owes_prompt = not (start.candidates or start.first_beams)
         self._begun = {given.index: list(given.output_token_ids) for given in start.candidates}
         begins = range(num_candidates(start.spec))
         if start.first_beams:
@@ -52,6 +53,7 @@ class FakeCandidates:
             token_ids=script[:end] if is_ranked(self._spec) else script[position:end],
             finish_reason=self._worker.finish_reason(self._spec, end, index),
         )
+        add_logprobs(output, self._spec)
         self.unfinished[index] = end
         if output.finish_reason:
             del self.unfinished[index]
@@ -62,14 +64,39 @@ class FakeCandidates:
             self._is_first = False
             output.cached_tokens = 2 * self._worker.info.block_size
             output.timings.CopyFrom(common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30))
+            if self._owes_prompt:
+                add_prompt_logprobs(output, self._spec)
 
     def _best(self) -> list[request_pb2.CandidateOutput]:
         """Returns the best candidates: those with the highest indices."""
         best = sorted(self._ranked, key=lambda output: -output.index)
-        best = best[: self._spec.sampling.n]
+        best = best[: self._spec.sampling.n or 1]
         for rank, output in enumerate(best):
             output.index, output.score = rank, -0.5 - rank
         return best
+
+
+def fake_logprobs(token_id: int, num_top: int) -> common_pb2.TokenLogprobs:
+    """Returns what the fakes report of a token."""
+    return common_pb2.TokenLogprobs(
+        logprob=-token_id / 8,
+        rank=token_id,
+        top_token_ids=range(num_top),
+        top_logprobs=[-number / 4 for number in range(num_top)],
+    )
+
+
+def add_logprobs(output: request_pb2.CandidateOutput, spec: request_pb2.RequestSpec) -> None:
+    if spec.sampling.HasField("logprobs"):
+        num_top = spec.sampling.logprobs
+        output.logprobs.extend(fake_logprobs(token_id, num_top) for token_id in output.token_ids)
+
+
+def add_prompt_logprobs(output: request_pb2.CandidateOutput, spec: request_pb2.RequestSpec) -> None:
+    if spec.sampling.HasField("prompt_logprobs"):
+        num_top = spec.sampling.prompt_logprobs
+        targets = spec.prompt_token_ids[1:]
+        output.prompt_logprobs.extend(fake_logprobs(token_id, num_top) for token_id in targets)
 
 
 def num_candidates(spec: request_pb2.RequestSpec) -> int:

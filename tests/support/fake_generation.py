@@ -53,7 +53,11 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             is_whole = request.text != "truncate"
             yield from list(_candidates(request.sampling.n))[: None if is_whole else -1]
             return
-        yield generation_pb2.GenerateStreamResponse(request_id="r", token_ids=[5], text="Hello")
+        yield _with_logprobs(
+            request,
+            generation_pb2.GenerateStreamResponse(request_id="r", token_ids=[5], text="Hello"),
+            prompt=[3, 4],
+        )
         if request.text == "hang":
             self.cancelled.wait(30)
             return
@@ -61,7 +65,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             return
         if request.text == "fail":
             context.abort(grpc.StatusCode.UNAVAILABLE, "no replica is left")
-        yield generation_pb2.GenerateStreamResponse(
+        last = generation_pb2.GenerateStreamResponse(
             request_id="r",
             token_ids=[6, 7],
             text=", world",
@@ -70,6 +74,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             usage=_usage(),
             timings=_timings(),
         )
+        yield _with_logprobs(request, last)
 
     def Tokenize(self, request, context):
         ids = [ord(character) for character in request.text]
@@ -108,6 +113,22 @@ def _candidates(n):
             usage=_usage() if last else None,
             timings=_timings() if last else None,
         )
+
+
+def _with_logprobs(request, message, prompt=()):
+    """Adds the log-probabilities that the request asks for."""
+    if request.sampling.HasField("logprobs"):
+        message.logprobs.extend(map(_logprobs, message.token_ids))
+    if request.sampling.HasField("prompt_logprobs"):
+        message.prompt_token_ids.extend(prompt)
+        message.prompt_logprobs.extend(map(_logprobs, prompt[1:]))
+    return message
+
+
+def _logprobs(token_id):
+    return common_pb2.TokenLogprobs(
+        logprob=-token_id / 4, rank=token_id, top_token_ids=[9, 6], top_logprobs=[-0.5, -1.5]
+    )
 
 
 def _usage():

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
-from engine.batch import DrawParams
+from engine.batch import DrawParams, TokenLogprobs
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
 from kvstore.layout import KvLayout
@@ -44,9 +45,14 @@ def fake_config(**overrides: object) -> EngineConfig:
 
 def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> list[float]:
     """Returns the log-probability of every token after a sequence; no two are equal."""
+    return list(_log_probabilities(tuple(token_ids), vocab_size))
+
+
+@lru_cache(10_000)
+def _log_probabilities(token_ids: tuple[int, ...], vocab_size: int) -> tuple[float, ...]:
     scores = [_digest(token_ids, token) / 2**61 for token in range(vocab_size)]
     total = math.log(sum(math.exp(score) for score in scores))
-    return [score - total for score in scores]
+    return tuple(score - total for score in scores)
 
 
 def top_tokens(
@@ -55,6 +61,18 @@ def top_tokens(
     """Returns the most likely tokens after a sequence with their log-probabilities."""
     ranked = sorted(enumerate(log_probabilities(token_ids, vocab_size)), key=lambda pair: -pair[1])
     return ranked[:num_top]
+
+
+def token_logprobs(
+    token_ids: Sequence[int], token_id: int, num_top: int, vocab_size: int = VOCAB_SIZE
+) -> TokenLogprobs:
+    """Returns the log-probabilities at the place of a token after a sequence."""
+    ranked = top_tokens(token_ids, vocab_size, vocab_size)
+    rank = [other for other, _ in ranked].index(token_id)
+    tops = ranked[:num_top]
+    return TokenLogprobs(
+        ranked[rank][1], rank + 1, tuple(t for t, _ in tops), tuple(value for _, value in tops)
+    )
 
 
 def next_token(

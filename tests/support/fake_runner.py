@@ -8,18 +8,21 @@ of the seed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from engine.batch import (
     INVALID_TOKEN,
+    NO_LOGPROBS,
     ChunkOutput,
     DrawParams,
+    LogitRules,
     ScheduledBatch,
     ScheduledChunk,
     StepOutput,
     TableUpdate,
+    TokenLogprobs,
 )
 from engine.runner import LayersComputed, ModelInfo, StepCosts
 from tests.support.fake_model import (
@@ -30,6 +33,7 @@ from tests.support.fake_model import (
     fake_info,
     log_probabilities,
     next_token,
+    token_logprobs,
     top_tokens,
 )
 
@@ -57,7 +61,9 @@ class FakeRow:
     position: int = 0
     last_token: int | None = None  # None before it has drawn a token to run next
     draw: DrawParams = GREEDY
+    history: Prefix = ()  # if `draw` has rules: the sequence, from chunks and draws
     wants_logprobs: bool = False
+    num_logprobs: int = NO_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -143,6 +149,8 @@ class FakeRunner:
             ),
             decoded=tuple(self._decode(work) for work in decodes),
             decoded_logprobs=self._decoded_logprobs(decodes),
+            decoded_details=self._decoded_details(decodes),
+            prompt_details=self._prompt_details(batch.chunks, chunks),
         )
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
@@ -202,8 +210,10 @@ class FakeRunner:
         row.position = chunk.start_position + chunk.num_tokens
         row.last_token = None
         row.wants_logprobs = chunk.wants_logprobs
+        row.num_logprobs = chunk.num_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
+            row.history = chunk.history + chunk.token_ids
             row.last_token = INVALID_TOKEN  # until the draw, which may not happen
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
@@ -222,6 +232,7 @@ class FakeRunner:
         self._check(row.last_token is not None, "a row that has drawn nothing decodes")
         is_broken = row.last_token == INVALID_TOKEN
         work = _Work(row_id, row, row.position, (row.last_token,), is_broken)
+        row.history += work.token_ids
         row.position += 1
         row.last_token = INVALID_TOKEN
         return work
@@ -309,20 +320,28 @@ class FakeRunner:
         if work.is_broken:
             num_tokens = min(chunk.num_top, vocab_size) or len(chunk.draws)
             logprobs = (math.nan,) * num_tokens if chunk.num_top or chunk.wants_logprobs else ()
-            return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)
+            return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)  # no details are read
         if chunk.num_top:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
+        given = chunk.history + chunk.token_ids
+        is_right = given == work.sequence if _reads_history(chunk.rules) else not chunk.history
+        self._check(is_right, "a chunk has the wrong history")
         tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
         if len(tokens) == 1:
             (work.row.last_token,) = tokens
         every = log_probabilities(work.sequence, vocab_size)
+        details = (self._details(work, token) for token in tokens)
         return ChunkOutput(
-            tokens, tuple(every[token] for token in tokens) if chunk.wants_logprobs else ()
+            tokens,
+            tuple(every[token] for token in tokens) if chunk.wants_logprobs else (),
+            tuple(found for found in details if found is not None),
         )
 
     def _decode(self, work: _Work) -> int:
         if not work.is_broken:
+            is_right = work.row.history == work.sequence or not _reads_history(work.row.draw.rules)
+            self._check(is_right, "a row has the wrong history")
             work.row.last_token = next_token(work.sequence, work.row.draw, self.info.vocab_size)
         return work.row.last_token
 
@@ -330,6 +349,39 @@ class FakeRunner:
         if not any(work.row.wants_logprobs for work in decodes):
             return ()
         return tuple(self._logprob(work) for work in decodes)
+
+    def _decoded_details(self, decodes: Sequence[_Work]) -> tuple[TokenLogprobs | None, ...]:
+        if all(work.row.num_logprobs == NO_LOGPROBS for work in decodes):
+            return ()
+        return tuple(self._details(work, work.row.last_token) for work in decodes)
+
+    def _details(self, work: _Work, token: int) -> TokenLogprobs | None:
+        """Returns None if the request asks for none."""
+        num_top = work.row.num_logprobs
+        if num_top == NO_LOGPROBS:
+            return None
+        if token == INVALID_TOKEN:
+            return TokenLogprobs(math.nan, 1)
+        return token_logprobs(work.sequence, token, num_top, self.info.vocab_size)
+
+    def _prompt_details(
+        self, chunks: Sequence[ScheduledChunk], works: Sequence[_Work]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        if not any(chunk.prompt_targets for chunk in chunks):
+            return ()
+        return tuple(
+            tuple(self._target_details(chunk, work))
+            for chunk, work in zip(chunks, works, strict=True)
+        )
+
+    def _target_details(self, chunk: ScheduledChunk, work: _Work) -> Iterator[TokenLogprobs]:
+        for index, target in enumerate(chunk.prompt_targets, 1):
+            if work.is_broken:
+                yield TokenLogprobs(math.nan, 1)
+                continue
+            before = work.sequence[: chunk.start_position + index]
+            num_top = chunk.num_prompt_logprobs
+            yield token_logprobs(before, target, num_top, self.info.vocab_size)
 
     def _logprob(self, work: _Work) -> float:
         """Returns NaN if the request needs no log-probabilities."""
@@ -379,3 +431,7 @@ class _LateFuture(Future[StepOutput]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._runner.run_submitted(self)
         return super().exception(timeout)
+
+
+def _reads_history(rules: LogitRules | None) -> bool:
+    return rules is not None and rules.reads_history

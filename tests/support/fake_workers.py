@@ -28,7 +28,14 @@ from rpc.errors import to_worker_error
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from rpc.worker import WorkerServicer
-from tests.support.fake_candidates import FakeCandidates, is_ranked, num_candidates
+from tests.support.fake_candidates import (
+    FakeCandidates,
+    add_logprobs,
+    add_prompt_logprobs,
+    fake_logprobs,
+    is_ranked,
+    num_candidates,
+)
 
 MODEL = "scripted"
 NAMESPACE = bytes(range(32))
@@ -286,11 +293,13 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             result.outputs.add()
             self._add_ranked(result, spec)
         else:
-            for index in candidates[: spec.sampling.n]:
+            for index in candidates[: spec.sampling.n or 1]:
                 reason = reasons[index] if all(reasons) else 0
                 token_ids = self.script_of(index)[:1]
-                result.outputs.add(index=index, token_ids=token_ids, finish_reason=reason)
+                output = result.outputs.add(index=index, token_ids=token_ids, finish_reason=reason)
+                add_logprobs(output, spec)
             result.outputs[-1].is_last = all(reasons)
+        add_prompt_logprobs(result.outputs[0], spec)
         result.outputs[0].cached_tokens = BLOCK_SIZE
         result.outputs[0].timings.MergeFrom(common_pb2.Timings(queue_ms=1, prefill_ms=2))
         return result
@@ -301,7 +310,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             if spec.sampling.HasField("beam_search"):
                 result.first_beams.add(token_id=token_id, logprob=logprob)
             else:
-                result.candidates.add(index=index, output_token_ids=[token_id], logprob=logprob)
+                begun = result.candidates.add(
+                    index=index, output_token_ids=[token_id], logprob=logprob
+                )
+                if spec.sampling.HasField("logprobs"):
+                    details = fake_logprobs(token_id, spec.sampling.logprobs)
+                    begun.token_logprobs.append(details)
 
     async def ReleaseHandoff(self, request, context):
         self.released.append(request.handoff_id)

@@ -13,8 +13,17 @@ from functools import partial
 
 import torch
 
-from kernels import DrawTable, WeightUse, reference
-from kernels.triton import attention, blocks, cache, linear, pointwise, row_state, sampling
+from kernels import DrawTable, RuleTable, WeightUse, reference
+from kernels.triton import (
+    attention,
+    blocks,
+    cache,
+    linear,
+    logit_rules,
+    pointwise,
+    row_state,
+    sampling,
+)
 from kernels.triton.draw_thresholds import find_thresholds
 from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
@@ -79,7 +88,7 @@ def _draw_table() -> DrawTable:
     vectors = {
         field.name: torch.empty(3, dtype=torch.int64) for field in dataclasses.fields(DrawTable)
     }
-    for name in ("temperature", "top_p"):
+    for name in ("temperature", "top_p", "log_min_p"):
         vectors[name] = vectors[name].double()
     return DrawTable(**vectors)
 
@@ -103,6 +112,34 @@ def _thresholds() -> None:
     logits, ids, draws = torch.empty(16, 128_256), torch.arange(16), _draw_table()
     for count in (1, 3, 16):
         find_thresholds(logits, torch.empty(16), ids, draws, ids[:count], None)
+
+
+def _rules() -> None:
+    """Launches with lists of several widths, and one after another with more rows."""
+    logits, ids = torch.empty(3, 128_256), torch.arange(3)
+    for widths in ((0, 0, 0, 0), (8, 16, 8, 8)):
+        biases, stops, words, length = widths
+        table = RuleTable(
+            history=torch.empty(3, 1000, dtype=torch.int32),
+            lengths=torch.empty(3, 2, dtype=torch.int64),
+            penalties=torch.empty(3, 3),
+            bias_ids=torch.empty(3, biases, dtype=torch.int32),
+            biases=torch.empty(3, biases),
+            stop_ids=torch.empty(3, stops, dtype=torch.int32),
+            bad_words=torch.empty(3, words, length, dtype=torch.int32),
+            allowed=torch.empty(3, 128_256 // 32, dtype=torch.int32),
+        )
+        for part in (ids, ids[:1], ids[1:]):
+            logit_rules.apply_logit_rules(
+                logits,
+                torch.empty(3),
+                ids,
+                table,
+                rule_ids=part,
+                tokens=part,
+                positions=part,
+                logit_rows=part,
+            )
 
 
 def _rows() -> None:
@@ -136,6 +173,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prompts, float32": partial(_attend, PROMPTS, FP32),
     "draws": _draws,
     "thresholds": _thresholds,
+    "rules": _rules,
     "rows": _rows,
 }
 

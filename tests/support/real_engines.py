@@ -61,12 +61,15 @@ def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> Engin
     assert answer.finish_reason is FinishReason.HANDOFF
     assert answer.handoff is not None
     (first,) = (output for output in outputs if output.token_ids)
-    logprobs = first.logprobs or (0.0,) * len(first.token_ids)
+    logprobs = first.first_logprobs or (0.0,) * len(first.token_ids)
     first_tokens = tuple(zip(first.token_ids, logprobs, strict=True))
     if request.spec.params.beam_width is not None:
         return replace(request, handoff=answer.handoff, first_beams=first_tokens)
+    is_ranked = request.spec.params.is_ranked  # others' log-probabilities are the client's already
     progress = tuple(
-        CandidateProgress(index, (token_id,), logprob)
+        CandidateProgress(
+            index, (token_id,), logprob, first.logprobs[index : index + 1] if is_ranked else ()
+        )
         for index, (token_id, logprob) in enumerate(first_tokens)
     )
     return replace(request, handoff=answer.handoff, progress=progress)
@@ -85,6 +88,7 @@ class SplitRun:
 
     Attributes:
         handed: requests as decode received them, by id.
+        prefilled: prefill's outputs by id.
         outputs: decode's outputs by id; prefill's for a prompt that failed there.
         num_reported: blocks reported before the handoff.
     """
@@ -98,7 +102,7 @@ class SplitRun:
         self._has_results = threading.Event()
         for core in (prefill, decode):
             core._connector.set_waker(self._has_results.set)
-        self._prefilled: Outputs = {}
+        self.prefilled: Outputs = {}
         self.handed: dict[str, EngineRequest] = {}
         self.outputs: Outputs = {}
         self.num_reported = 0
@@ -130,12 +134,12 @@ class SplitRun:
                 if self._prefetches_saved:
                     self._decode.prefetch(output.saved)
                 continue
-            self._prefilled.setdefault(output.request_id, []).append(output)
+            self.prefilled.setdefault(output.request_id, []).append(output)
             if output.error is not None:
                 self.outputs[output.request_id] = [output]
             elif output.is_last:
                 request = self._requests[output.request_id]
-                handed = hand_over(request, self._prefilled[output.request_id])
+                handed = hand_over(request, self.prefilled[output.request_id])
                 self.handed[output.request_id] = handed
                 self._decode.check(handed)
                 self._on_decode_outputs(self._decode.add_request(handed))

@@ -2,10 +2,16 @@
 
 from dataclasses import dataclass
 
-from engine.batch import DrawParams
+from engine.batch import DrawParams, TokenLogprobs
 from engine.beam_search import BeamSearch
 from engine.request import CandidateProgress, EngineRequest, FinishReason
-from tests.support.fake_model import VOCAB_SIZE, log_probabilities, next_token, top_tokens
+from tests.support.fake_model import (
+    VOCAB_SIZE,
+    log_probabilities,
+    next_token,
+    token_logprobs,
+    top_tokens,
+)
 
 __all__ = ["Expected", "candidates", "expected_results", "first_beams", "progress_of"]
 
@@ -46,7 +52,14 @@ def progress_of(
     request: EngineRequest, index: int, token_ids: tuple[int, ...]
 ) -> CandidateProgress:
     """Returns the progress of a candidate that already has these tokens."""
-    return CandidateProgress(index, token_ids, _logprob(request.spec.prompt_token_ids, token_ids))
+    prompt, params = request.spec.prompt_token_ids, request.spec.params
+    details: tuple[TokenLogprobs, ...] = ()
+    if params.logprobs is not None and params.is_ranked:
+        details = tuple(
+            token_logprobs((*prompt, *token_ids[:end]), token, params.logprobs)
+            for end, token in enumerate(token_ids)
+        )
+    return CandidateProgress(index, token_ids, _logprob(prompt, token_ids), details)
 
 
 def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
@@ -56,10 +69,8 @@ def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
 
 
 def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expected:
-    prompt, draw = (
-        request.spec.prompt_token_ids,
-        DrawParams.of_candidate(request.spec, index),
-    )
+    prompt = request.spec.prompt_token_ids
+    (draw,) = DrawParams.of_candidates(request.spec, (index,))
     tokens: list[int] = []
     reason = FinishReason.LENGTH
     for _ in range(_max_tokens(request, max_model_len)):

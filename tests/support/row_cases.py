@@ -35,7 +35,7 @@ class RowCase:
             tables=tables.to(device),
             positions=positions.to(device),
             last_tokens=integers(num_rows, below=10**6).to(device),
-            draws=DrawTable(empty, empty.long(), empty, empty.long()),
+            draws=DrawTable(empty, empty.long(), empty, empty, empty.long()),
         )
         return cls(rows, block_size, device)
 

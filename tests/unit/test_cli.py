@@ -211,3 +211,20 @@ def test_a_store_within_one_process_is_refused(command, capsys):
         f"baton {command}: error: --kv-connector memory:// is shared within one process only; "
         "between processes use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://\n"
     )
+
+
+def test_generate_prints_log_probabilities_after_the_text(capsys):
+    flags = ["--logprobs", "2", "--prompt-logprobs", "2"]
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address, *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, world\n"
+    *lines, summary = captured.err.splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "prompt 3",
+        "prompt 4 -1.0000 rank 4 | 9 -0.5000, 6 -1.5000, 4 -1.0000",
+        "token 5 -1.2500 rank 5 | 9 -0.5000, 6 -1.5000, 5 -1.2500",
+        "token 6 -1.5000 rank 6 | 9 -0.5000, 6 -1.5000",
+        "token 7 -1.7500 rank 7 | 9 -0.5000, 6 -1.5000, 7 -1.7500",
+    ]
+    assert "3 generated" in summary

@@ -72,6 +72,7 @@ def test_every_field_can_be_given(tmp_path):
         kv_transfer_head_slices=2,
         kv_transfer_layer_slices=3,
         kv_transfer_timeout_s=7.5,
+        logprobs_mode="processed_logprobs",
     )
     default = EngineConfig(model="m")
     arguments = []

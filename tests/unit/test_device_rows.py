@@ -1,5 +1,7 @@
 """`DeviceRows`: block tables, positions, last tokens and draw parameters on the device."""
 
+import math
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -44,7 +46,7 @@ def test_chunks_set_device_positions_and_decoding_rows_do_not():
 
 
 def test_keep_drawn_stores_tokens_and_draw_parameters_by_row():
-    draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3), DrawParams(1.5, 0, 1.0, 11))
+    draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3, min_p=0.5), DrawParams(1.5, 0, 1.0, 11))
     chunks = (ScheduledChunk(4, (1, 2), 0, draws[:1]), ScheduledChunk(1, (3,), 0, draws[1:]))
     rows = _rows()
     rows.advance(chunks, np.zeros(0, np.int64))
@@ -54,13 +56,15 @@ def test_keep_drawn_stores_tokens_and_draw_parameters_by_row():
     assert state.draws.temperature.tolist() == [0, 1.5, 0, 0, 0.5, 0]
     assert state.draws.top_k.tolist() == [0, 0, 0, 0, 7, 0]
     assert state.draws.top_p.tolist()[4] == 0.9
+    assert state.draws.log_min_p.tolist()[4] == math.log(0.5)
     assert state.draws.seed.tolist()[4] == -3  # the bits of 2**64 - 3
 
 
 def test_a_draw_table_equals_its_records_bit_for_bit():
-    draws = [DrawParams(0.25, 3, 0.5, 2**63), DrawParams(0.0, 0, 1.0, 1)]
+    draws = [DrawParams(0.25, 3, 0.5, 2**63, min_p=1.0), DrawParams(0.0, 0, 1.0, 1)]
     table = draw_table(np.array([draw_record(draw) for draw in draws], DRAW_RECORD), _CPU)
     assert table.temperature.tolist() == [0.25, 0.0]
     assert table.top_k.tolist() == [3, 0]
     assert table.top_p.tolist() == [0.5, 1.0]
+    assert table.log_min_p.tolist() == [0.0, -math.inf]
     assert table.seed.tolist() == [-(2**63), 1]

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from engine import validation
+from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress
 from engine.validation import check_request, num_blocks_needed
 from tests.support.fake_runner import fake_config, fake_info
@@ -101,6 +103,15 @@ def test_progress_that_another_replica_may_have_made_is_accepted():
         ({"allowed_token_ids": [2]}, r"allowed_token_ids is 2; it must be in \[0, 2\)"),
         ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
         ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
+        ({"bad_words_token_ids": ((0, 1), ())}, "bad_words_token_ids has an empty word"),
+        (
+            {"bad_words_token_ids": ((0, 1),) * 513},
+            "bad_words_token_ids has 513 words; it may have at most 512",
+        ),
+        (
+            {"bad_words_token_ids": ((1, 0), (1,) * 65)},
+            "bad_words_token_ids has a word of 65 tokens; each may have at most 64",
+        ),
         ({"min_tokens": 1, "stop_token_ids": frozenset({2})}, "stop_token_ids is 2"),
         (
             {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
@@ -121,7 +132,33 @@ def test_rules_that_cannot_be_obeyed_are_refused(fields, message):
         {"stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
         {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [0, 1]},
         {"bad_words_token_ids": ((0,), (1, 0)), "logit_bias": {0: 1.0}},
+        {"bad_words_token_ids": ((1,) * 64,) * 512},
     ],
 )
 def test_rules_that_leave_a_token_are_accepted(fields):
     check(changed(REQUEST, **fields))
+
+
+def test_log_probabilities_must_fit_into_one_message(monkeypatch):
+    monkeypatch.setattr(validation, "_MAX_LOGPROB_VALUES", 70)
+    check(changed(REQUEST, prompt_logprobs=5))
+    with pytest.raises(
+        InvalidArgumentError, match=r"prompt_logprobs is 6.* at most 8 prompt tokens; .* has 10"
+    ):
+        check(changed(REQUEST, prompt_logprobs=6))
+    ranked = changed(REQUEST, n=2, best_of=3)
+    check(changed(ranked, logprobs=3))
+    with pytest.raises(InvalidArgumentError, match=r"logprobs is 4.* at most 11 tokens in all"):
+        check(changed(ranked, logprobs=4))
+    check(changed(REQUEST, logprobs=20))  # returned as the tokens are drawn
+
+
+def test_ranked_candidates_bring_their_log_probabilities():
+    details = (TokenLogprobs(-1.0, 1),)
+    given = CandidateProgress(0, (1,), token_logprobs=details)
+    ranked = changed(REQUEST, best_of=2, logprobs=0)
+    check(replace(ranked, progress=(given,)))
+    with pytest.raises(InvalidArgumentError, match="token_logprobs has 0 entries; it must have 1"):
+        check(replace(ranked, progress=progress((0, (1,)))))
+    with pytest.raises(InvalidArgumentError, match="token_logprobs has 1 entries; it must have 0"):
+        check(replace(changed(REQUEST, logprobs=0), progress=(given,)))

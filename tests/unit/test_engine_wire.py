@@ -6,11 +6,13 @@ import pytest
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.v1 import common_pb2, request_pb2
+from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, EngineLoad, FinishReason, RequestOutput, StageTimings
 from engine.wire import (
     check_namespace,
     finish_reason_to_proto,
     load_to_proto,
+    logprobs_to_proto,
     output_to_proto,
     progress_from_proto,
     timings_to_proto,
@@ -111,3 +113,18 @@ def test_the_message_of_timings_has_every_stage():
     assert timings_to_proto(None) is None
     wire = timings_to_proto(StageTimings(queue_ms=1, prefill_ms=2, transfer_ms=3, load_ms=4))
     assert (wire.queue_ms, wire.prefill_ms, wire.transfer_ms, wire.load_ms) == (1, 2, 3, 4)
+
+
+def test_log_probabilities_reach_the_message_and_the_engine():
+    own, prompt = TokenLogprobs(-0.5, 3, (7, 8), (-0.25, -0.375)), TokenLogprobs(-1.5, 1)
+    message = output_to_proto(
+        RequestOutput("r", token_ids=(4,), logprobs=(own,), prompt_logprobs=(prompt, prompt))
+    )
+    (found,) = message.logprobs
+    assert (found.logprob, found.rank) == (-0.5, 3)
+    assert (list(found.top_token_ids), list(found.top_logprobs)) == ([7, 8], [-0.25, -0.375])
+    assert [(each.logprob, each.rank) for each in message.prompt_logprobs] == [(-1.5, 1)] * 2
+    progress = request_pb2.CandidateProgress(
+        output_token_ids=[1], token_logprobs=logprobs_to_proto((own,))
+    )
+    assert progress_from_proto([progress])[0].token_logprobs == (own,)

@@ -61,13 +61,55 @@ def test_the_demo_model_states_no_defaults():
     [
         ("{", "Expecting"),
         ("[1]", ""),
-        ('{"top_p": 1.5}', r"top_p is 1.5; it must be in \(0, 1\]"),
-        ('{"temperature": "hot"}', ""),
+        ("[" * 100_000, "recursion"),
+        ('"caf\\ud800"', ""),
     ],
 )
 def test_a_bad_file_is_named_with_the_reason(write, content, reason):
     model = write(content)
     with pytest.raises(ConfigurationError, match=rf"{model}/generation_config\.json: .*{reason}"):
+        load_default_params(model, "auto")
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "reason"),
+    [
+        ("top_p", "1.5", r"top_p is 1.5; it must be in \(0, 1\]"),
+        ("temperature", '"hot"', "temperature is 'hot'; it must be a number"),
+        ("temperature", "true", "temperature is True; it must be a number"),
+        ("temperature", "[1]", r"temperature is \[1\]; it must be a number"),
+        ("temperature", "NaN", "temperature is nan; it must be finite"),
+        ("temperature", "1" + "0" * 400, "int too large"),
+        ("min_p", '"0.1"', "min_p is '0.1'; it must be a number"),
+        ("repetition_penalty", "0", "repetition_penalty is 0; it must be finite and > 0"),
+        ("top_k", "20.5", "top_k is 20.5; it must be an integer"),
+        ("top_k", "Infinity", "infinity"),
+        ("top_k", "false", "top_k is False; it must be a number"),
+        ("max_new_tokens", "0", "max_tokens is 0"),
+        ("max_new_tokens", "7.5", "max_tokens is 7.5; it must be an integer"),
+        ("max_new_tokens", "NaN", "NaN"),
+    ],
+)
+def test_a_bad_entry_is_named_with_the_reason(write, entry, value, reason):
+    model = write(f'{{"top_k": 5, "{entry}": {value}}}')
+    named = rf"^{model}/generation_config\.json, {entry}: .*{reason}"
+    with pytest.raises(ConfigurationError, match=named):
+        load_default_params(model, "auto")
+
+
+def test_integral_numbers_are_integers(write):
+    defaults = load_default_params(write('{"top_k": 20.0, "max_new_tokens": 64.0}'), "auto")
+    assert defaults == {"top_k": 20, "max_tokens": 64}
+    assert {type(value) for value in defaults.values()} == {int}
+
+
+def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("no permission")
+
+    model = write("{}")
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(ConfigurationError, match=rf"^{model}/generation_config\.json: no perm"):
         load_default_params(model, "auto")
 
 

@@ -64,3 +64,21 @@ def test_an_error_is_not_merged_into_a_candidate():
     failed = make_output(finish_reason=reason, is_last=True, error=request_pb2.WorkerError(code=13))
     assert pending_of(make_output(1), failed) == [(0, [1], 0, False), (0, [], reason, True)]
     assert pending_of(failed) == [(0, [], reason, True)]
+
+
+def test_log_probabilities_stay_with_their_tokens_and_the_prompts_come_first():
+    def detail(number):
+        return common_pb2.TokenLogprobs(logprob=-number)
+
+    pending: PendingOutputs = {}
+    for each in (
+        make_output(1, logprobs=[detail(1)], prompt_logprobs=[detail(8), detail(9)]),
+        make_output(2, index=1, logprobs=[detail(2)]),
+        make_output(3, finish_reason=LENGTH, logprobs=[detail(3)], is_last=True),
+    ):
+        add_output(pending, each)
+    other, last = pending.values()
+    assert (list(other.token_ids), list(last.token_ids)) == ([2], [1, 3])
+    assert list(last.logprobs) == [detail(1), detail(3)]
+    assert list(other.prompt_logprobs) == [detail(8), detail(9)]
+    assert not last.prompt_logprobs

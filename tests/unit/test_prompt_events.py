@@ -8,7 +8,9 @@ import pytest
 from baton.errors import DeadlineExceededError
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
+from engine.batch import TokenLogprobs
 from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.wire import logprobs_to_proto
 from kvstore.handoff import KvHandoff
 from prefill_service.prompt_events import PromptEvents
 
@@ -135,7 +137,7 @@ async def test_first_tokens_of_several_candidates_are_one_result():
 
 @pytest.mark.parametrize("params", [{"best_of": 2}, {"beam_width": 2}])
 async def test_first_tokens_of_ranked_candidates_are_sent_for_decode_alone(params):
-    tokens = drawn_output(42, 43, logprobs=(-0.5, -1.5), cached_tokens=4)
+    tokens = drawn_output(42, 43, first_logprobs=(-0.5, -1.5), cached_tokens=4)
     result = (await all_messages(tokens, handoff_output(), **params))[0].result
     (output,) = result.outputs
     assert (list(output.token_ids), output.cached_tokens, output.is_last) == ([], 4, False)
@@ -189,3 +191,21 @@ async def test_first_tokens_are_sent_before_an_error_is_raised():
     assert kinds([await anext(messages)]) == ["result"]
     with pytest.raises(DeadlineExceededError, match="too late"):
         await anext(messages)
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, {"best_of": 2}])
+async def test_first_tokens_have_their_log_probabilities(params):
+    details = (TokenLogprobs(-0.5, 1), TokenLogprobs(-1.5, 4, (7,), (-0.25,)))
+    output = drawn_output(
+        42, 43, logprobs=details, first_logprobs=(-0.5, -1.5), prompt_logprobs=details[:1]
+    )
+    result = (await all_messages(output, handoff_output(), **params))[0].result
+    first, second = (logprobs_to_proto([each]) for each in details)
+    assert list(result.outputs[0].prompt_logprobs) == first
+    if "best_of" in params:
+        found = [given.token_logprobs for given in result.candidates]
+        assert not result.outputs[0].logprobs
+    else:
+        found = [each.logprobs for each in result.outputs]
+        assert not result.outputs[1].prompt_logprobs
+    assert [list(each) for each in found] == [first, second]

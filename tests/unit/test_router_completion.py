@@ -154,3 +154,23 @@ async def test_only_ranked_candidates_have_a_score():
     assert best.timings.first_token_ms == pytest.approx(best.timings.total_ms, rel=0.01)
     (plain,) = make_completion().add(make_output([9], LENGTH, is_last=True))
     assert not plain.HasField("score")
+
+
+async def test_log_probabilities_after_a_stop_string_are_dropped_with_their_tokens():
+    token_ids = script_of("a.b.c")
+    details = [common_pb2.TokenLogprobs(logprob=-number) for number in range(5)]
+    part = make_completion(stop=["b"], logprobs=0)
+    (response,) = part.add(make_output(token_ids, LENGTH, logprobs=details, is_last=True))
+    assert list(response.logprobs) == details[:3]
+
+
+async def test_a_prompt_computed_twice_is_reported_once_and_whole():
+    """The first replica was lost before it sent a token."""
+    details = [common_pb2.TokenLogprobs(logprob=-1), common_pb2.TokenLogprobs(logprob=-2)]
+    part = make_completion(prompt_logprobs=0)
+    assert part.add(make_output([], prompt_logprobs=details[:1])) == []
+    (first,) = part.add(make_output([9], prompt_logprobs=details[1:]))
+    (second,) = part.add(make_output([9], LENGTH, prompt_logprobs=details, is_last=True))
+    assert (list(first.prompt_logprobs), list(first.prompt_token_ids)) == (details[1:], [5, 6])
+    assert not second.prompt_logprobs
+    assert not second.prompt_token_ids

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.request import prepare_request, tokenize_prompt
 from router.served_model import RequestLimits, ServedModel
+from router.validation import MAX_RETURNED_LOGPROBS, check_logprobs
+from rpc.channels import MAX_MESSAGE_BYTES
 from tests.support.running_router import tokenizer
 
 MODEL = ServedModel.from_info(
@@ -55,7 +58,9 @@ async def test_a_text_to_truncate_may_be_longer_than_what_fits():
     assert len(text) > 8 * few.longest_token_chars
     token_ids = few.encode(text)
     for truncate, kept in ((3, 3), (-1, 7)):
-        assert await tokenize_prompt(text, few, LIMITS, truncate) == tuple(token_ids[-kept:])
+        expected = (token_ids[0], *token_ids[1 - kept :])  # the first is <s>
+        assert await tokenize_prompt(text, few, LIMITS, truncate) == expected
+    assert await tokenize_prompt(text, few, LIMITS, 1) == (token_ids[0],)
     with pytest.raises(InvalidArgumentError, match=r"text has 1048577 .* most 1048576$"):
         await tokenize_prompt("a" * (2**20 + 1), few, LIMITS, 3)
 
@@ -86,7 +91,43 @@ async def test_as_many_tokens_as_fit_are_generated():
     assert (spec.params.max_tokens, spec.params.min_tokens) == (3, 3)
 
 
-async def prepare(params, num_tokens=5):
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logprobs": 20}, "logprobs is 20, which allows at most 47662 tokens .* is 47663"),
+        ({"logprobs": 20, "n": 2}, "logprobs is 20, which allows at most 47662 .* is 95326"),
+        (
+            {"logprobs": 20, "prompt_logprobs": 20},
+            "logprobs is 20, which allows at most 47657 tokens .* beside prompt_logprobs 20;",
+        ),
+    ],
+)
+async def test_log_probabilities_that_no_message_can_hold_are_refused(params, message):
+    long = replace(LIMITS, max_model_len=47663 + 5, max_pool_tokens=2**20)
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        await prepare(SamplingParams(max_tokens=None, **params), limits=long)
+    await prepare(SamplingParams(max_tokens=47662 // 4, **params), limits=long)
+    await prepare(SamplingParams(max_tokens=None, logprobs=19), limits=long)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_the_most_log_probabilities_fit_in_a_message(num_top):
+    num_tokens = MAX_RETURNED_LOGPROBS // (num_top + 2)
+    check_logprobs(SamplingParams(logprobs=num_top, max_tokens=num_tokens), 5)
+    ids = [2**18] * num_top
+    details = common_pb2.TokenLogprobs(
+        logprob=-1.0, rank=2**18, top_token_ids=ids, top_logprobs=[-1.0] * num_top
+    )
+    completion = generation_pb2.Completion(
+        text="token " * num_tokens,
+        token_ids=[2**18] * num_tokens,
+        logprobs=[details] * num_tokens,
+    )
+    response = generation_pb2.GenerateResponse(completions=[completion])
+    assert response.ByteSize() < MAX_MESSAGE_BYTES * 3 // 4
+
+
+async def prepare(params, num_tokens=5, limits=LIMITS):
     message = generation_pb2.GenerateRequest(
         request_id="r",
         token_ids=common_pb2.TokenIds(ids=[5] * num_tokens),
@@ -94,7 +135,7 @@ async def prepare(params, num_tokens=5):
         cache_salt="s",
     )
     deadline = time.monotonic() + 10
-    request = await prepare_request(message, params, tokenizer(), MODEL, LIMITS, deadline)
+    request = await prepare_request(message, params, tokenizer(), MODEL, limits, deadline)
     assert request.spec.deadline == deadline
     return request
 

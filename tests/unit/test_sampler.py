@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
@@ -17,23 +22,24 @@ _CHI_SQUARE_P = 1e-6
 _CPU = torch.device("cpu")
 
 
-def _draw_params(temperature=1.0, top_k=0, top_p=1.0, seed=0):
-    return DrawParams(temperature, top_k, top_p, seed)
+def _draw_params(temperature=1.0, top_k=0, top_p=1.0, seed=0, min_p=0.0):
+    return DrawParams(temperature, top_k, top_p, seed, min_p)
 
 
-def _prepare(draws, rows=None):
-    records = np.array([sampler.draw_record(draw) for draw in draws], sampler.DRAW_RECORD)
-    return sampler.prepare_draws(records, _CPU, rows)
+def _records(draws):
+    return np.array([sampler.draw_record(draw) for draw in draws], sampler.DRAW_RECORD)
 
 
 def _draw_tokens(logits, draws, positions, rows=None):
+    logits = logits.contiguous()
     scores = sampler.Scores(logits, *kernels.row_maxima(logits))
-    return sampler.sample(scores, _prepare(draws, rows), np.array(positions)).tolist()
+    rows = range(len(draws)) if rows is None else rows
+    return sampler.draw_tokens(scores, _records(draws), rows, np.array(positions)).tolist()
 
 
 def _noise(draws, positions, vocab_size):
-    (random,) = _prepare(draws).random
-    return sampling._gumbel_noise(random.table.seed, torch.tensor(positions), vocab_size)
+    table = sampler.draw_table(_records(draws), _CPU)
+    return sampling._gumbel_noise(table.seed, torch.tensor(positions), vocab_size)
 
 
 def _random_logits(rows, vocab, seed=0, scale=3.0):
@@ -71,6 +77,8 @@ def _warped_logits(logits, draw):
         scores = TopKLogitsWarper(draw.top_k)(None, scores)
     if draw.top_p < 1:
         scores = TopPLogitsWarper(draw.top_p)(None, scores)
+    if draw.min_p > 0:
+        scores = MinPLogitsWarper(draw.min_p)(None, scores)
     return scores
 
 
@@ -88,6 +96,7 @@ def test_greedy_sampling_draws_the_largest_logit_and_the_lowest_token_of_ties():
         _draw_params(top_k=5, seed=4),
         _draw_params(top_p=0.7, seed=2**32),
         _draw_params(temperature=1.5, top_k=10, top_p=0.8, seed=6),
+        _draw_params(temperature=1.5, min_p=0.15, seed=7),
     ],
 )
 def test_draws_follow_the_warped_softmax(draw):
@@ -121,18 +130,29 @@ def test_filters_keep_the_same_tokens_as_transformers(top_k, top_p, temperature)
     assert torch.equal(kept, _warped_logits(logits, draw).isfinite())
 
 
+@pytest.mark.parametrize("min_p", [1e-6, 0.02, 0.4, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (30, 0.95)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_kept_by_min_p_are_those_of_transformers(min_p, top_k, top_p, temperature):
+    draw = _draw_params(temperature, top_k, top_p, min_p=min_p)
+    logits = _random_logits(8, 100, seed=top_k)
+    kept = _kept(logits, [draw] * 8)
+    assert torch.equal(kept, _warped_logits(logits, draw).isfinite())
+
+
 def test_tokens_that_tie_with_the_last_kept_are_kept():
     logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, -9.0]])
     assert _kept(logits, [_draw_params(top_k=3)]).tolist() == [[True, True, True, True, False]]
     assert _kept(torch.zeros(1, 4), [_draw_params(top_p=0.1)]).all()
+    assert _kept(torch.zeros(1, 4), [_draw_params(min_p=1.0)]).all()
 
 
 def _kept(logits, draws):
     """Returns which tokens remain after the filters: `[rows, vocab]` bool."""
-    (chunk,) = _prepare(draws).random
+    table = sampler.draw_table(_records(draws), _CPU)
     distance = (logits - logits.amax(-1, keepdim=True)).double()
-    scaled = distance / chunk.table.temperature.unsqueeze(-1)
-    return scaled >= sampling._thresholds(scaled, chunk.table)
+    scaled = distance / table.temperature.unsqueeze(-1)
+    return scaled >= sampling._thresholds(scaled, table)
 
 
 def test_draws_stay_within_the_tokens_that_filters_keep():
@@ -144,7 +164,7 @@ def test_draws_stay_within_the_tokens_that_filters_keep():
 
 @pytest.mark.parametrize("vocab", [1, 5, 259, 33_001])
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(vocab, monkeypatch):
-    monkeypatch.setattr(sampler, "_CHUNK_ELEMENTS", 3 * vocab)
+    monkeypatch.setattr(sampling, "_PART_ELEMENTS", 3 * vocab)
     logits = _random_logits(24, vocab, seed=5)
     draws = [
         _draw_params((0.0, 0.7, 1.3)[row % 3], (0, 4, 0, 50)[row % 4], (1.0, 0.9)[row % 2], row)

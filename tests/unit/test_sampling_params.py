@@ -3,10 +3,13 @@
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
+from baton.spec_wire import params_from_proto
+from baton.v1 import common_pb2
 
 DEFAULTS = SamplingParams()
 MANY = 2**32 - 1
@@ -66,6 +69,55 @@ def test_values_take_one_form():
     assert replace(params) == params
 
 
+def test_arrays_are_lists_of_token_ids():
+    params = SamplingParams(
+        stop_token_ids=np.array([3, 4]), allowed_token_ids=np.array([5], dtype=np.uint8)
+    )
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3, 4), (5,))
+    assert type(params.allowed_token_ids[0]) is int
+
+
+def test_repeated_ids_of_allowed_tokens_are_removed():
+    assert SamplingParams(allowed_token_ids=[9, 3, 9, 9, 3]).allowed_token_ids == (9, 3)
+
+
+class Uncopied(list):
+    """Entries that can be counted but not read."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def __len__(self):
+        return self._number
+
+    def __iter__(self):
+        raise AssertionError("an entry was read")
+
+    items = __iter__
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("stop", 16),
+        ("stop_token_ids", 16),
+        ("bad_words", 256),
+        ("logit_bias", 1024),
+        ("allowed_token_ids", 2**18),
+    ],
+)
+def test_too_many_entries_are_refused_without_reading_them(name, most):
+    message = f"^{name} has {most + 1} entries; at most {most} are allowed$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        SamplingParams(**{name: Uncopied(most + 1)})
+
+
+def test_too_many_allowed_tokens_of_a_message_are_refused():
+    sampling = common_pb2.SamplingParams(allowed_token_ids=[7] * (2**18 + 1))
+    with pytest.raises(InvalidArgumentError, match=r"^allowed_token_ids has 262145 entries"):
+        params_from_proto(sampling, common_pb2.StoppingParams())
+
+
 GOOD = [
     {"temperature": 0},
     {"top_k": MANY},
@@ -80,6 +132,7 @@ GOOD = [
     {"logit_bias": {0: -100, MANY: 100}},
     {"logit_bias": dict.fromkeys(range(1024), 1.0)},
     {"allowed_token_ids": [0, MANY]},
+    {"allowed_token_ids": range(2**18)},
     {"bad_words": ["x" * 256] * 256},
     {"min_tokens": 16},
     {"min_tokens": 5000, "max_tokens": None},
@@ -109,6 +162,11 @@ BAD = [
     ({"logit_bias": {3: 100.5}}, r"logit_bias is 100.5; it must be in \[-100, 100\]"),
     ({"logit_bias": {3: math.nan}}, "logit_bias is nan"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias is -1; it must be below the vocabulary size"),
+    ({"logit_bias": {"x": 1}}, r"logit_bias is \{'x': 1\}; it must be a mapping from token ids"),
+    ({"logit_bias": {5.7: 1}}, r"logit_bias is \{5.7: 1\}"),
+    ({"logit_bias": {5: "much"}}, r"logit_bias is \{5: 'much'\}"),
+    ({"logit_bias": [(5, 1.0)]}, r"logit_bias is \[\(5, 1.0\)\]"),
+    ({"logit_bias": 5}, "logit_bias is 5; it must be a mapping"),
     ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 entries; at most 1024"),
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
     ({"allowed_token_ids": [2**32]}, "allowed_token_ids is 4294967296"),
@@ -122,6 +180,9 @@ BAD = [
     ({"stop": ["x"] * 17}, "stop has 17 entries; at most 16"),
     ({"stop": "é" * 129}, "stop is"),
     ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+    ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
+    ({"stop_token_ids": ["x"]}, r"stop_token_ids is \['x'\]; it must be a list of token ids"),
+    ({"bad_words": 5}, "bad_words is 5; it must be a list of texts"),
     ({"stop_token_ids": range(17)}, "stop_token_ids has 17 entries"),
     ({"stop": "x", "detokenize": False}, "stop is set together with detokenize=False"),
     ({"n": 65}, "n is 65"),

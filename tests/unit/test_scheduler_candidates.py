@@ -40,6 +40,33 @@ def test_candidates_draw_with_seeds_of_their_own() -> None:
     assert len(set(map(tuple, tokens.values()))) > 1
 
 
+@pytest.mark.parametrize(
+    ("rules", "reads_history"),
+    [
+        ({"repetition_penalty": 1.5}, True),
+        ({"presence_penalty": 1.0}, True),
+        ({"frequency_penalty": 1.0}, True),
+        ({"bad_words_token_ids": ((0, 0, 0),)}, True),
+        ({"bad_words_token_ids": ((0,),)}, False),
+        ({"logit_bias": {0: 1.0}}, False),
+    ],
+)
+def test_candidates_share_the_history_if_their_rules_read_it(
+    rules: dict[str, object], reads_history: bool
+) -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    submitted = request("a", 10, max_tokens=5, **THREE, **rules)
+    driven.add(submitted)
+    driven.step()
+    batch = driven.begin()
+
+    assert batch is not None
+    prompt = submitted.spec.prompt_token_ids if reads_history else ()
+    assert [chunk.rules is not None for chunk in batch.chunks] == [True] * 3
+    assert all(chunk.history is prompt for chunk in batch.chunks)
+    driven.end(batch)
+
+
 def test_the_best_candidates_are_returned_at_the_end_in_order_of_score() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     submitted = request("a", 10, max_tokens=5, n=2, best_of=3, **DRAWN)
@@ -228,7 +255,7 @@ def test_ranked_candidates_cannot_be_finished_one_by_one() -> None:
 def test_candidates_continue_from_the_progress_of_another_replica() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     submitted = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
-    draws = [DrawParams.of_candidate(submitted.spec, index) for index in range(3)]
+    draws = list(DrawParams.of_candidates(submitted.spec, range(3)))
     every = [expected_tokens(submitted.spec.prompt_token_ids, 6, draw) for draw in draws]
     begun = tuple(
         progress_of(submitted, index, tuple(tokens[: index + 1]))

@@ -214,7 +214,7 @@ def test_prefill_hands_over_the_first_token_of_every_candidate() -> None:
     (first,) = driven.step()
     (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
 
-    assert len(first.token_ids) == len(first.logprobs) == 3
+    assert len(first.token_ids) == len(first.first_logprobs) == 3
     assert output.is_last
 
 

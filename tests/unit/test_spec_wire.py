@@ -154,6 +154,17 @@ def test_a_spec_survives_a_round_trip_with_its_remaining_time():
     assert replace(back, deadline=None) == SPEC
 
 
+def test_only_parameters_that_differ_from_the_defaults_are_sent():
+    deadline = time.monotonic() + 5
+    message = spec_to_proto(replace(SPEC, params=SamplingParams(seed=0), deadline=deadline))
+    assert message.sampling == common_pb2.SamplingParams(seed=0)
+    assert message.stopping == common_pb2.StoppingParams(max_tokens=16)
+    greedy = SamplingParams(seed=0, temperature=0, ignore_eos=True)
+    message = spec_to_proto(replace(SPEC, params=greedy, deadline=deadline))
+    assert message.sampling == common_pb2.SamplingParams(seed=0, temperature=0)
+    assert message.stopping == common_pb2.StoppingParams(max_tokens=16, ignore_eos=True)
+
+
 def test_every_field_of_a_spec_is_on_the_wire():
     names = {field.name for field in request_pb2.RequestSpec.DESCRIPTOR.fields}
     params = {"sampling", "stopping"}

@@ -7,12 +7,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigurationError, InvalidArgumentError
+from router.request import tokenize_prompt
+from router.served_model import RequestLimits
 from router.text_stream import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
@@ -55,6 +58,16 @@ def test_encode_equals_transformers(folder):
         for special in (True, False):
             expected = theirs.encode(text, add_special_tokens=special)
             assert ours.encode(text, add_special_tokens=special) == expected, text
+
+
+async def test_truncated_texts_equal_those_of_transformers(folder):
+    ours = Tokenizer.load(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, truncation_side="left")
+    limits = RequestLimits(10**6, 10**6, 10**6, 1)
+    for text in filter(str.strip, TEXTS):
+        for most in (theirs.num_special_tokens_to_add() + 1, 5, 10**4):
+            expected = theirs(text, truncation=True, max_length=most).input_ids
+            assert await tokenize_prompt(text, ours, limits, most) == tuple(expected), text
 
 
 def test_decode_equals_transformers(folder):
@@ -231,17 +244,17 @@ def test_bad_words_are_encoded_at_the_start_and_after_a_space(tmp_path):
     tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
     dog, spaced_dog = (tokenizer.encode(text, False) for text in ("dog", " dog"))
     assert len(spaced_dog) < len(dog)  # " dog" has a token of its own
-    assert tokenizer.bad_words_token_ids(["dog", "  dog"]) == (tuple(dog),) * 2
+    assert tokenizer.encode_bad_words(["dog", "  dog"]) == (tuple(dog),) * 2
     comma, spaced_comma = (tokenizer.encode(text, False) for text in ("(", " ("))
     assert len(comma) == 1 < len(spaced_comma)
-    assert tokenizer.bad_words_token_ids(["("]) == (tuple(comma),)
+    assert tokenizer.encode_bad_words(["("]) == (tuple(comma),)
     both = [
         word
         for word in (tokenizer.decode([i]).strip() for i in range(tokenizer.vocab_size))
         if word and reference_bad_words(tokenizer, [word])[1:]
     ]
     assert both
-    assert tokenizer.bad_words_token_ids(both) == reference_bad_words(tokenizer, both)
+    assert tokenizer.encode_bad_words(both) == reference_bad_words(tokenizer, both)
 
 
 def reference_bad_words(tokenizer, words):
@@ -259,21 +272,32 @@ def reference_bad_words(tokenizer, words):
 
 def test_bad_words_without_tokens_are_refused(folder):
     with pytest.raises(InvalidArgumentError, match=r"^bad_words is '  '; it must be a text that"):
-        Tokenizer.load(folder).bad_words_token_ids(["dog", "  "])
+        Tokenizer.load(folder).encode_bad_words(["dog", "  "])
 
 
 async def test_many_bad_words_are_encoded_in_a_thread(tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
     threads = []
-    encode = tokenizer.encode
+    encode = tokenizer.encode_bad_words
     monkeypatch.setattr(
         tokenizer,
-        "encode",
-        lambda *arguments: threads.append(threading.current_thread()) or encode(*arguments),
+        "encode_bad_words",
+        lambda words: threads.append(threading.current_thread()) or encode(words),
     )
-    assert await tokenizer.encode_bad_words(["dog"]) == tokenizer.bad_words_token_ids(["dog"])
-    assert set(threads) == {threading.current_thread()}
+    assert await tokenizer.encode_bad_words_async(["dog"]) == encode(["dog"])
+    assert threads == [threading.current_thread()]
     threads.clear()
     words = ["dog" * 20] * 100
-    assert len(await tokenizer.encode_bad_words(words)) == 100
+    assert len(await tokenizer.encode_bad_words_async(words)) == 100
     assert threading.current_thread() not in threads
+
+
+def test_bad_words_are_encoded_in_one_call(folder, monkeypatch):
+    tokenizer = Tokenizer.load(folder)
+    backend = Mock(wraps=tokenizer._backend)
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    assert tokenizer.encode_bad_words(["dog", "the cat", "no"])
+    assert backend.encode_batch_fast.call_count == 1
+    assert tokenizer.encode_bad_words([]) == ()
+    with pytest.raises(InvalidArgumentError, match=r"^bad_words is not valid Unicode: lone surr"):
+        tokenizer.encode_bad_words(["fine", "a\ud800"])

@@ -23,6 +23,8 @@ enum class Code : int64_t {
   kRotateAndWriteKv = 4,
   kPagedAttention = 5,
   kArgmax = 6,
+  kApplyLogitRules = 7,
+  kDrawTokens = 8,
 };
 
 // out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
@@ -151,6 +153,55 @@ struct Argmax {
   int64_t* indices;
 };
 
+// Changes rows of logits by the rules of a kernels.RuleTable, whose tensors are contiguous, and
+// finds their maxima again; see kernels/reference/logit_rules.py. Index i is one of `num_rows`.
+struct ApplyLogitRules {
+  float* logits;
+  int64_t logits_stride;
+  int64_t vocab_size;
+  float* maxima;
+  int64_t* likeliest;
+  const int64_t* rule_ids;    // [num_rows]
+  const int64_t* tokens;      // [num_rows]
+  const int64_t* positions;   // [num_rows]
+  const int64_t* logit_rows;  // [num_rows]
+  int64_t num_rows;
+  int32_t* history;  // [m, max_len]
+  int64_t max_len;
+  const int64_t* lengths;   // [m, 2]
+  const float* penalties;   // [m, 3]
+  const int32_t* bias_ids;  // [m, num_biases]
+  const float* biases;      // [m, num_biases]
+  int64_t num_biases;
+  const int32_t* stop_ids;  // [m, num_stops]
+  int64_t num_stops;
+  const int32_t* bad_words;  // [m, num_words, word_len]
+  int64_t num_words;
+  int64_t word_len;
+  const int32_t* allowed;  // [m, ceil(vocab_size / 32)]
+};
+
+// out[i] = a token drawn from row logit_rows[i] of the logits, by entry draw_ids[i] of a
+// kernels.DrawTable; the likeliest token if that is negative or the temperature is 0.
+struct DrawTokens {
+  const float* logits;
+  int64_t logits_stride;
+  int64_t vocab_size;
+  const float* maxima;
+  const int64_t* likeliest;
+  const double* temperatures;
+  const int64_t* top_ks;
+  const double* top_ps;
+  const double* log_min_ps;
+  const int64_t* seeds;
+  const int64_t* draw_ids;    // [count]
+  const int64_t* positions;   // [count]
+  const int64_t* logit_rows;  // [count], or null: draw i uses row i
+  int64_t count;
+  int64_t is_filtered;  // whether top-k, top-p and min-p apply
+  int64_t* out;         // [count]
+};
+
 constexpr int64_t kMaxFields = 24;
 
 struct Command {
@@ -185,5 +236,7 @@ void run(const RotaryAngles&, Workers&);
 void run(const RotateAndWriteKv&, Workers&);
 void run(const PagedAttention&, Workers&);
 void run(const Argmax&, Workers&);
+void run(const ApplyLogitRules&, Workers&);
+void run(const DrawTokens&, Workers&);
 
 }  // namespace baton

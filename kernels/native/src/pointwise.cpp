@@ -5,6 +5,7 @@
 
 #include "commands.h"
 #include "element.h"
+#include "row_maximum.h"
 
 namespace baton {
 namespace {
@@ -111,28 +112,6 @@ void run_rotate_and_write(const RotateAndWriteKv& job, Workers& workers) {
   const int64_t token_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim;
   for_rows(job.batch->num_tokens, token_size, workers,
            [&](int64_t token) { rotate_and_write_token<E>(job, token); });
-}
-
-void find_maximum(const float* values, int64_t size, float* maximum_found, int64_t* index) {
-  Floats best = broadcast(-std::numeric_limits<float>::infinity());
-  Masks has_nan{};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Floats lanes = load<Floats>(values + i);
-    best = larger(lanes, best);
-    has_nan |= lanes != lanes;
-  }
-  float found = maximum(best);
-  bool is_nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) is_nan |= has_nan[lane] != 0;
-  for (; i < size; ++i) {
-    found = values[i] > found ? values[i] : found;
-    is_nan |= values[i] != values[i];
-  }
-  if (is_nan) found = std::numeric_limits<float>::quiet_NaN();
-  *maximum_found = found;
-  const bool is_finite = std::abs(found) <= std::numeric_limits<float>::max();
-  *index = is_finite ? std::find(values, values + size, found) - values : -1;
 }
 
 }  // namespace

@@ -62,6 +62,8 @@ void run_one(const Command& command) {
     case Code::kRotateAndWriteKv: return run_as<RotateAndWriteKv>(command);
     case Code::kPagedAttention: return run_as<PagedAttention>(command);
     case Code::kArgmax: return run_as<Argmax>(command);
+    case Code::kApplyLogitRules: return run_as<ApplyLogitRules>(command);
+    case Code::kDrawTokens: return run_as<DrawTokens>(command);
   }
 }
 

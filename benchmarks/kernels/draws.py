@@ -1,0 +1,133 @@
+"""Cases of rules and draws: float32 logits, whatever the model's type."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Result, rows_in_words
+from benchmarks.kernels.cost import Cost
+from kernels import DrawTable, RuleTable
+
+__all__ = ["draw_cases", "rule_cases"]
+
+_NUMS_SEQUENCES = (1, 32, 256)
+_NUM_TOKENS = 1000  # of each sequence; half of them are its prompt
+_NUM_LISTED = 64  # entries of each list of a row's rules
+_DRAWS = {
+    "all tokens": (0, 1.0, 0.0),
+    "top-k 50": (50, 1.0, 0.0),
+    "top-p 0.9": (0, 0.9, 0.0),
+    "min-p 0.05": (0, 1.0, 0.05),
+}  # top-k, top-p and min-p
+
+
+def rule_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+    """Sequences that all have rules of every kind."""
+    del dtype
+    for num_rows in _NUMS_SEQUENCES:
+        yield Case(
+            "apply_logit_rules",
+            f"{shape.vocab_size} logits, {_NUM_TOKENS} tokens",
+            rows_in_words(num_rows),
+            Cost(num_rows * shape.vocab_size * torch.float32.itemsize),
+            1,
+            partial(_rule_calls, shape.vocab_size, num_rows),
+            is_recordable=False,
+        )
+
+
+def draw_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+    """Draws at random from normal logits, with a temperature of 1."""
+    del dtype
+    for name in _DRAWS:
+        for num_rows in _NUMS_SEQUENCES[:2]:  # in torch, more would take seconds
+            yield Case(
+                "draw_tokens",
+                f"{shape.vocab_size} logits, {name}",
+                rows_in_words(num_rows),
+                Cost(num_rows * shape.vocab_size * torch.float32.itemsize),
+                1,
+                partial(_draw_calls, shape.vocab_size, num_rows, name),
+                is_recordable=False,
+            )
+
+
+def _logits(numbers: Numbers, num_rows: int, vocab_size: int) -> torch.Tensor:
+    wide = Numbers(numbers.module, torch.float32, torch.float32)
+    return wide.normal(num_rows, vocab_size, scale=3.0)
+
+
+def _rule_calls(
+    vocab_size: int, num_rows: int, numbers: Numbers, num_copies: int
+) -> Sequence[Call]:
+    logits, table = _logits(numbers, num_rows, vocab_size), _rule_table(vocab_size, num_rows)
+    calls = []
+    for _ in range(num_copies):
+        scores = (logits.clone(), *numbers.module.row_maxima(logits))
+        calls.append(partial(_apply, numbers, scores, table))
+    return calls
+
+
+def _apply(
+    numbers: Numbers, scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rules: RuleTable
+) -> Result:
+    """Returns the maxima and the likeliest tokens; the logits may be infinite."""
+    ids = torch.arange(len(rules.history))
+    numbers.module.apply_logit_rules(
+        *scores,
+        rules,
+        rule_ids=ids,
+        tokens=torch.zeros_like(ids),
+        positions=torch.full_like(ids, _NUM_TOKENS),
+        logit_rows=ids,
+    )
+    return scores[1:]
+
+
+def _rule_table(vocab_size: int, num_rows: int) -> RuleTable:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(vocab_size, (num_rows, *shape), generator=generator).int()
+
+    listed = torch.arange(_NUM_LISTED, dtype=torch.int32) * (vocab_size // _NUM_LISTED)
+    num_words = -(-vocab_size // 32)
+    return RuleTable(
+        history=tokens(_NUM_TOKENS),
+        lengths=torch.tensor([_NUM_TOKENS // 2, _NUM_TOKENS + 1]).repeat(num_rows, 1),
+        penalties=torch.tensor([1.1, 0.5, 0.2]).repeat(num_rows, 1),
+        bias_ids=listed.repeat(num_rows, 1),
+        biases=torch.full((num_rows, _NUM_LISTED), 0.01),
+        stop_ids=tokens(_NUM_LISTED),
+        bad_words=tokens(_NUM_LISTED, 3),
+        allowed=torch.full((num_rows, num_words), 0x7FFFFFFF, dtype=torch.int32),
+    )
+
+
+def _draw_calls(
+    vocab_size: int, num_rows: int, name: str, numbers: Numbers, num_copies: int
+) -> Sequence[Call]:
+    logits, ids = _logits(numbers, num_rows, vocab_size), torch.arange(num_rows)
+    top_k, top_p, min_p = _DRAWS[name]
+    draws = DrawTable(
+        temperature=torch.ones(num_rows, dtype=torch.float64),
+        top_k=torch.full((num_rows,), top_k),
+        top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
+        log_min_p=torch.full((num_rows,), min_p, dtype=torch.float64).log(),
+        seed=ids,
+    )
+    calls = []
+    for _ in range(num_copies):
+        copy = logits.clone()
+        call = partial(
+            numbers.module.draw_tokens,
+            copy,
+            *numbers.module.row_maxima(copy),
+            draws,
+            draw_ids=ids,
+            positions=ids + _NUM_TOKENS,
+            filtered=name != "all tokens",
+        )
+        calls.append(call)
+    return calls
