@@ -148,12 +148,12 @@ class LLM:
         return over_defaults(stated_params(params or {}), self._default_params)
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
-        is_text = isinstance(prompt, str)
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        num_leading = self._tokenizer.num_leading_special_tokens if is_text else 0
-        token_ids = truncate_prompt(
-            token_ids, params.truncate_prompt_tokens, self._limits, num_leading
-        )
+        if params.truncate_prompt_tokens is not None:
+            added_by = self._tokenizer if isinstance(prompt, str) else None
+            token_ids = truncate_prompt(
+                token_ids, params.truncate_prompt_tokens, self._limits, added_by
+            )
         if len(token_ids) < self._limits.max_total_tokens:
             params = fitting_params(params, len(token_ids), self._limits)
         bad_words = self._tokenizer.encode_bad_words(params.bad_words)

@@ -130,37 +130,36 @@ async def tokenize_prompt(
         if truncate_prompt_tokens is not None:
             most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
         check_length("text", prompt, most_chars)
-        num_leading = tokenizer.num_leading_special_tokens
         token_ids: Sequence[int] = await tokenizer.encode_async(prompt)
     else:
-        num_leading, token_ids = 0, prompt
-    token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, num_leading)
+        token_ids = prompt
+    if truncate_prompt_tokens is not None:
+        added_by = tokenizer if isinstance(prompt, str) else None
+        token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, added_by)
     check_prompt_length(len(token_ids), limits)
     return tuple(token_ids)
 
 
 def truncate_prompt(
     token_ids: Sequence[int],
-    truncate_prompt_tokens: int | None,
+    truncate_prompt_tokens: int,
     limits: RequestLimits,
-    num_leading: int,
+    tokenizer: Tokenizer | None,
 ) -> Sequence[int]:
     """Returns the last tokens of a prompt, after its leading special tokens, as vLLM does.
 
     Args:
         token_ids: the prompt.
         truncate_prompt_tokens: how many tokens to keep, the leading ones included; -1 keeps as
-            many as leave room for one generated token, None all.
+            many as leave room for one generated token.
         limits: the engine's.
-        num_leading: tokens at the start that the tokenizer added, which are kept. 0 for a
-            prompt that the caller gave as token ids.
+        tokenizer: encoded the prompt; the special tokens that it added at the start are kept.
+            None for a prompt that the caller gave as token ids.
     """
-    if truncate_prompt_tokens is None:
-        return token_ids
     most = limits.max_total_tokens - 1 if truncate_prompt_tokens < 0 else truncate_prompt_tokens
     if len(token_ids) <= most:
         return token_ids
-    num_leading = min(num_leading, most)
+    num_leading = 0 if tokenizer is None else min(tokenizer.num_leading_special_tokens, most)
     return [*token_ids[:num_leading], *token_ids[len(token_ids) - most + num_leading :]]
 
 

@@ -76,11 +76,12 @@ class DecodeRows:
             is_processed: as in `ReportedTokens.among`.
         """
         ids = np.array(decode_rows, np.int64)
-        is_random, is_filtered = draw_kinds(rows.draws[ids])
+        records = rows.draws[ids]
+        is_random, is_filtered = draw_kinds(records)
         return cls(
             rows=decode_rows,
             ids=ids,
-            draws=draw_table(rows.draws[ids], device),
+            draws=draw_table(records, device),
             draw_ids=to_device(np.arange(len(ids)), device),
             is_random=bool(is_random.any()),
             is_filtered=bool(is_filtered.any()),

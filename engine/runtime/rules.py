@@ -126,8 +126,8 @@ class RowRules:
     def _apply(
         self, scores: Scores, ruled: RuledRows, tokens: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        # If the step that would have stored the first rules failed, there is no table yet.
-        self._table = self._table_for(0, 0, (0, 0))
+        if self._table is None:  # the step that would have stored the first rules has failed
+            self._table = self._table_for(0, 0, (0, 0))
         kernels.apply_logit_rules(
             scores.logits,
             scores.maxima,

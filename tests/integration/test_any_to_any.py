@@ -34,6 +34,7 @@ from tests.support.real_engines import (
     tokens_of,
 )
 from tests.support.requests import engine_request
+from tests.support.rounding_cache import RoundingCache, rounded
 
 NUM_TOKENS = 12
 LENGTHS = (1, 7, 8, 9, 16, 31, 33, 43)
@@ -153,20 +154,6 @@ def test_a_form_that_the_model_does_not_allow_is_refused(slices: int, size: int)
 # Types.
 
 
-class RoundingCache(DynamicCache):
-    """A cache that rounds each token's K and V of a head as 8-bit floats with a factor do."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(_rounded(key_states), _rounded(value_states), *args, **kwargs)
-
-
-def _rounded(states: torch.Tensor) -> torch.Tensor:
-    narrow, scales = quantize_kv(states)
-    return narrow.float() * scales.unsqueeze(-1)
-
-
 @cache
 def expected_tokens(
     variant: str, prompt: tuple[int, ...], theirs: str, form: str, ours: str
@@ -181,7 +168,7 @@ def expected_tokens(
         logits = logits_with_cache(model, torch.tensor([prompt]), computed)
         for index, layer in enumerate(computed.layers):
             both = (layer.keys, layer.values)
-            moved = [_rounded(states) if is_rounded_in_transfer else states for states in both]
+            moved = [rounded(states) if is_rounded_in_transfer else states for states in both]
             DynamicCache.update(state, *moved, index)
         while True:
             token_ids = logits[:, -1:].argmax(-1)

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from baton.errors import AbortedError, FailedPreconditionError
 from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
-from kernels.reference.cache import quantize_kv
 from tests.support.checkpoints import (
     logits_with_cache,
     prompt_of,
@@ -31,26 +29,13 @@ from tests.support.real_engines import (
     tokens_of,
 )
 from tests.support.requests import engine_request
+from tests.support.rounding_cache import RoundingCache
 from tests.support.runner_kinds import use_kind
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 12
 LENGTHS = (1, 7, 8, 9, 43)
 VARIANTS = ("llama", "qwen3", "gpt2", "opt")
-
-
-class RoundingCache(DynamicCache):
-    """A cache that rounds each token's K and V of a head as 8-bit floats with a factor do."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(_rounded(key_states), _rounded(value_states), *args, **kwargs)
-
-
-def _rounded(states: torch.Tensor) -> torch.Tensor:
-    narrow, scales = quantize_kv(states)
-    return narrow.float() * scales.unsqueeze(-1)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 import kernels
 from engine.batch import LogitRules
 from kernels import INVALID_TOKEN, NO_TOKEN, reference
-from tests.support.kernel_checks import on_threads
+from tests.support.kernel_checks import native_only, on_threads
 from tests.support.rule_cases import RuleCase, expected_logits
 
 MODULES = [kernels, reference]
@@ -119,6 +119,7 @@ def test_rules_that_are_off_change_no_bit(module):
     assert torch.equal(logits, case.logits)
 
 
+@native_only("torch refuses such numbers itself")
 @pytest.mark.parametrize("number", [-1, 40, 2**31 - 1, -(2**31)])
 def test_a_history_with_numbers_that_are_no_tokens_is_ignored(number):
     """The native kernel counts tokens in memory, which such numbers would be outside of."""

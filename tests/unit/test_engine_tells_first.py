@@ -131,10 +131,11 @@ def test_blocks_saved_during_a_step_are_reported_during_that_step(prefill: Prefi
     assert prefill.num_computed("a") == 2 * BLOCK_SIZE
 
 
-def test_an_error_in_early_delivery_is_raised_after_the_step_is_committed(prefill: Prefill) -> None:
-    def fail(outputs: Sequence[RequestOutput]) -> None:
-        raise ValueError("a bug")
+def fail(outputs: Sequence[RequestOutput]) -> None:
+    raise ValueError("a bug")
 
+
+def test_an_error_in_early_delivery_is_raised_after_the_step_is_committed(prefill: Prefill) -> None:
     prefill.add("a", (0,) * 3 * BLOCK_SIZE)
     prefill.step()
     prefill.worker.ends_in_steps = True
@@ -146,10 +147,6 @@ def test_an_error_in_early_delivery_is_raised_after_the_step_is_committed(prefil
 
 def test_an_error_in_early_delivery_is_raised_once(prefill: Prefill) -> None:
     """`LLM` raises the error of a failed request from its handler and reuses the engine."""
-
-    def fail(outputs: Sequence[RequestOutput]) -> None:
-        raise ValueError("a bug")
-
     prefill.add("a", (0,) * 3 * BLOCK_SIZE)
     prefill.step()
     prefill.worker.ends_in_steps = True
