@@ -14,9 +14,22 @@ from dataclasses import dataclass, replace
 from baton.errors import DeadlineExceededError
 from baton.sampling_params import SamplingParams
 
-__all__ = ["RequestSpec", "client_id_of", "unique_request_id"]
+__all__ = ["ReasoningMarks", "RequestSpec", "client_id_of", "unique_request_id"]
 
 _UNIQUE_ID = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The tokens around the part of a text in which a model reasons before it answers.
+
+    Attributes:
+        start_token_ids: the tokens of the mark at its start, such as `<think>`.
+        end_token_ids: the tokens of the mark at its end, such as `</think>`; not empty.
+    """
+
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,8 @@ class RequestSpec:
         deadline: `time.monotonic()` of this process at which the request must have
             ended; None for no deadline. Workers receive the time that is left.
         bad_words_token_ids: the token sequences of `params.bad_words`, none of them empty.
+        reasoning: the marks of the reasoning part, if `params.structured_outputs` or
+            `params.thinking_token_budget` depends on it; None: the text has no such part.
     """
 
     request_id: str
@@ -44,6 +59,7 @@ class RequestSpec:
     cache_salt: str = ""
     deadline: float | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningMarks | None = None
 
     @classmethod
     def with_defaults(

@@ -12,6 +12,7 @@ from operator import index
 from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
 
 __all__ = [
     "MAX_CANDIDATES",
@@ -99,6 +100,11 @@ class SamplingParams:
         spaces_between_special_tokens: keep the spaces that some tokenizers write between
             special tokens; those of byte-level and metaspace vocabularies write none.
         detokenize: return text; if not, tokens alone, and `stop` must be empty.
+        structured_outputs: the form that the text must have. None: any.
+        thinking_token_budget: the most tokens of the reasoning part; then the mark that
+            ends it is appended. None: no limit.
+        extra_args: JSON values for logits processors (`--logits-processors`), by name.
+            None: no processor applies.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -132,6 +138,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -276,6 +285,9 @@ _NOT_FOR_BEAMS = (
     "min_tokens",
     "logprobs",
     "prompt_logprobs",
+    "structured_outputs",
+    "thinking_token_budget",
+    "extra_args",
 )
 
 

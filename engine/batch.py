@@ -199,6 +199,8 @@ class ScheduledChunk:
         history: the sequence's tokens before `token_ids` if the rules of `draws`, which are the
             same in all of them, read the history; else empty. Candidates of one request may
             share the tuple.
+        mask: the tokens that may be drawn after `token_ids`: bit i % 32 of little-endian
+            32-bit word i // 32 for token i. None: all. The row must not decode afterwards.
     """
 
     row: int
@@ -211,6 +213,7 @@ class ScheduledChunk:
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     history: tuple[int, ...] = ()
+    mask: bytes | None = None
 
     @property
     def num_tokens(self) -> int:
