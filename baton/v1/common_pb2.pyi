@@ -59,7 +59,9 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not finished, or unknown to this build."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model's end-of-sequence token, a stop token or a stop text."""
+    """The model's end-of-sequence token, a stop token or a stop text; or the
+    structured output is complete and cannot go on.
+    """
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context length was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
@@ -75,7 +77,9 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished, or unknown to this build."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model's end-of-sequence token, a stop token or a stop text."""
+"""The model's end-of-sequence token, a stop token or a stop text; or the
+structured output is complete and cannot go on.
+"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context length was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
