@@ -41,7 +41,11 @@ MIXED: tuple[dict[str, object], ...] = (
         "repetition_penalty": 1.3,
         "logprobs": 2,
     },
-    {"structured_outputs": StructuredOutputs(choice=["yes", "no", "perhaps"]), "n": 3, "max_tokens": 9},
+    {
+        "structured_outputs": StructuredOutputs(choice=["yes", "no", "perhaps"]),
+        "n": 3,
+        "max_tokens": 9,
+    },
     {
         "structured_outputs": StructuredOutputs(json=SCHEMA, disable_any_whitespace=True),
         "temperature": 1.0,
