@@ -327,7 +327,8 @@ class FakeRunner:
         given = chunk.history + chunk.token_ids
         is_right = given == work.sequence if _reads_history(chunk.rules) else not chunk.history
         self._check(is_right, "a chunk has the wrong history")
-        tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
+        allowed = None if chunk.mask is None else _tokens_in(chunk.mask, vocab_size)
+        tokens = tuple(next_token(work.sequence, draw, vocab_size, allowed) for draw in chunk.draws)
         if len(tokens) == 1:
             (work.row.last_token,) = tokens
         every = log_probabilities(work.sequence, vocab_size)
@@ -431,6 +432,11 @@ class _LateFuture(Future[StepOutput]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._runner.run_submitted(self)
         return super().exception(timeout)
+
+
+def _tokens_in(mask: bytes, vocab_size: int) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(vocab_size) if bits >> token & 1]
 
 
 def _reads_history(rules: LogitRules | None) -> bool:
