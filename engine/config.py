@@ -6,6 +6,7 @@ too have vLLM's names.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ class EngineConfig:
         "tokens are drawn from, after all sampling parameters",
         choices=LOGPROBS_MODES,
     )
+    logits_processors: Sequence[str] = _flag(
+        (),
+        "logits processors to load, separated by commas: names of installed ones, or module:Class",
+        parse="names",
+    )
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(
@@ -151,6 +157,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_processors", _names(self.logits_processors))
         for name, choices in (
             ("role", ROLES),
             ("dtype", DTYPES),
@@ -222,6 +229,12 @@ _POSITIVE = (
     "max_num_partial_prefills",
 )
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names as a tuple; a flag's text has them separated by commas."""
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def _check_transfer_block_size(transfer_block_size: int, block_size: int) -> None:

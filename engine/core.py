@@ -157,6 +157,8 @@ class EngineCore:
             num_blocks=self.num_blocks,
             namespace=self.namespace,
         )
+        if args := request.spec.params.extra_args:
+            self._runner.check_extra_args(args)
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queues a request that `check` accepts; its id must not be live.

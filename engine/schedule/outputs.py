@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
-from engine.batch import NO_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
+from engine.batch import NO_TOKEN, PROCESSOR_FAILED, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.beam_search import BeamStep
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
@@ -378,7 +378,7 @@ class OutputProcessor:
 
         Args:
             group: the group.
-            token_id: `INVALID_TOKEN` or `NO_TOKEN`, which names the cause.
+            token_id: `INVALID_TOKEN`, `NO_TOKEN` or `PROCESSOR_FAILED`, which names the cause.
         """
         if token_id == NO_TOKEN:
             error = InvalidArgumentError(
@@ -386,6 +386,9 @@ class OutputProcessor:
                 "request leave no token to draw next"
             )
             return self.end(group, FinishReason.ERROR, error)
+        if token_id == PROCESSOR_FAILED:
+            failure = InternalError("a logits processor failed on this request")
+            return self.end(group, FinishReason.ERROR, failure)
         return self._end_poisoned(group)
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
