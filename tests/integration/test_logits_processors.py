@@ -1,5 +1,6 @@
 """Logits processors in engines, compared with the same changes of a reference's logits."""
 
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -139,6 +140,30 @@ def test_each_candidate_has_its_own_state(kind, feature, monkeypatch):
         for index in range(3):
             tokens = tokens_of(outputs[request.spec.request_id], index)
             assert tokens == _expected_of(request, index)
+
+
+def test_sequences_have_ids_of_their_own(monkeypatch):
+    """A state belongs to one candidate, whose text grows from step to step."""
+    core = _build(**FEATURES["recompute"])
+    lengths = defaultdict(list)
+    processors = core._runner._steps._processors
+    apply = processors.apply
+
+    def record(processed, scores):
+        for _, chunk in processed:
+            text = chunk.processed
+            assert (*text.prompt_token_ids, *text.output_token_ids)[-1] == chunk.token_ids[-1]
+            lengths[text.sequence_id].append(len(text.output_token_ids))
+        apply(processed, scores)
+
+    monkeypatch.setattr(processors, "apply", record)
+    (first,) = _requests(CANDIDATES)
+    run_all(core, [first, changed(first, request_id="1")])
+    core.close()
+    every = list(range(1, NUM_TOKENS))
+    assert sorted(lengths) == [(request, index) for request in (0, 1) for index in range(-1, 3)]
+    for (_, index), of_sequence in lengths.items():
+        assert of_sequence == ([0] if index == -1 else every)
 
 
 def test_the_best_candidates_are_found_by_the_models_own_probabilities():
