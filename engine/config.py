@@ -97,16 +97,16 @@ class EngineConfig:
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
+    logits_processors: Sequence[str] = _flag(
+        (),
+        "logits processors to load, separated by commas: names of installed ones, or module:Class",
+        parse="names",
+    )
     logprobs_mode: str = _flag(
         "raw_logprobs",
         "log-probabilities that requests get: the model's own, or those of the distribution that "
         "tokens are drawn from, after all sampling parameters",
         choices=LOGPROBS_MODES,
-    )
-    logits_processors: Sequence[str] = _flag(
-        (),
-        "logits processors to load, separated by commas: names of installed ones, or module:Class",
-        parse="names",
     )
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")

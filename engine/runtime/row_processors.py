@@ -67,14 +67,14 @@ class RowProcessors:
             scores: the step's scores, as the model computed them.
         """
         device = scores.logits.device
-        places = to_device(np.array([place for place, _ in processed], np.int64), device)
-        logits = scores.logits.index_select(0, places)
+        indices = np.array([place for place, _ in processed], np.int64)
+        logits, places = _rows_of(scores.logits, indices), to_device(indices, device)
         has_failed = self._apply([chunk for _, chunk in processed], logits)
         maxima, likeliest = kernels.row_maxima(logits)
         is_valid = (likeliest >= 0) & ~to_device(has_failed, device)
         of_model = scores.likeliest.index_select(0, places)
         likeliest = likeliest.where(is_valid, PROCESSOR_FAILED).where(of_model >= 0, of_model)
-        scores.logits.index_copy_(0, places, logits)
+        _put_back(scores.logits, places, logits)
         scores.maxima.index_copy_(0, places, maxima)
         scores.likeliest.index_copy_(0, places, likeliest)
 
@@ -132,19 +132,36 @@ def _apply_one(
 ) -> bool:
     """Lets a processor change some rows of `logits`; returns whether it raised no exception.
 
-    It gets a copy, so that it cannot change the others.
+    It sees only its own rows.
 
     Args:
         processor: the processor.
         rows: by row of `logits`.
         logits: `[n, vocab]`.
     """
-    indices = to_device(np.array(list(rows), np.int64), logits.device)
-    changed = logits.index_select(0, indices)
+    indices = np.array(list(rows), np.int64)
+    changed = _rows_of(logits, indices)
+    shape = changed.shape
     try:
         processor.apply(changed, tuple(rows.values()))
-        logits.index_copy_(0, indices, changed)
+        if changed.shape != shape:
+            raise ValueError(f"the shape of the logits became {tuple(changed.shape)}")
     except Exception:
         _logger.exception("logits processor %s failed", type(processor).__qualname__)
         return False
+    _put_back(logits, to_device(indices, logits.device), changed)
     return True
+
+
+def _rows_of(logits: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
+    """Returns some rows: the same memory if the ascending indices have no gap, else a copy."""
+    first, end = int(indices[0]), int(indices[-1]) + 1
+    if end - first == len(indices):
+        return logits[first:end]
+    return logits.index_select(0, to_device(indices, logits.device))
+
+
+def _put_back(logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows that `_rows_of` returned into `logits`, unless they share its memory."""
+    if rows.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+        logits.index_copy_(0, indices, rows)
