@@ -125,10 +125,10 @@ class ChunkDraws:
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
-        ruled: (row of the scores, chunk) of the chunks that draw and have rules.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask.
         processed: (row of the scores, chunk) of the chunks that draw and whose logits logits
             processors change.
-        keeps_raw: whether rules or processors change logits that are reported as the model
+        keeps_raw: whether rules, masks or processors change logits that are reported as the model
             computed them.
     """
 
@@ -143,7 +143,7 @@ class ChunkDraws:
         self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
-        self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
+        self.ruled = [entry for entry in self._drawing if entry[1].changes_logits]
         self.processed = [entry for entry in self._drawing if entry[1].processed is not None]
         self.keeps_raw = self._keeps_raw()
 
