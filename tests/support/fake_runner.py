@@ -8,7 +8,7 @@ of the seed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -123,6 +123,9 @@ class FakeRunner:
         self._late: list[_LateFuture] = []
         self._decode_rows: tuple[int, ...] = ()
         self._broken_rows: set[int] = set()  # rows of the last batch if it raised
+
+    def check_extra_args(self, args: Mapping[str, object]) -> None:
+        """Accepts all; the logits of this runner have no processors."""
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
