@@ -27,6 +27,8 @@ jsonschema = pytest.importorskip("jsonschema")
 SETTINGS = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
+# Of schemas and of expressions each: 500 texts, a few ms each.
+MANY = settings(SETTINGS, max_examples=250)
 names, kinds, seeds = st.sampled_from(BACKENDS), st.sampled_from(KINDS), st.integers(0, 2**32)
 schemas = st.one_of(SCHEMAS, schemas_with_refs())
 
@@ -79,7 +81,7 @@ def check_the_other_agrees(name, kind, tokens, **fields):
 
 
 @given(name=names, kind=kinds, schema=schemas, seed=seeds, spaces=st.booleans())
-@SETTINGS
+@MANY
 def test_walks_under_a_schema_end_in_its_instances(name, kind, schema, seed, spaces):
     fields = {"json": schema, "disable_any_whitespace": not spaces}
     check_schema(schema, "json")
@@ -93,7 +95,7 @@ def test_walks_under_a_schema_end_in_its_instances(name, kind, schema, seed, spa
 
 
 @given(name=names, kind=kinds, regex=REGEXES, seed=seeds)
-@SETTINGS
+@MANY
 def test_walks_under_an_expression_end_in_its_matches(name, kind, regex, seed):
     matcher = compiled_or_skip(name, kind, regex=regex)
     vocabulary = vocabulary_of(kind)
