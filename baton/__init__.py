@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
+from baton.structured_outputs import StructuredOutputs
 from baton.version import __version__
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.llm import LLM
 
-__all__ = ["LLM", "AsyncClient", "BatonError", "Client", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BatonError",
+    "Client",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 _LAZY_MODULES = {"LLM": "baton.llm", "Client": "baton.client", "AsyncClient": "baton.client"}
 

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 from router.generation_config import load_default_params
+from router.reasoning import encode_marks, marks_for
 from router.request import truncate_prompt
 from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
@@ -42,6 +43,10 @@ class LLM:
         model: checkpoint folder or Hugging Face Hub name.
         generation_config: whether `get_default_sampling_params` has the values of the
             checkpoint's generation_config.json ("auto") or only Baton's own ("none").
+        reasoning_start_str: the text before the part in which the model reasons, such as
+            `<think>`. Structured outputs begin after that part, and
+            `SamplingParams.thinking_token_budget` limits it. None: the model has no such part.
+        reasoning_end_str: the text after that part, such as `</think>`; both are set or none.
         engine_arguments: fields of `engine.config.EngineConfig`, named like
             the flags: `dtype`, `max_num_seqs`, `block_size` ...
 
@@ -51,11 +56,18 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, generation_config: str = "auto", **engine_arguments: Any
+        self,
+        model: str,
+        *,
+        generation_config: str = "auto",
+        reasoning_start_str: str | None = None,
+        reasoning_end_str: str | None = None,
+        **engine_arguments: Any,
     ) -> None:
         config = EngineConfig(model=model, role="both", **engine_arguments)
         self._default_params = load_default_params(model, generation_config)
         self._tokenizer = Tokenizer.load(model)
+        self._marks = encode_marks(self._tokenizer, reasoning_start_str, reasoning_end_str)
         self._core = EngineCore.build(config)
         self._limits = _limits_of(self._core)
         self._numbers = count()
@@ -84,6 +96,8 @@ class LLM:
         Raises:
             InvalidArgumentError: the model cannot take a prompt or a parameter;
                 raised before anything is computed.
+            FailedPreconditionError: a request limits the reasoning part, whose marks are not
+                set; raised before anything is computed.
             TypeError: a mapping has a field that `SamplingParams` does not have.
         """
         if sampling_params is not None and params is not None:
@@ -165,6 +179,7 @@ class LLM:
             params,
             eos_token_ids=self._core.info.eos_token_ids,
             bad_words_token_ids=bad_words,
+            reasoning=marks_for(params, self._marks, self._limits.vocab_size),
         )
         return OfflineRequest(spec, self._tokenizer)
 

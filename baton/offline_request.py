@@ -31,7 +31,9 @@ class OfflineRequest:
         self.spec = spec
         self.arrived_at = 0.0
         text = TextStream(tokenizer, spec)
-        self._candidates = [_Candidate(index, text.fork()) for index in range(spec.params.n)]
+        self._candidates = [
+            _Candidate(index, text.fork(), spec.stop_token_ids) for index in range(spec.params.n)
+        ]
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._cached_tokens = 0
         self._stages = StageTimings()
@@ -128,10 +130,11 @@ class _Candidate:
         is_finished: whether it needs no more tokens.
     """
 
-    def __init__(self, index: int, stream: TextStream) -> None:
+    def __init__(self, index: int, stream: TextStream, stop_token_ids: frozenset[int]) -> None:
         self.is_finished = False
         self._index = index
         self._stream = stream
+        self._stop_token_ids = stop_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._texts: list[str] = []
@@ -153,8 +156,10 @@ class _Candidate:
         """Ends the candidate. Releases the text that was held back, which may complete a stop."""
         self._add_piece(self._stream.finish())
         if not self.is_finished:
-            is_stop = reason == _STOP and self._token_ids
-            self._finish(reason, self._token_ids[-1] if is_stop else None)
+            last = self._token_ids[-1] if self._token_ids else None
+            # A text of a form that is complete ends without a stop token.
+            is_stop = reason == _STOP and last in self._stop_token_ids
+            self._finish(reason, last if is_stop else None)
 
     def result(self, *, with_logprobs: bool) -> Completion:
         """The finished candidate."""

@@ -73,6 +73,7 @@ class RequestSpec:
         cache_salt: str = "",
         deadline: float | None = None,
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+        reasoning: ReasoningMarks | None = None,
     ) -> "RequestSpec":
         """Makes a spec from a user's parameters.
 
@@ -88,6 +89,7 @@ class RequestSpec:
             cache_salt: separates prefix caches.
             deadline: when the request must have ended.
             bad_words_token_ids: the token sequences of `params.bad_words`.
+            reasoning: the marks of the reasoning part, if the request depends on it.
         """
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64) if params.temperature > 0 else 0)
@@ -101,6 +103,7 @@ class RequestSpec:
             cache_salt=cache_salt,
             deadline=deadline,
             bad_words_token_ids=bad_words_token_ids,
+            reasoning=reasoning,
         )
 
     @property

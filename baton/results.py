@@ -97,7 +97,8 @@ class Completion:
         finish_reason: "stop", "length" or "aborted". `LLM` also uses "ignored":
             the prompt can never fit the KV pool.
         matched_stop: the stop text, or the id of the stop or end-of-sequence
-            token, that ended it; None otherwise.
+            token, that ended it; None otherwise, also for a text that ended because its
+            structured output was complete.
         score: the score of a ranked candidate: that of beam search, or the mean
             log-probability per token. None if candidates were not ranked.
         logprobs: one per token; None if the request did not ask for them.

@@ -5,6 +5,7 @@ those of vLLM's class of the same name, where that has the field; meanings diffe
 places, which docs/sampling.md states.
 """
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,10 +13,12 @@ from operator import index
 from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import compact_json
 from baton.structured_outputs import StructuredOutputs
 
 __all__ = [
     "MAX_CANDIDATES",
+    "MAX_EXTRA_ARGS_BYTES",
     "MAX_LOGPROBS",
     "MAX_STOPS",
     "MAX_STOP_BYTES",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 MAX_CANDIDATES = 64
+MAX_EXTRA_ARGS_BYTES = 64 * 1024
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
@@ -100,11 +104,13 @@ class SamplingParams:
         spaces_between_special_tokens: keep the spaces that some tokenizers write between
             special tokens; those of byte-level and metaspace vocabularies write none.
         detokenize: return text; if not, tokens alone, and `stop` must be empty.
-        structured_outputs: the form that the text must have. None: any.
+        structured_outputs: the form that the text must have; a mapping of the fields is
+            converted. None: any.
         thinking_token_budget: the most tokens of the reasoning part; then the mark that
-            ends it is appended. None: no limit.
-        extra_args: JSON values for logits processors (`--logits-processors`), by name.
-            None: no processor applies.
+            ends it is appended. None and -1: no limit.
+        extra_args: JSON values for logits processors (`--logits-processors`), by name; a
+            mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
+            applies.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -167,6 +173,14 @@ class SamplingParams:
                 object.__setattr__(self, name, _entries(name, value, most))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias) or None)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
+        if self.structured_outputs is not None:
+            outputs = _structured_outputs(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", outputs)
+        if self.extra_args is not None:
+            text = compact_json("extra_args", self.extra_args, MAX_EXTRA_ARGS_BYTES)
+            object.__setattr__(self, "extra_args", json.loads(text) or None)
 
     @property
     def num_candidates(self) -> int:
@@ -194,6 +208,10 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("min_tokens", self.min_tokens, limit)
         if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
             raise InvalidArgumentError.for_field("seed", self.seed, "in [0, 2**64)")
+        budget = self.thinking_token_budget
+        if budget is not None and not (_is_integer(budget) and 0 <= budget <= _MAX_UINT32):
+            limit = "an integer in [0, 2**32), or -1"
+            raise InvalidArgumentError.for_field("thinking_token_budget", budget, limit)
 
     def _check_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):
@@ -342,6 +360,26 @@ def _biases(value: Any) -> dict[int, float]:
         limit = "a mapping from token ids to numbers"
         raise InvalidArgumentError.for_field("logit_bias", value, limit) from None
     return dict(sorted(biases.items()))
+
+
+def _structured_outputs(value: Any) -> StructuredOutputs:
+    """The value, or the one that a mapping of its fields describes, as in JSON."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        limit = "a StructuredOutputs or a mapping of its fields"
+        raise InvalidArgumentError.for_field("structured_outputs", value, limit)
+    names = [field.name for field in fields(StructuredOutputs)]
+    for name in value:
+        if name not in names:
+            raise InvalidArgumentError(
+                f"structured_outputs has no field {name!r}; it has {', '.join(names)}"
+            )
+    return StructuredOutputs(**value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_count(field: str, entries: Collection[Any], most: int) -> None:

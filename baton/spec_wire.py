@@ -2,8 +2,8 @@
 
 A leaf module that client, router and workers share. The fields of the messages
 `SamplingParams`, `StoppingParams` and `TextParams` have the names of the dataclass's
-fields, so a new sampling parameter needs no line here. Beam search is the exception:
-it has a message of its own.
+fields, so a new sampling parameter needs no line here. The exceptions are beam search and
+`structured_outputs`, which have messages of their own, and `extra_args`, which is a JSON text.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams, over_defaults
+from baton.json_text import compact_json
+from baton.request_spec import ReasoningMarks, RequestSpec
+from baton.sampling_params import MAX_EXTRA_ARGS_BYTES, SamplingParams, over_defaults
+from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 
 __all__ = [
@@ -49,7 +51,11 @@ def _plain_fields(message: Descriptor) -> tuple[str, ...]:
     )
 
 
-_SAMPLING_FIELDS = _plain_fields(common_pb2.SamplingParams.DESCRIPTOR)
+_EXTRA_ARGS = "extra_args_json"
+_SAMPLING_FIELDS = tuple(
+    name for name in _plain_fields(common_pb2.SamplingParams.DESCRIPTOR) if name != _EXTRA_ARGS
+)
+_OUTPUTS_FIELDS = tuple(StructuredOutputs.__slots__)
 _STOPPING_FIELDS = _plain_fields(common_pb2.StoppingParams.DESCRIPTOR)
 _TEXT_FIELDS = _plain_fields(common_pb2.TextParams.DESCRIPTOR)
 
@@ -67,7 +73,16 @@ def sampling_to_proto(
         ValueError: a value that the message cannot hold.
     """
     values = {name: getattr(params, name) for name in _SAMPLING_FIELDS if name in only}
-    return common_pb2.SamplingParams(**values, beam_search=_beam_search(params))
+    message = common_pb2.SamplingParams(**values, beam_search=_beam_search(params))
+    outputs = params.structured_outputs
+    if outputs is not None and "structured_outputs" in only:
+        form = {name: getattr(outputs, name) or None for name in _OUTPUTS_FIELDS}
+        message.structured_outputs.MergeFrom(common_pb2.StructuredOutputs(**form))
+    if params.extra_args is not None and "extra_args" in only:
+        message.extra_args_json = compact_json(
+            "extra_args", params.extra_args, MAX_EXTRA_ARGS_BYTES
+        )
+    return message
 
 
 def stopping_to_proto(
@@ -114,6 +129,12 @@ def params_from_proto(
     beam_search: common_pb2.BeamSearch | None = given.pop("beam_search", None)
     if beam_search is not None:
         given |= _beam_search_fields(beam_search)
+    outputs: common_pb2.StructuredOutputs | None = given.get("structured_outputs")
+    if outputs is not None:
+        form = {field.name: value for field, value in outputs.ListFields()}
+        given["structured_outputs"] = StructuredOutputs(**form)
+    if _EXTRA_ARGS in given:
+        given["extra_args"] = given.pop(_EXTRA_ARGS)
     return over_defaults(given, defaults)
 
 
@@ -143,6 +164,7 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         bad_words_token_ids=[
             common_pb2.TokenIds(ids=token_ids) for token_ids in spec.bad_words_token_ids
         ],
+        reasoning=_reasoning_to_proto(spec.reasoning),
     )
 
 
@@ -181,6 +203,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         cache_salt=message.cache_salt,
         deadline=now + message.timeout_ms / 1000,
         bad_words_token_ids=tuple(tuple(each.ids) for each in message.bad_words_token_ids),
+        reasoning=_reasoning_from_proto(message),
     )
 
 
@@ -196,6 +219,23 @@ def _unknown_fields(message: Message, name: str) -> Iterator[str]:
     for field, value in message.ListFields():
         if isinstance(value, Message):
             yield from _unknown_fields(value, f"{name}.{field.name}")
+
+
+def _reasoning_to_proto(marks: ReasoningMarks | None) -> request_pb2.ReasoningMarks | None:
+    if marks is None:
+        return None
+    return request_pb2.ReasoningMarks(
+        start_token_ids=marks.start_token_ids, end_token_ids=marks.end_token_ids
+    )
+
+
+def _reasoning_from_proto(message: request_pb2.RequestSpec) -> ReasoningMarks | None:
+    if not message.HasField("reasoning"):
+        return None
+    marks = message.reasoning
+    if not marks.end_token_ids:
+        raise InvalidArgumentError("reasoning.end_token_ids is empty; the router must set it")
+    return ReasoningMarks(tuple(marks.start_token_ids), tuple(marks.end_token_ids))
 
 
 def _beam_search(params: SamplingParams) -> common_pb2.BeamSearch | None:

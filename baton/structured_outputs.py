@@ -8,19 +8,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import check_text, compact_json
 
-__all__ = ["MAX_CHOICES", "MAX_JSON_DEPTH", "MAX_REGEX_BYTES", "MAX_SOURCE_BYTES"]
-__all__ += ["StructuredOutputs"]
+__all__ = ["MAX_CHOICES", "MAX_REGEX_BYTES", "MAX_SOURCE_BYTES", "StructuredOutputs"]
 
 MAX_SOURCE_BYTES = 256 * 1024
 """The most UTF-8 bytes of a schema, a grammar, a structural tag, or all choices together."""
 MAX_REGEX_BYTES = 16 * 1024
 MAX_CHOICES = 4096
-MAX_JSON_DEPTH = 64
-"""How deeply a schema or structural tag may nest objects and arrays."""
 _MAX_WHITESPACE_PATTERN_BYTES = 256
 
 _FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -80,10 +78,11 @@ class StructuredOutputs:
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
     def _check_json(self) -> None:
-        object.__setattr__(self, "json", _compact_json("json", self.json))
+        text = compact_json(_name("json"), self.json, MAX_SOURCE_BYTES)
+        object.__setattr__(self, "json", text)
 
     def _check_structural_tag(self) -> None:
-        text = _compact_json("structural_tag", self.structural_tag)
+        text = compact_json(_name("structural_tag"), self.structural_tag, MAX_SOURCE_BYTES)
         object.__setattr__(self, "structural_tag", text)
 
     def _check_json_object(self) -> None:
@@ -91,10 +90,10 @@ class StructuredOutputs:
             raise _error("json_object", f"is {self.json_object!r}; it must be true")
 
     def _check_regex(self) -> None:
-        _check_text("regex", self.regex, MAX_REGEX_BYTES)
+        check_text(_name("regex"), self.regex, MAX_REGEX_BYTES)
 
     def _check_grammar(self) -> None:
-        _check_text("grammar", self.grammar, MAX_SOURCE_BYTES)
+        check_text(_name("grammar"), self.grammar, MAX_SOURCE_BYTES)
 
     def _check_choice(self) -> None:
         choices = self.choice
@@ -102,16 +101,21 @@ class StructuredOutputs:
             raise _error("choice", "must be a list of texts")
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise _error("choice", f"has {len(choices)} entries; it must have 1 to {MAX_CHOICES}")
-        num_bytes = sum(_check_text("choice", text, MAX_SOURCE_BYTES) for text in choices)
+        num_bytes = sum(check_text(_name("choice"), text, MAX_SOURCE_BYTES) for text in choices)
         if num_bytes > MAX_SOURCE_BYTES:
             limit = f"at most {MAX_SOURCE_BYTES} are allowed together"
             raise _error("choice", f"has {num_bytes} bytes of UTF-8; {limit}")
         object.__setattr__(self, "choice", tuple(dict.fromkeys(choices)))
 
     def _check_whitespace(self) -> None:
+        if not isinstance(self.disable_any_whitespace, bool):
+            problem = f"is {self.disable_any_whitespace!r}; it must be true or false"
+            raise _error("disable_any_whitespace", problem)
         if self.whitespace_pattern is None:
             return
-        _check_text("whitespace_pattern", self.whitespace_pattern, _MAX_WHITESPACE_PATTERN_BYTES)
+        check_text(
+            _name("whitespace_pattern"), self.whitespace_pattern, _MAX_WHITESPACE_PATTERN_BYTES
+        )
         if self.disable_any_whitespace:
             raise _error("whitespace_pattern", "is set with disable_any_whitespace; unset one")
         if self.form not in ("json", "json_object"):
@@ -129,61 +133,9 @@ _CHECKS = {
 
 
 def _error(field: str, problem: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"structured_outputs.{field} {problem}")
+    return InvalidArgumentError(f"{_name(field)} {problem}")
 
 
-def _check_text(field: str, text: Any, most_bytes: int) -> int:
-    """Returns how many bytes of UTF-8 a text has; refuses what no text of a model can match."""
-    if not isinstance(text, str):
-        raise _error(field, f"must be a text, not {type(text).__name__}")
-    if not text:
-        raise _error(field, "is empty")
-    if "\0" in text:
-        raise _error(field, "contains a NUL character")
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        problem = f"is not valid Unicode: lone surrogate at character {error.start}"
-        raise _error(field, problem) from None
-    if num_bytes > most_bytes:
-        raise _error(field, f"has {num_bytes} bytes of UTF-8; at most {most_bytes} are allowed")
-    return num_bytes
-
-
-def _compact_json(field: str, source: Any) -> str:
-    """Returns the JSON text of an object, without whitespace, its keys in their order."""
-    if isinstance(source, str):
-        _check_text(field, source, MAX_SOURCE_BYTES)
-        source = _parse_json(field, source)
-    if not isinstance(source, Mapping):
-        raise _error(field, f"must be a JSON object, not {type(source).__name__}")
-    try:
-        _check_depth(field, source)
-        text = json.dumps(source, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _error(field, f"is not JSON: {error}") from None
-    _check_text(field, text, MAX_SOURCE_BYTES)
-    return text
-
-
-def _parse_json(field: str, text: str) -> Any:
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON value")
-
-    try:
-        return json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise _error(field, f"is not JSON: {error}") from None
-
-
-def _check_depth(field: str, source: Any) -> None:
-    level = [source]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            child
-            for value in level
-            if isinstance(value, Mapping | list | tuple)
-            for child in (value.values() if isinstance(value, Mapping) else value)
-        ]
-    if any(isinstance(value, Mapping | list | tuple) for value in level):
-        raise _error(field, f"nests more than {MAX_JSON_DEPTH} levels deep")
+def _name(field: str) -> str:
+    """The name of a field in errors."""
+    return f"structured_outputs.{field}"

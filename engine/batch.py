@@ -226,6 +226,11 @@ class ScheduledChunk:
         return self.draws[0].rules if self.draws else None
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's own."""
+        return self.rules is not None or self.mask is not None
+
+    @property
     def needs_logits(self) -> bool:
         """Whether it draws or reports anything."""
         return bool(self.draws) or self.num_top > 0

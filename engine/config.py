@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "llguidance")
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -102,6 +103,18 @@ class EngineConfig:
         "tokens are drawn from, after all sampling parameters",
         choices=LOGPROBS_MODES,
     )
+    structured_outputs_backend: str = _flag(
+        "auto",
+        "library for structured outputs, equal on all workers; auto uses xgrammar for what it "
+        "enforces and llguidance for the rest; the extra `constraints` installs both",
+        choices=STRUCTURED_OUTPUTS_BACKENDS,
+    )
+    grammar_timeout_s: float = _flag(
+        10.0, "longest time for compiling one grammar; a request with a slower one is refused"
+    )
+    grammar_cache_bytes: int = _flag(
+        256 * 2**20, "bytes for compiled grammars that are kept, such as 256MiB", parse="bytes"
+    )
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(
@@ -151,29 +164,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("role", ROLES),
-            ("dtype", DTYPES),
-            ("load_format", LOAD_FORMATS),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("kv_transfer_dtype", KV_TRANSFER_DTYPES),
-            ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
-            ("preemption_mode", PREEMPTION_MODES),
-            ("logprobs_mode", LOGPROBS_MODES),
-        ):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise _bad_flag(name, value, ">= 1")
-        for name in _POSITIVE_SECONDS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise _bad_flag(name, getattr(self, name), "> 0 and finite")
-        if self.swap_space is not None and self.swap_space < 0:
-            raise _bad_flag("swap_space", self.swap_space, ">= 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        self._check_ranges()
         _check_transfer_block_size(self.transfer_block_size, self.block_size)
         _check_kv_publish(self.kv_publish)
         _check_turns_folder(self.turns_folder)
@@ -181,6 +175,20 @@ class EngineConfig:
             raise ConfigurationError(
                 "--kv-connector is not set; a prefill engine needs it to hand KV off"
             )
+
+    def _check_ranges(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise _bad_flag(name, value, ">= 1")
+        for name in _POSITIVE_SECONDS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise _bad_flag(name, getattr(self, name), "> 0 and finite")
+        for name in _NOT_NEGATIVE:
+            if (getattr(self, name) or 0) < 0:
+                raise _bad_flag(name, getattr(self, name), ">= 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
 
     @property
     def max_running(self) -> int:
@@ -206,6 +214,17 @@ class EngineConfig:
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
+_CHOICES = {
+    "role": ROLES,
+    "dtype": DTYPES,
+    "load_format": LOAD_FORMATS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "kv_transfer_dtype": KV_TRANSFER_DTYPES,
+    "kv_load_failure_policy": LOAD_FAILURE_POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
+    "logprobs_mode": LOGPROBS_MODES,
+    "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
+}
 _POSITIVE = (
     "num_threads",
     "block_size",
@@ -221,7 +240,8 @@ _POSITIVE = (
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
 )
-_POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
+_NOT_NEGATIVE = ("swap_space", "grammar_cache_bytes")
+_POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s", "grammar_timeout_s")
 
 
 def _check_transfer_block_size(transfer_block_size: int, block_size: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
+from engine.constraints.grammars import Grammars
 from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, PendingOutput, Runner
@@ -89,6 +90,7 @@ class EngineCore:
         self._early_error: Exception | None = None
         self._num_failed_steps = 0
         self._in_flight: _SubmittedStep | None = None
+        self._grammars = Grammars(config, runner.info, self.wake)
         connector_scheduler, self._connector = connector or null_connector()
         self.scheduler = Scheduler(
             config,
@@ -98,6 +100,7 @@ class EngineCore:
             costs=runner.costs,
             namespace=self.namespace,
             connector=connector_scheduler,
+            grammars=self._grammars,
             metrics=self._connect(connector) if connector else None,
             clock=clock,
         )
@@ -157,6 +160,8 @@ class EngineCore:
             num_blocks=self.num_blocks,
             namespace=self.namespace,
         )
+        if request.spec.params.structured_outputs is not None:
+            self._grammars.check()
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queues a request that `check` accepts; its id must not be live.
@@ -222,9 +227,10 @@ class EngineCore:
     def run_step(self, on_outputs: OnOutputs) -> None:
         """Runs one engine step, delivers its outputs, then starts its KV saves.
 
-        If transfers have brought outputs, the step delivers these and computes nothing: their
-        requests should not wait for a forward pass. Except with `--async-scheduling`, outputs of
-        transfers that end while the step computes are delivered between its layers.
+        If transfers or grammars have brought outputs, the step delivers these and computes
+        nothing: their requests should not wait for a forward pass. Except with
+        `--async-scheduling`, outputs of transfers that end while the step computes are delivered
+        between its layers.
 
         Args:
             on_outputs: called with outputs, at most one per candidate of a request in one call.
@@ -234,7 +240,7 @@ class EngineCore:
             Exception: what the runner raised, if several steps in a row have failed; the engine
                 cannot be used any more. Or what `on_outputs` raised.
         """
-        outputs = self._poll() + self.scheduler.expire()
+        outputs = self._poll() + self.scheduler.take_compiled() + self.scheduler.expire()
         if outputs:
             self.is_stalled = False
         else:
@@ -244,7 +250,8 @@ class EngineCore:
         self._start_transfers()
 
     def wait(self) -> None:
-        """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`.
+        """Sleeps while nothing can run: until a transfer ends, a grammar is compiled, a deadline
+        passes, or `wake`.
 
         Call it between steps. It returns at once unless the last step found nothing to run.
         """
@@ -259,11 +266,11 @@ class EngineCore:
         self._woken.set()
 
     def close(self) -> None:
-        """Closes the runner and the connector. Idempotent."""
-        try:
-            self._runner.close()
-        finally:
-            self._connector.close()
+        """Closes the runner, the connector and the compiler of grammars. Idempotent."""
+        with ExitStack() as closing:
+            closing.callback(self._grammars.close)
+            closing.callback(self._connector.close)
+            closing.callback(self._runner.close)
 
     # A step.
 

@@ -14,6 +14,7 @@ from enum import Enum
 
 from engine.batch import DrawParams, TokenLogprobs
 from engine.beam_search import BeamSearch
+from engine.constraints.guide import Guide
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.host_pool import SwappedTables
 from engine.kv_transfer.state import GroupTransfer, new_handoff_id
@@ -54,6 +55,8 @@ class Sequence:
         logprob: sum of the generated tokens' log-probabilities, if candidates are ranked.
         token_logprobs: one per generated token, if candidates are ranked and the request asks
             for them.
+        guide: what may follow it; None if every token may. With a guide it does not decode: each
+            of its steps is a chunk of known tokens.
         num_saved: leading blocks that its save jobs cover; see `engine.kv_transfer.saves`.
         is_given_up: whether it ends as soon as its KV is back from the host.
         due: the step at which `DecodeSet` looks at it next.
@@ -74,6 +77,7 @@ class Sequence:
     num_scheduled: int = 0
     logprob: float = 0.0
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    guide: Guide | None = None
     num_saved: int = 0
     is_given_up: bool = False
     due: int = -1
@@ -83,6 +87,14 @@ class Sequence:
     def num_unscheduled(self) -> int:
         """Known tokens that no step has computed or is computing."""
         return len(self.token_ids) - self.num_scheduled
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the newest token ends it; None if it goes on."""
+        is_complete = self.guide is not None and self.guide.is_complete
+        if is_complete or self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.group.max_len else None
 
     def count_computed(self) -> None:
         """Updates `num_computed` of a sequence that decodes: all tokens but the last are computed.
@@ -119,11 +131,12 @@ _ROOT = -1
 class GroupState(Enum):
     """A group's place in its life.
 
-    WAITING -> (LOADING ->) RUNNING -> (SAVING ->) FINISHED. Preemption leads back to WAITING, or
-    to SWAPPED, in which the group waits with its KV on the host. A failed load leads back to
-    WAITING.
+    (COMPILING ->) WAITING -> (LOADING ->) RUNNING -> (SAVING ->) FINISHED. A group waits for its
+    grammar in COMPILING. Preemption leads back to WAITING, or to SWAPPED, in which the group waits
+    with its KV on the host. A failed load leads back to WAITING.
     """
 
+    COMPILING = "compiling"
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
@@ -260,6 +273,7 @@ class SequenceGroup:
         """Returns a candidate with the parent's tokens. The caller adds a row and shared blocks."""
         child = self._new_sequence(index, parent.token_ids.copy(), parent.keys.copy())
         child.logprob = parent.logprob
+        child.guide = None if parent.guide is None else parent.guide.fork()
         child.num_saved = parent.num_saved
         return child
 
@@ -268,7 +282,7 @@ class SequenceGroup:
 
         A root computes what several candidates have in common; a single candidate needs none.
         """
-        self.root = None
+        before, self.root = self.root, None
         if len(self.branches) == 1:
             return
         if self.branches:
@@ -280,7 +294,9 @@ class SequenceGroup:
         elif self.request.spec.params.num_candidates == 1 and self.beams is None:
             self.branches = [self.new_branch(0)]
         else:
+            guide = None if before is None else before.guide
             self.root = self._new_sequence(_ROOT, list(self.request.spec.prompt_token_ids))
+            self.root.guide = guide
 
     def draws_of(self, sequence: Sequence) -> tuple[DrawParams, ...]:
         """Returns how to draw the tokens that follow the sequence's known ones."""
@@ -303,12 +319,6 @@ class SequenceGroup:
     def root_is_followed(self) -> bool:
         """Whether the tokens after the root are known, so that none must be drawn."""
         return bool(self.branches or self.request.first_beams)
-
-    def finish_reason(self, token_ids: list[int]) -> FinishReason | None:
-        """Returns why the newest token ends a candidate; None if it does not."""
-        if token_ids[-1] in self.request.spec.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self.max_len else None
 
     def held_blocks(self) -> abc.Iterator[int]:
         """Returns one entry per block reference of its sequences."""

@@ -127,13 +127,14 @@ def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
 
 def _check_rules(spec: RequestSpec, info: ModelInfo) -> None:
     """Refuses rules that name unknown tokens, or that leave no token for the first draw."""
-    params = spec.params
+    params, marks = spec.params, spec.reasoning
     _check_bad_words(spec.bad_words_token_ids)
     named = {
         "stop_token_ids": spec.stop_token_ids if params.min_tokens else params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
         "logit_bias": params.logit_bias,
         "bad_words_token_ids": [token for word in spec.bad_words_token_ids for token in word],
+        "reasoning": marks and (*marks.start_token_ids, *marks.end_token_ids),
     }
     for field, token_ids in named.items():
         if token_ids:

@@ -30,7 +30,10 @@ class Completion:
         self._request_id = spec.client_id
         text = TextStream(tokenizer, spec)
         asks = spec.params.logprobs is not None
-        self._running = {index: _Candidate(text.fork(), asks) for index in range(spec.params.n)}
+        self._running = {
+            index: _Candidate(text.fork(), spec.stop_token_ids, asks)
+            for index in range(spec.params.n)
+        }
         self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
         self._timings = common_pb2.Timings()
         self._arrival = arrival
@@ -119,11 +122,15 @@ class _Candidate:
 
     Args:
         text: makes its text.
+        stop_token_ids: the request's. A text of a form that is complete ends without one.
         asks_for_logprobs: whether messages have its tokens' log-probabilities.
     """
 
-    def __init__(self, text: TextStream, asks_for_logprobs: bool) -> None:
+    def __init__(
+        self, text: TextStream, stop_token_ids: frozenset[int], asks_for_logprobs: bool
+    ) -> None:
         self._text = text
+        self._stop_token_ids = stop_token_ids
         self._asks_for_logprobs = asks_for_logprobs
         self._last_token_id: int | None = None
 
@@ -150,7 +157,7 @@ class _Candidate:
     def _add_end(self, response: _Response, output: request_pb2.CandidateOutput) -> None:
         response.finish_reason = output.finish_reason
         is_stop = output.finish_reason == common_pb2.FINISH_REASON_STOP
-        if is_stop and self._last_token_id is not None:
+        if is_stop and self._last_token_id in self._stop_token_ids:
             response.matched_stop.token_id = self._last_token_id
         if output.HasField("score"):
             response.score = output.score

@@ -66,6 +66,15 @@ class RouterConfig:
         "generation_config.json (auto), or only Baton's own (none)",
         choices=GENERATION_CONFIGS,
     )
+    reasoning_start_str: str | None = _flag(
+        None,
+        str,
+        "text before the part in which the model reasons, such as <think>; with it, structured "
+        "outputs begin after that part, and requests may limit it (thinking_token_budget)",
+    )
+    reasoning_end_str: str | None = _flag(
+        None, str, "text after that part, such as </think>; set both or none"
+    )
     max_local_prefill_tokens: int = _flag(
         16,
         int,

@@ -4,8 +4,8 @@ from typing import Any
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.sampling_params import SamplingParams
+from baton.tokenizer_files import read_json, resolve_folder
 from router.config import GENERATION_CONFIGS
-from router.tokenizer import read_json, resolve_folder
 
 __all__ = ["load_default_params"]
 

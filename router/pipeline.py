@@ -24,6 +24,7 @@ from router.fleet import Fleet
 from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
+from router.reasoning import encode_marks
 from router.replica import DecodeReplica, HeldHandoff
 from router.request import RoutedRequest, prepare_request
 from router.tokenizer import Tokenizer
@@ -42,6 +43,9 @@ class Pipeline:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
+
+    Raises:
+        ConfigurationError: the marks of the reasoning part are bad.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Pipeline:
         self._config = config
         self._tokenizer = tokenizer
         self._default_params = default_params
+        self._marks = encode_marks(tokenizer, config.reasoning_start_str, config.reasoning_end_str)
         self._fleet = fleet
         self._admission = admission
         self._prefill = PrefillStage(fleet, prefix_index)
@@ -80,7 +85,7 @@ class Pipeline:
         with self._admission.admit(message.request_id):
             model, limits = self._fleet.require_model()
             request = await prepare_request(
-                message, params, self._tokenizer, model, limits, deadline
+                message, params, self._tokenizer, model, limits, deadline, self._marks
             )
             completion = Completion(request.spec, self._tokenizer, arrival)
             progress = Progress(request.spec.params)

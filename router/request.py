@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.request_spec import RequestSpec, unique_request_id
+from baton.request_spec import ReasoningMarks, RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2
 from kvstore.block_key import BlockKeyChain
+from router.reasoning import marks_for
 from router.served_model import RequestLimits, ServedModel
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import (
@@ -68,6 +69,7 @@ async def prepare_request(
     model: ServedModel,
     limits: RequestLimits,
     deadline: float,
+    marks: ReasoningMarks | None = None,
 ) -> RoutedRequest:
     """Tokenizes the prompt, applies the limits and computes the block keys.
 
@@ -78,10 +80,13 @@ async def prepare_request(
         model: the served model.
         limits: the decode replicas' limits.
         deadline: `time.monotonic()` at which the request must have ended.
+        marks: those of the model's reasoning part, if they are configured.
 
     Raises:
         InvalidArgumentError: the prompt or a parameter does not fit the model.
+        FailedPreconditionError: the request limits the reasoning part, which has no marks.
     """
+    reasoning = marks_for(params, marks, limits.vocab_size)
     token_ids = await tokenize_prompt(
         prompt_of(message), tokenizer, limits, params.truncate_prompt_tokens
     )
@@ -102,6 +107,7 @@ async def prepare_request(
         cache_salt=message.cache_salt,
         deadline=deadline,
         bad_words_token_ids=bad_words,
+        reasoning=reasoning,
     )
     return RoutedRequest(
         spec=spec,

@@ -38,7 +38,7 @@ class RouterService(Service):
         fleet: the replicas.
 
     Raises:
-        ConfigurationError: a target is malformed.
+        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
     """
 
     def __init__(

@@ -1,9 +1,12 @@
 """Command-line flags for `SamplingParams`, and the conversion of parsed flags."""
 
 import argparse
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 from baton.sampling_params import SamplingParams
+from baton.structured_outputs import StructuredOutputs
 
 __all__ = ["add_sampling_args", "sampling_fields_from_args"]
 
@@ -23,11 +26,27 @@ def _bias(text: str) -> tuple[int, float]:
 
 _bias.__name__ = "ID=BIAS"  # argparse names the type of a bad value by it
 
+
+def _file(path: str) -> str:
+    """Returns the text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+
+
+_file.__name__ = "FILE"
+
+_OUTPUTS = "structured_outputs"
+"""A flag whose `dest` is this, a dot and a name sets that field of `StructuredOutputs`."""
+
 _INTEGER = {"type": int, "metavar": "N"}
 _NUMBER = {"type": float, "metavar": "X"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
 _TEXTS = {"action": "append", "metavar": "TEXT"}
 _TOKENS = {"action": "append", "type": int, "metavar": "ID"}
+_FILE = {"type": _file, "metavar": "FILE"}
+_ON = {"action": "store_true"}
 _BIASES = {"action": "append", "type": _bias, "metavar": "ID=BIAS"}
 
 _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -81,6 +100,35 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         _INTEGER,
         "keep only the last N tokens of the prompt; -1 keeps as many as fit",
     ),
+    (
+        "json-schema",
+        {**_FILE, "dest": f"{_OUTPUTS}.json"},
+        "JSON that the schema in this file accepts",
+    ),
+    ("json-object", {**_ON, "dest": f"{_OUTPUTS}.json_object"}, "any JSON object"),
+    (
+        "regex",
+        {"metavar": "REGEX", "dest": f"{_OUTPUTS}.regex"},
+        "a text that this regular expression matches",
+    ),
+    ("choice", {**_TEXTS, "dest": f"{_OUTPUTS}.choice"}, "one of these texts; repeatable"),
+    (
+        "grammar",
+        {**_FILE, "dest": f"{_OUTPUTS}.grammar"},
+        "a text of the grammar in this file, in Lark or GBNF",
+    ),
+    (
+        "structural-tag",
+        {**_FILE, "dest": f"{_OUTPUTS}.structural_tag"},
+        "a text whose parts have the forms that the JSON in this file states",
+    ),
+    (
+        "disable-any-whitespace",
+        {**_ON, "dest": f"{_OUTPUTS}.disable_any_whitespace"},
+        "JSON without whitespace between its tokens",
+    ),
+    ("thinking-token-budget", _INTEGER, "maximum number of tokens of the reasoning part"),
+    ("extra-args", {"metavar": "JSON"}, "a JSON object with values for logits processors"),
     ("skip-special-tokens", _SWITCH, "leave special tokens out of the text"),
     ("spaces-between-special-tokens", _SWITCH, "keep spaces between special tokens"),
     ("detokenize", _SWITCH, "print text, not only the counts of tokens"),
@@ -89,7 +137,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def add_sampling_args(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `SamplingParams`.
+    """Adds one flag per field of `SamplingParams`, and one per form of `structured_outputs`.
 
     The server's defaults hold for the flags that are not given, except for `--max-tokens`.
     """
@@ -110,4 +158,8 @@ def sampling_fields_from_args(args: argparse.Namespace) -> dict[str, Any]:
         stated["early_stopping"] = _EARLY_STOPPING[stated["early_stopping"]]
     if "logit_bias" in stated:
         stated["logit_bias"] = dict(stated["logit_bias"])
+    names = (field.name for field in fields(StructuredOutputs))
+    form = {name: given[f"{_OUTPUTS}.{name}"] for name in names if f"{_OUTPUTS}.{name}" in given}
+    if form:
+        stated[_OUTPUTS] = form
     return stated

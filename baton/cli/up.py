@@ -62,6 +62,12 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="the router's: use the sampling defaults of the model's generation_config.json (auto) "
         "or not (none) (default: %(default)s)",
     )
+    for mark, text in (("start", "before"), ("end", "after")):
+        parser.add_argument(
+            f"--reasoning-{mark}-str",
+            metavar="TEXT",
+            help=f"the router's: text {text} the part in which the model reasons",
+        )
     parser.add_argument(
         "--log-level",
         default="warning",
@@ -110,6 +116,8 @@ def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterCon
         router=ServerConfig(host=args.host, port=args.port),
         log_level=args.log_level,
         generation_config=args.generation_config,
+        reasoning_start_str=args.reasoning_start_str,
+        reasoning_end_str=args.reasoning_end_str,
     )
 
 

@@ -50,6 +50,8 @@ class ClusterConfig:
         router: address on which the router listens.
         log_level: log level of every process.
         generation_config: the router's `--generation-config`.
+        reasoning_start_str: the router's `--reasoning-start-str`.
+        reasoning_end_str: the router's `--reasoning-end-str`.
 
     Raises:
         ConfigurationError: a value is out of range; the message names the flag.
@@ -61,6 +63,8 @@ class ClusterConfig:
     router: ServerConfig
     log_level: str
     generation_config: str = "auto"
+    reasoning_start_str: str | None = None
+    reasoning_end_str: str | None = None
 
     def __post_init__(self) -> None:
         for flag, number, least in (
@@ -181,6 +185,12 @@ def _plan_router(
         *("--host", config.router.host, "--port", str(port)),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     ]
+    for flag, text in (
+        ("--reasoning-start-str", config.reasoning_start_str),
+        ("--reasoning-end-str", config.reasoning_end_str),
+    ):
+        if text is not None:
+            arguments.append(f"{flag}={text}")
     for flag, servers in (("--prefill", prefill), ("--decode", decode)):
         for server in servers:
             arguments += [flag, server.address]

@@ -59,7 +59,9 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not finished, or unknown to this build."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model's end-of-sequence token, a stop token or a stop text."""
+    """The model's end-of-sequence token, a stop token or a stop text; or the
+    structured output is complete and cannot go on.
+    """
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context length was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
@@ -75,7 +77,9 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished, or unknown to this build."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model's end-of-sequence token, a stop token or a stop text."""
+"""The model's end-of-sequence token, a stop token or a stop text; or the
+structured output is complete and cannot go on.
+"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context length was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
@@ -150,6 +154,9 @@ class SamplingParams(google.protobuf.message.Message):
     BAD_WORDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: builtins.int
+    EXTRA_ARGS_JSON_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Logits are divided by this; 0 is greedy decoding. Unset: 1.0. Finite, >= 0."""
     top_k: builtins.int
@@ -194,6 +201,17 @@ class SamplingParams(google.protobuf.message.Message):
     """The same for the tokens of the prompt, which is then computed whole,
     whatever caches hold. At most 20. Unset: none.
     """
+    thinking_token_budget: builtins.int
+    """The most tokens of the reasoning part; then the mark that ends it is
+    appended. Unset: no limit. Refused with FAILED_PRECONDITION if the router
+    knows no marks (--reasoning-start-str, --reasoning-end-str). Excludes
+    beam_search.
+    """
+    extra_args_json: builtins.str
+    """A JSON object with values for the workers' logits processors
+    (--logits-processors), by name. At most 64 KiB. Unset: none applies.
+    Excludes beam_search.
+    """
     @property
     def beam_search(self) -> Global___BeamSearch:
         """Search with beams instead of drawing, and return the n best hypotheses.
@@ -216,6 +234,10 @@ class SamplingParams(google.protobuf.message.Message):
         bytes.
         """
 
+    @property
+    def structured_outputs(self) -> Global___StructuredOutputs:
+        """The form that the text must have. Unset: any. Excludes beam_search."""
+
     def __init__(
         self,
         *,
@@ -235,13 +257,18 @@ class SamplingParams(google.protobuf.message.Message):
         bad_words: collections.abc.Iterable[builtins.str] | None = ...,
         logprobs: builtins.int | None = ...,
         prompt_logprobs: builtins.int | None = ...,
+        structured_outputs: Global___StructuredOutputs | None = ...,
+        thinking_token_budget: builtins.int | None = ...,
+        extra_args_json: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
+    _WhichOneofReturnType__extra_args_json: typing_extensions.TypeAlias = typing.Literal["extra_args_json"]
+    _WhichOneofArgType__extra_args_json: typing_extensions.TypeAlias = typing.Literal["_extra_args_json", b"_extra_args_json"]
     _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
     _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
     _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
@@ -260,12 +287,16 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofArgType__seed: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed"]
     _WhichOneofReturnType__temperature: typing_extensions.TypeAlias = typing.Literal["temperature"]
     _WhichOneofArgType__temperature: typing_extensions.TypeAlias = typing.Literal["_temperature", b"_temperature"]
+    _WhichOneofReturnType__thinking_token_budget: typing_extensions.TypeAlias = typing.Literal["thinking_token_budget"]
+    _WhichOneofArgType__thinking_token_budget: typing_extensions.TypeAlias = typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]
     _WhichOneofReturnType__top_k: typing_extensions.TypeAlias = typing.Literal["top_k"]
     _WhichOneofArgType__top_k: typing_extensions.TypeAlias = typing.Literal["_top_k", b"_top_k"]
     _WhichOneofReturnType__top_p: typing_extensions.TypeAlias = typing.Literal["top_p"]
     _WhichOneofArgType__top_p: typing_extensions.TypeAlias = typing.Literal["_top_p", b"_top_p"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extra_args_json) -> _WhichOneofReturnType__extra_args_json | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @typing.overload
@@ -285,11 +316,98 @@ class SamplingParams(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class StructuredOutputs(google.protobuf.message.Message):
+    """The form of a generated text. Exactly one of the first six fields is set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: builtins.int
+    json: builtins.str
+    """The text is JSON that this JSON schema accepts; its order of keys is the
+    order of properties. At most 256 KiB.
+    """
+    json_object: builtins.bool
+    """The text is a JSON object. False is the same as unset."""
+    regex: builtins.str
+    """The whole text matches this regular expression. At most 16 KiB."""
+    grammar: builtins.str
+    """The text belongs to this grammar: Lark, or, if a rule is written with
+    `::=`, GBNF. At most 256 KiB.
+    """
+    structural_tag: builtins.str
+    """JSON that says which parts of the text are constrained. At most 256 KiB."""
+    disable_any_whitespace: builtins.bool
+    """JSON has no whitespace between its tokens. Unset: false."""
+    whitespace_pattern: builtins.str
+    """A regular expression for whitespace between the tokens of JSON. At most 256
+    bytes. Unset: the backend's.
+    """
+    @property
+    def choice(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The text is one of these. At most 4096, 256 KiB together."""
+
+    def __init__(
+        self,
+        *,
+        json: builtins.str | None = ...,
+        json_object: builtins.bool | None = ...,
+        regex: builtins.str | None = ...,
+        choice: collections.abc.Iterable[builtins.str] | None = ...,
+        grammar: builtins.str | None = ...,
+        structural_tag: builtins.str | None = ...,
+        disable_any_whitespace: builtins.bool | None = ...,
+        whitespace_pattern: builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace", "_grammar", b"_grammar", "_json", b"_json", "_json_object", b"_json_object", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace", "_grammar", b"_grammar", "_json", b"_json", "_json_object", b"_json_object", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__disable_any_whitespace: typing_extensions.TypeAlias = typing.Literal["disable_any_whitespace"]
+    _WhichOneofArgType__disable_any_whitespace: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace"]
+    _WhichOneofReturnType__grammar: typing_extensions.TypeAlias = typing.Literal["grammar"]
+    _WhichOneofArgType__grammar: typing_extensions.TypeAlias = typing.Literal["_grammar", b"_grammar"]
+    _WhichOneofReturnType__json: typing_extensions.TypeAlias = typing.Literal["json"]
+    _WhichOneofArgType__json: typing_extensions.TypeAlias = typing.Literal["_json", b"_json"]
+    _WhichOneofReturnType__json_object: typing_extensions.TypeAlias = typing.Literal["json_object"]
+    _WhichOneofArgType__json_object: typing_extensions.TypeAlias = typing.Literal["_json_object", b"_json_object"]
+    _WhichOneofReturnType__regex: typing_extensions.TypeAlias = typing.Literal["regex"]
+    _WhichOneofArgType__regex: typing_extensions.TypeAlias = typing.Literal["_regex", b"_regex"]
+    _WhichOneofReturnType__structural_tag: typing_extensions.TypeAlias = typing.Literal["structural_tag"]
+    _WhichOneofArgType__structural_tag: typing_extensions.TypeAlias = typing.Literal["_structural_tag", b"_structural_tag"]
+    _WhichOneofReturnType__whitespace_pattern: typing_extensions.TypeAlias = typing.Literal["whitespace_pattern"]
+    _WhichOneofArgType__whitespace_pattern: typing_extensions.TypeAlias = typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disable_any_whitespace) -> _WhichOneofReturnType__disable_any_whitespace | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json) -> _WhichOneofReturnType__json | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json_object) -> _WhichOneofReturnType__json_object | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__structural_tag) -> _WhichOneofReturnType__structural_tag | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
+
+Global___StructuredOutputs: typing_extensions.TypeAlias = StructuredOutputs
 
 @typing.final
 class BeamSearch(google.protobuf.message.Message):

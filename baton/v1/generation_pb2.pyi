@@ -180,7 +180,9 @@ class Completion(google.protobuf.message.Message):
 
     @property
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
-        """The stop that ended it, if finish_reason is STOP."""
+        """The stop that ended it, if finish_reason is STOP. Unset if it ended because
+        its structured output was complete.
+        """
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
@@ -243,7 +245,9 @@ class GenerateStreamResponse(google.protobuf.message.Message):
 
     @property
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
-        """The stop that ended it, if finish_reason is STOP."""
+        """The stop that ended it, if finish_reason is STOP. Unset if it ended because
+        its structured output was complete.
+        """
 
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:

@@ -40,6 +40,7 @@ class RequestSpec(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The router's name for the request, never used before: the client's id, a
     slash and 16 random hex digits; a repeat on another replica adds a slash
@@ -74,6 +75,13 @@ class RequestSpec(google.protobuf.message.Message):
     def bad_words_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenIds]:
         """The token sequences of `sampling.bad_words`."""
 
+    @property
+    def reasoning(self) -> Global___ReasoningMarks:
+        """The marks of the reasoning part, if the router knows them and
+        `sampling.structured_outputs` or `sampling.thinking_token_budget` is set.
+        Unset: the text has no such part.
+        """
+
     def __init__(
         self,
         *,
@@ -86,13 +94,43 @@ class RequestSpec(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         timeout_ms: builtins.int = ...,
         bad_words_token_ids: collections.abc.Iterable[baton.v1.common_pb2.TokenIds] | None = ...,
+        reasoning: Global___ReasoningMarks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling", "stopping", b"stopping"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "stopping", b"stopping"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestSpec: typing_extensions.TypeAlias = RequestSpec
+
+@typing.final
+class ReasoningMarks(google.protobuf.message.Message):
+    """The tokens around the part of a text in which a model reasons before it
+    answers.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def start_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens of the mark at its start, such as "<think>"."""
+
+    @property
+    def end_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens of the mark at its end, such as "</think>"; one or more."""
+
+    def __init__(
+        self,
+        *,
+        start_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        end_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_token_ids", b"end_token_ids", "start_token_ids", b"start_token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReasoningMarks: typing_extensions.TypeAlias = ReasoningMarks
 
 @typing.final
 class CandidateProgress(google.protobuf.message.Message):

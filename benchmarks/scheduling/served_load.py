@@ -13,6 +13,7 @@ from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
+from engine.constraints.grammars import Grammars
 from engine.group import GroupState, SequenceGroup
 from engine.request import EngineRequest, RequestOutput
 from engine.runner import ModelInfo, StepCosts
@@ -152,14 +153,16 @@ def new_scheduler(
         arguments: further fields of `EngineConfig`.
     """
     config = engine_config(max_num_seqs, **arguments)
+    info = model_info(config.block_size)
     return Scheduler(
         config,
-        model_info(config.block_size),
+        info,
         num_blocks=num_blocks,
         num_host_blocks=0,
         costs=_COSTS,
         namespace=b"benchmark",
         connector=null_connector()[0],
+        grammars=Grammars(config, info, lambda: None),
         clock=clock,
     )
 

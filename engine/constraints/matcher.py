@@ -5,7 +5,7 @@ own. What differs between xgrammar and llguidance is behind `engine.constraints.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,18 +36,14 @@ class Constraint:
     vocabulary: Vocabulary
     field: str
 
-    def new_matcher(
-        self, stop_token_ids: Iterable[int], *, starts_after: Sequence[int] = ()
-    ) -> "Matcher":
-        """Returns a matcher at the start of a generated text.
+    def new_matcher(self, stop_token_ids: Iterable[int]) -> "Matcher":
+        """Returns a matcher at the start of a constrained text.
 
         Args:
             stop_token_ids: the tokens that end the sequence. They may be drawn once the text
                 belongs to the grammar. Tokens with text among them also follow the grammar.
-            starts_after: the text is free until these tokens were generated in sequence, such
-                as the end of a reasoning part. Empty: it is constrained from its start.
         """
-        return Matcher(self, self.grammar.new_state(), frozenset(stop_token_ids), starts_after)
+        return Matcher(self, self.grammar.new_state(), frozenset(stop_token_ids))
 
 
 class Matcher:
@@ -64,7 +60,6 @@ class Matcher:
         constraint: Constraint,
         state: GrammarState,
         stop_token_ids: frozenset[int],
-        starts_after: Sequence[int],
     ) -> None:
         self._constraint = constraint
         self._state = state
@@ -73,9 +68,6 @@ class Matcher:
         self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
         self._meaningless_bits = vocabulary.meaningless_bits
         self._row: Mask | None = None  # of this state, if `is_terminated` needed it
-        self._starts_after = tuple(starts_after)
-        self._free: list[int] = []  # tokens before the constraint began
-        self._is_free = bool(starts_after)
         self._num_matched = 0  # tokens that the state has accepted
         self._num_stops = 0
         self._allowance_s = _BURST_S
@@ -83,24 +75,19 @@ class Matcher:
     @property
     def num_tokens(self) -> int:
         """Tokens that were accepted."""
-        return len(self._free) + self._num_matched + self._num_stops
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the text is constrained already; False in a reasoning part."""
-        return not self._is_free
+        return self._num_matched + self._num_stops
 
     @property
     def may_stop(self) -> bool:
         """Whether the sequence may end here."""
-        return self._is_free or self._num_stops > 0 or self._state.is_complete()
+        return self._num_stops > 0 or self._state.is_complete()
 
     @property
     def is_terminated(self) -> bool:
         """Whether nothing but a stop token can follow, or one was accepted."""
         if self._num_stops:
             return True
-        if self._is_free or not self._state.is_complete():
+        if not self._state.is_complete():
             return False
         if self._row is None:
             row = np.empty(self._constraint.vocabulary.num_mask_words, dtype=np.int32)
@@ -108,20 +95,14 @@ class Matcher:
             self._row = row
         return not self._row.any()
 
-    def fill_mask(self, row: Mask) -> bool:
+    def fill_mask(self, row: Mask) -> None:
         """Writes which tokens may come next into a row of `vocabulary.num_mask_words` words.
-
-        Returns:
-            Whether the row forbids anything; False means that it need not be applied.
 
         The row is empty if the text is complete and the sequence has no stop tokens.
 
         Raises:
             InvalidArgumentError: no token may come next, or the grammar takes too long.
         """
-        if self._is_free:
-            row.fill(-1)
-            return False
         if self._num_stops:
             row.fill(0)
         elif self._row is not None:
@@ -133,7 +114,6 @@ class Matcher:
             row[words] |= bits
         elif not row.any():
             raise self._error("allows no token of this model's vocabulary here")
-        return True
 
     def accept(self, token_id: int) -> bool:
         """Moves on by a token; returns False, and stays, if the token may not come next.
@@ -141,11 +121,6 @@ class Matcher:
         Raises:
             InvalidArgumentError: the grammar takes too long.
         """
-        if self._is_free:
-            self._free.append(token_id)
-            width = len(self._starts_after)
-            self._is_free = tuple(self._free[-width:]) != self._starts_after
-            return True
         if self._num_stops:
             return False
         if token_id in self._stop_token_ids and self._state.is_complete():
@@ -176,24 +151,16 @@ class Matcher:
             self._state.rollback(num_matched)
             self._row = None
             self._num_matched -= num_matched
-        num_free = num_tokens - num_stops - num_matched
-        if num_free:
-            del self._free[-num_free:]
-            self._is_free = True
 
     def forced_text(self) -> bytes:
         """Returns the bytes that come next in every continuation; empty if there is a choice."""
-        if self._is_free or self._num_stops or self._state.is_complete():
+        if self._num_stops or self._state.is_complete():
             return b""
         return self._state.forced_text()
 
     def fork(self) -> "Matcher":
         """Returns an independent copy, for another candidate that has the same tokens."""
-        twin = Matcher(
-            self._constraint, self._state.fork(), self._stop_token_ids, self._starts_after
-        )
-        twin._free = self._free.copy()
-        twin._is_free = self._is_free
+        twin = Matcher(self._constraint, self._state.fork(), self._stop_token_ids)
         twin._num_matched, twin._num_stops = self._num_matched, self._num_stops
         twin._allowance_s = self._allowance_s
         return twin

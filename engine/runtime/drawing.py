@@ -125,7 +125,7 @@ class ChunkDraws:
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
-        ruled: (row of the scores, chunk) of the chunks that draw and have rules.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask.
         keeps_raw: whether rules change logits that are reported as the model computed them.
     """
 
@@ -140,7 +140,7 @@ class ChunkDraws:
         self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
-        self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
+        self.ruled = [entry for entry in self._drawing if entry[1].changes_logits]
         self.keeps_raw = self._keeps_raw()
 
     def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import ScheduledChunk
+from engine.batch import LogitRules, ScheduledChunk
 from engine.runtime.device import to_device
 from engine.runtime.sampler import Scores
 from kernels import RuleTable
@@ -22,6 +22,7 @@ _PADDING = -1
 _WORD_BITS = 32
 _NO_PENALTIES = (1.0, 0.0, 0.0)  # a row of `RuleTable.penalties`
 _LEAST_WIDTH = 8  # of the table's lists, so that they seldom grow
+_NO_RULES = LogitRules(num_prompt=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,21 @@ class RowRules:
         self._table: RuleTable | None = None
         self._mask_of: tuple[tuple[int, ...] | None, np.ndarray] | None = None
         self._history_of: tuple[tuple[int, ...], np.ndarray] | None = None
+        self._rules_of: list[LogitRules | None] = [None] * num_rows  # those in the table
+        self._masked: set[int] = set()  # rows whose allowed tokens in the table are a chunk's mask
 
     @torch.inference_mode()
     def apply_to_chunks(self, ruled: Sequence[tuple[int, ScheduledChunk]], scores: Scores) -> None:
-        """Stores the rules of chunks that draw, and changes their logits in place.
+        """Stores the rules and masks of chunks that draw, and changes their logits in place.
 
         Args:
-            ruled: pairs of a row of the scores and the chunk with rules that draws from it; one
-                or more.
+            ruled: pairs of a row of the scores and the chunk with rules or a mask that draws from
+                it; one or more.
             scores: the step's scores.
         """
         for _, chunk in ruled:
             self._store(chunk)
+        self._store_masks([chunk for _, chunk in ruled if chunk.mask is not None])
         given = [
             (chunk.row, place, chunk.token_ids[-1], chunk.start_position + chunk.num_tokens)
             for place, chunk in ruled
@@ -126,13 +130,11 @@ class RowRules:
     def _apply(
         self, scores: Scores, ruled: RuledRows, tokens: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        if self._table is None:  # the step that would have stored the first rules has failed
-            self._table = self._table_for(0, 0, (0, 0))
         kernels.apply_logit_rules(
             scores.logits,
             scores.maxima,
             scores.likeliest,
-            self._table,
+            self._current_table(),
             rule_ids=ruled.rows,
             tokens=tokens,
             positions=positions,
@@ -140,9 +142,20 @@ class RowRules:
         )
 
     def _store(self, chunk: ScheduledChunk) -> None:
-        """Writes a chunk's rules and its sequence's tokens into the table."""
-        rules = chunk.rules
-        assert rules is not None
+        """Writes a chunk's rules and its sequence's tokens into the table, if they differ."""
+        row, rules = chunk.row, chunk.rules or _NO_RULES
+        is_known = self._rules_of[row] == rules
+        if not is_known:
+            self._store_lists(row, rules)
+        if chunk.mask is None and (row in self._masked or not is_known):
+            allowed = self._current_table().allowed[row]
+            allowed.copy_(to_device(self._mask(rules.allowed), self._device))
+            self._masked.discard(row)
+        if rules.reads_history:
+            self._store_history(chunk, self._current_table().history[row])
+
+    def _store_lists(self, row: int, rules: LogitRules) -> None:
+        """Writes rules into a row of the table, all but the allowed tokens."""
         bias_ids = np.array([token for token, _ in rules.bias], np.int32)
         biases = np.array([bias for _, bias in rules.bias], np.float32)
         stop_ids = np.array(rules.stop_token_ids, np.int32)
@@ -157,12 +170,25 @@ class RowRules:
             (table.biases, _padded(biases, table.biases.shape[1])),
             (table.stop_ids, _padded(stop_ids, table.stop_ids.shape[1])),
             (table.bad_words, _padded_words(words, table.bad_words.shape[1:])),
-            (table.allowed, self._mask(rules.allowed)),
         )
         for tensor, values in contents:
-            tensor[chunk.row].copy_(to_device(values, self._device))
-        if rules.reads_history:
-            self._store_history(chunk, table.history[chunk.row])
+            tensor[row].copy_(to_device(values, self._device))
+        self._rules_of[row] = rules
+
+    def _store_masks(self, masked: Sequence[ScheduledChunk]) -> None:
+        """Writes the masks of chunks into their rows, as far as rules allow their tokens."""
+        if not masked:
+            return
+        rows = np.array([chunk.row for chunk in masked], np.int64)
+        words = np.frombuffer(b"".join([chunk.mask or b"" for chunk in masked]), np.int32)
+        masks = words.reshape(len(masked), -1).copy()
+        for index, chunk in enumerate(masked):
+            if chunk.rules is not None and chunk.rules.allowed is not None:
+                masks[index] &= self._mask(chunk.rules.allowed)
+        self._masked.update(rows.tolist())
+        sent = to_device(masks, self._device)
+        allowed = self._current_table().allowed
+        allowed.index_copy_(0, to_device(rows, self._device), sent)
 
     def _store_history(self, chunk: ScheduledChunk, row: torch.Tensor) -> None:
         """Writes the tokens of a chunk's sequence into a row of `RuleTable.history`.
@@ -181,6 +207,12 @@ class RowRules:
         if self._mask_of is None or self._mask_of[0] is not allowed:
             self._mask_of = allowed, _make_mask(allowed, self._vocab_size)
         return self._mask_of[1]
+
+    def _current_table(self) -> RuleTable:
+        """Returns the table; makes it if no chunk has stored rules, as its step has failed."""
+        if self._table is None:
+            self._table = self._table_for(0, 0, (0, 0))
+        return self._table
 
     def _table_for(self, num_biases: int, num_stops: int, words: tuple[int, ...]) -> RuleTable:
         """Returns the table, wide enough for a row with lists of these lengths."""

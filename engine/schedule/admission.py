@@ -269,6 +269,7 @@ class Admission:
         return any(
             other.order < group.order
             and index < len(other.lead.keys.pool_keys)
+            and other.lead.num_computed <= index * self._config.block_size
             and other.lead.keys.pool_keys[index] == keys[index]
             for other in self._queues.chunking
         )

@@ -3,16 +3,19 @@
 import math
 from collections import abc
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
 from engine.batch import NO_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.beam_search import BeamStep
+from engine.constraints.matcher import Constraint
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.transfers import Transfers
 from engine.request import FinishReason, RequestOutput
 from engine.schedule.branches import Branches
+from engine.schedule.guides import Guides
 from engine.schedule.queues import GroupQueues
 
 __all__ = ["OutputProcessor"]
@@ -27,6 +30,7 @@ class OutputProcessor:
         queues: waiting and running groups.
         branches: forks and ends sequences.
         transfers: loads, saves and handoffs.
+        guides: what may follow sequences.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
         clock: monotonic seconds.
     """
@@ -36,12 +40,14 @@ class OutputProcessor:
         queues: GroupQueues,
         branches: Branches,
         transfers: Transfers,
+        guides: Guides,
         load_failure_policy: str,
         clock: Callable[[], float],
     ) -> None:
         self._queues = queues
         self._branches = branches
         self._transfers = transfers
+        self._guides = guides
         self._load_failure_policy = load_failure_policy
         self._clock = clock
         # Of prompts that are being computed; the group's first output takes them.
@@ -49,13 +55,40 @@ class OutputProcessor:
 
     # Input.
 
-    def take_progress(self, group: SequenceGroup) -> Outputs:
-        """Ends candidates of a new group that the tokens it came with end."""
+    def take_progress(
+        self,
+        group: SequenceGroup,
+        appended: abc.Mapping[Sequence, tuple[int, ...]] = MappingProxyType({}),
+    ) -> Outputs:
+        """Ends candidates of a new group that the tokens it came with end.
+
+        Args:
+            group: a group that waits.
+            appended: by candidate, tokens that ended it and that no output has had.
+        """
         if not group.request.progress:
             return []
-        outputs = [o for branch in list(group.branches) for o in self._end_if_over(branch, ())]
+        outputs = [
+            output
+            for branch in list(group.branches)
+            for output in self._end_if_over(branch, appended.get(branch, ()))
+        ]
         if group.branches:
             group.make_root()
+        return outputs
+
+    def start_guided(self, group: SequenceGroup, constraint: Constraint | None) -> Outputs:
+        """Gives a group its guides, and makes it wait for admission if it waited for its grammar.
+
+        Ends the candidates whose texts are complete.
+        """
+        try:
+            appended = self._guides.attach(group, constraint)
+        except BatonError as error:
+            return [self.end(group, FinishReason.ERROR, error)]
+        outputs = self.take_progress(group, appended)
+        if group.state is GroupState.COMPILING:
+            self._queues.wait_compiled(group)
         return outputs
 
     def take_load(self, load: FinishedLoad) -> Outputs:
@@ -110,6 +143,8 @@ class OutputProcessor:
         self._branches.register(sequence)
         if sequence is group.lead:
             self._transfers.saves.save_computed(group)
+        if sequence.guide is not None and sequence.num_computed > group.num_prompt:
+            self._transfers.saves.save_filled(sequence)
         self._branches.release_behind(sequence)
         if result is None:
             is_whole = sequence.num_computed == len(sequence.token_ids)
@@ -118,9 +153,12 @@ class OutputProcessor:
             group.first_token_at = self._clock()
         if group.beams is not None:
             return self._take_tops(sequence, result)
-        if sequence is group.root:
-            return self._take_first_tokens(sequence, result)
-        return self._take_token(sequence, result)
+        try:
+            if sequence is group.root:
+                return self._take_first_tokens(sequence, result)
+            return self._take_token(sequence, result)
+        except BatonError as error:  # of the sequence's guide
+            return [self.end(group, FinishReason.ERROR, error)]
 
     def take_decoded(
         self,
@@ -189,10 +227,11 @@ class OutputProcessor:
 
     def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
         """Processes the one token that a candidate draws."""
-        group, token_ids = sequence.group, result.token_ids
-        sequence.token_ids += token_ids
+        group = sequence.group
+        sequence.token_ids += result.token_ids
         sequence.logprob += sum(result.logprobs)
-        if group.hands_over and group.finish_reason(sequence.token_ids) is None:
+        token_ids = self._guides.advance(sequence)
+        if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
         details = result.details
         return self._end_if_over(sequence, token_ids, details) or self._go_on(
@@ -213,15 +252,16 @@ class OutputProcessor:
             branch.token_ids.append(token_id)
         for branch, logprob in zip(branches, result.logprobs, strict=False):
             branch.logprob = logprob
-        are_over = [group.finish_reason(branch.token_ids) is not None for branch in branches]
+        newest = [self._guides.advance(branch) for branch in branches]
+        are_over = [branch.finish_reason is not None for branch in branches]
         if group.hands_over and not all(are_over):
             return self._hand_over(group, result)
         group.branches = list(branches)
         outputs: Outputs = []
         for index, branch in enumerate(branches):
-            newest, details = (branch.token_ids[-1],), result.details[index : index + 1]
-            outputs += self._end_if_over(branch, newest, details) or self._go_on(
-                branch, newest, details
+            token_ids, details = newest[index], result.details[index : index + 1]
+            outputs += self._end_if_over(branch, token_ids, details) or self._go_on(
+                branch, token_ids, details
             )
         return outputs + self._leave_root(group) if group.branches else outputs
 
@@ -327,7 +367,7 @@ class OutputProcessor:
         group = sequence.group
         if not sequence.is_streamed:
             sequence.token_logprobs += details
-        reason = group.finish_reason(sequence.token_ids)
+        reason = sequence.finish_reason
         if reason is None:
             return []
         if sequence.is_streamed:
@@ -382,8 +422,8 @@ class OutputProcessor:
         """
         if token_id == NO_TOKEN:
             error = InvalidArgumentError(
-                "logit_bias, allowed_token_ids, bad_words, min_tokens and the penalties of this "
-                "request leave no token to draw next"
+                "structured_outputs, logit_bias, allowed_token_ids, bad_words, min_tokens and the "
+                "penalties of this request leave no token to draw next"
             )
             return self.end(group, FinishReason.ERROR, error)
         return self._end_poisoned(group)

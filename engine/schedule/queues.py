@@ -82,9 +82,17 @@ class GroupQueues:
 
     # Towards running.
 
-    def enqueue(self, group: SequenceGroup) -> None:
-        """Adds a new group to the waiting ones."""
+    def enqueue(self, group: SequenceGroup, *, needs_grammar: bool = False) -> None:
+        """Adds a new group, to the waiting ones unless it waits for its grammar first."""
         self.groups[group.request_id] = group
+        if needs_grammar:
+            group.state = GroupState.COMPILING
+            return
+        insort(self._waiting, group, key=order_of)
+
+    def wait_compiled(self, group: SequenceGroup) -> None:
+        """Makes a group wait for admission that has waited for its grammar."""
+        group.state = GroupState.WAITING
         insort(self._waiting, group, key=order_of)
 
     def stop_waiting(self, group: SequenceGroup) -> None:

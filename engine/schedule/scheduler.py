@@ -33,6 +33,7 @@ from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
+from engine.schedule.guides import GrammarSource, Guides
 from engine.schedule.outputs import OutputProcessor
 from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan, StepRecord
@@ -91,7 +92,7 @@ class Deadlines:
 class Scheduler:
     """Queues, admission, preemption and bookkeeping of one engine.
 
-    Call order per step: `apply`, `expire`, `schedule`, (the runner), `commit`
+    Call order per step: `apply`, `take_compiled`, `expire`, `schedule`, (the runner), `commit`
     or `fail`, `build_work`. Between steps: `add`, `abort`, `finish_candidate`,
     `release_handoff`, `prefetch`.
 
@@ -103,6 +104,7 @@ class Scheduler:
         costs: measured costs of computing and swapping, for preemption and loads.
         namespace: digest that block keys are rooted in.
         connector: scheduler half of the KV connector; a null connector if there is none.
+        grammars: compiles constraints.
         metrics: counts transfers; None discards them.
         clock: monotonic seconds.
 
@@ -120,6 +122,7 @@ class Scheduler:
         costs: StepCosts,
         namespace: bytes,
         connector: KvConnectorScheduler,
+        grammars: GrammarSource,
         metrics: TransferMetrics | None = None,
         clock: Callable[[], float],
     ) -> None:
@@ -158,8 +161,14 @@ class Scheduler:
             costs,
             clock,
         )
+        self._guides = Guides(grammars, info.vocab_size)
         self._outputs = OutputProcessor(
-            self._queues, self._branches, self._transfers, config.kv_load_failure_policy, clock
+            self._queues,
+            self._branches,
+            self._transfers,
+            self._guides,
+            config.kv_load_failure_policy,
+            clock,
         )
         self._groups = self._queues.groups
         self._deadlines = Deadlines(self._groups)
@@ -187,7 +196,7 @@ class Scheduler:
         """Returns how busy the engine is."""
         return EngineLoad(
             num_running=self._queues.num_running,
-            num_waiting=self._queues.num_waiting,
+            num_waiting=self._queues.num_waiting + self._guides.num_compiling,
             num_queued_tokens=self._queues.num_queued_tokens,
             num_free_blocks=self.kv.pool.num_free,
             num_blocks=self.kv.pool.num_blocks,
@@ -205,12 +214,32 @@ class Scheduler:
         Returns:
             The outputs of candidates that end at once because of the tokens they have.
         """
-        group = self._new_group(request)
-        self._queues.enqueue(group)
+        group, params = self._new_group(request), request.spec.params
+        outputs = params.structured_outputs
+        self._queues.enqueue(group, needs_grammar=outputs is not None)
         self._transfers.loads.accept(group)
         if request.spec.deadline is not None:
             self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
+        if outputs is not None:
+            self._guides.start_compiling(group, outputs)
+            return self.take_compiled()
+        if params.thinking_token_budget is not None:
+            return self._outputs.start_guided(group, None)
         return self._outputs.take_progress(group)
+
+    def take_compiled(self) -> list[RequestOutput]:
+        """Lets the requests run whose grammars are compiled, and ends those whose are refused.
+
+        Returns:
+            Outputs of requests and candidates that end.
+        """
+        outputs: list[RequestOutput] = []
+        for group, result in self._guides.take_compiled():
+            if isinstance(result, BatonError):
+                outputs.append(self._outputs.end(group, FinishReason.ERROR, result))
+            else:
+                outputs += self._outputs.start_guided(group, result)
+        return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold. Unknown ids are ignored."""

@@ -80,6 +80,7 @@ class StepPlan:
         ends = end == len(sequence.token_ids)
         draws = group.draws_of(sequence) if ends else ()
         rules = draws[0].rules if draws else None
+        guide = sequence.guide if draws else None
         chunk = ScheduledChunk(
             row=sequence.row,
             token_ids=tuple(sequence.token_ids[start:end]),
@@ -89,6 +90,7 @@ class StepPlan:
             wants_logprobs=spec.params.is_ranked,
             num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
             history=_tokens_before(sequence, start) if rules and rules.reads_history else (),
+            mask=None if guide is None else guide.mask,
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]
@@ -98,7 +100,7 @@ class StepPlan:
         self.budget -= num_tokens
         self.num_partial += not ends
         self._chunks.append((sequence, chunk))
-        goes_on = sequence is not group.root and len(chunk.draws) == 1
+        goes_on = sequence is not group.root and len(chunk.draws) == 1 and guide is None
         if goes_on and end + 1 < sequence.limit:
             self.entering.append(sequence)
 

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from baton import AsyncClient, Client, SamplingParams
+from baton import AsyncClient, Client, SamplingParams, StructuredOutputs
 from baton.errors import (
     DeadlineExceededError,
     InternalError,
@@ -90,6 +90,46 @@ def test_only_stated_parameters_are_sent(server):
     assert some.sampling == common_pb2.SamplingParams(top_k=3)
     assert some.stopping == common_pb2.StoppingParams(min_tokens=90)
     assert some.text_params == common_pb2.TextParams(detokenize=False)
+
+
+FORMS = [
+    SamplingParams(
+        structured_outputs=StructuredOutputs(json={"type": "integer"}),
+        thinking_token_budget=7,
+        extra_args={"a": [1]},
+    ),
+    {
+        "structured_outputs": {"json": {"type": "integer"}},
+        "thinking_token_budget": 7,
+        "extra_args": {"a": [1]},
+    },
+]
+
+
+@pytest.mark.parametrize("params", FORMS)
+def test_constraints_reach_the_server(server, params):
+    with Client(server.address) as client:
+        client.generate("hi", params)
+        list(client.stream("hi", params))
+
+    async def generate():
+        async with AsyncClient(server.address) as client:
+            await client.generate("hi", params)
+
+    asyncio.run(generate())
+    for request in server.requests:
+        expected = common_pb2.StructuredOutputs(json='{"type":"integer"}')
+        assert request.sampling.structured_outputs == expected
+        assert request.sampling.thinking_token_budget == 7
+        assert request.sampling.extra_args_json == '{"a":[1]}'
+    assert len(server.requests) == 3
+
+
+def test_malformed_constraints_are_refused_by_the_client(server):
+    message = r"^structured_outputs\.json is not JSON"
+    with Client(server.address) as client, pytest.raises(InvalidArgumentError, match=message):
+        client.generate("hi", {"structured_outputs": {"json": "{"}})
+    assert not server.requests
 
 
 def test_none_in_a_mapping_leaves_the_value_to_the_server(server):

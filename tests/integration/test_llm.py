@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton import LLM, SamplingParams
-from baton.errors import ConfigurationError, InvalidArgumentError
+from baton import LLM, SamplingParams, StructuredOutputs
+from baton.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
 from engine.batch import candidate_seed
+from router.reasoning import encode_marks
 from tests.support.checkpoints import (
     EOS_TOKEN_ID,
     prompt_of,
@@ -138,6 +139,19 @@ def test_the_text_may_include_what_ended_it(llm):
 def test_bad_words_are_recorded_as_tokens(llm):
     request = llm._make_request("abc", replace(GREEDY, bad_words=["no"]))
     assert request.spec.bad_words_token_ids == (tuple(b"no"),)
+
+
+def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkeypatch):
+    limited = replace(GREEDY, thinking_token_budget=3)
+    with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no marks"):
+        llm.generate("abc", limited, use_tqdm=False)
+    marks = encode_marks(llm._tokenizer, "<t>", "</t>")
+    monkeypatch.setattr(llm, "_marks", marks)
+    assert llm._make_request("abc", limited).spec.reasoning == marks
+    assert marks.end_token_ids == tuple(b"</t>")
+    formed = replace(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
+    assert llm._make_request("abc", formed).spec.reasoning == marks
+    assert llm._make_request("abc", GREEDY).spec.reasoning is None
 
 
 def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):
@@ -372,6 +386,8 @@ def test_unknown_and_bad_arguments_are_errors(path):
         LLM(str(path), max_num_sequences=4)
     with pytest.raises(ConfigurationError, match="--block-size is 0"):
         LLM(str(path), block_size=0)
+    with pytest.raises(ConfigurationError, match="one of --reasoning-start-str and"):
+        LLM(str(path), reasoning_start_str="<think>")
     with pytest.raises(ConfigurationError):
         LLM("/nowhere/at/all")
 

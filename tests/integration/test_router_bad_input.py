@@ -36,6 +36,18 @@ BAD_REQUESTS = [
     ("temperature", sampling(temperature=NAN)),
     ("top_p", sampling(top_p=0)),
     ("top_p", sampling(top_p=1.01)),
+    ("structured_outputs sets no form", sampling(structured_outputs={})),
+    ("structured_outputs.json is not JSON", sampling(structured_outputs={"json": "{"})),
+    (
+        "structured_outputs sets regex, grammar; set exactly one",
+        sampling(structured_outputs={"regex": "a", "grammar": "b"}),
+    ),
+    (
+        "structured_outputs is set together with beam_width",
+        sampling(structured_outputs={"regex": "a"}, beam_search={"beam_width": 2}),
+    ),
+    ("extra_args is not JSON", sampling(extra_args_json="x")),
+    ("extra_args has 70000 bytes", sampling(extra_args_json=" " * 70_000)),
     ("model is 'gpt-5'", {"text": "hello", "model": "gpt-5"}),
     ("stop has 17 entries", stopping(stop=["x"] * 17)),
     ("stop", stopping(stop=["x" * 257])),

@@ -1,5 +1,6 @@
 """Options of text and defaults, through a real router and scripted workers."""
 
+import grpc
 import pytest
 
 from baton.v1 import common_pb2, generation_pb2
@@ -127,6 +128,45 @@ async def test_all_rules_reach_both_tiers():
         assert dict(sampling.logit_bias) == {300: 4.5}
         assert list(sampling.allowed_token_ids) == [300, 9]
         assert spec.stopping.min_tokens == 2
+
+
+MARKS = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+
+
+async def test_constraints_and_marks_of_the_reasoning_part_reach_both_tiers():
+    message = request(max_tokens=3)
+    outputs = common_pb2.StructuredOutputs(json='{"type":"integer"}', disable_any_whitespace=True)
+    message.sampling.MergeFrom(
+        common_pb2.SamplingParams(
+            structured_outputs=outputs, thinking_token_budget=0, extra_args_json='{"a": [1, null]}'
+        )
+    )
+    _, (first, *_), (start, *_) = await generated(message, [300] * 9, **MARKS)
+    for spec in (first, start):
+        assert spec.sampling.structured_outputs == outputs
+        assert spec.sampling.HasField("thinking_token_budget")
+        assert spec.sampling.extra_args_json == '{"a":[1,null]}'
+        assert list(spec.reasoning.start_token_ids) == script_of("<think>")
+        assert list(spec.reasoning.end_token_ids) == script_of("</think>")
+
+
+async def test_requests_without_constraints_have_no_marks():
+    _, (first, *_), (start, *_) = await generated(request(max_tokens=3), [300] * 9, **MARKS)
+    assert not first.HasField("reasoning")
+    assert not start.HasField("reasoning")
+
+
+async def test_a_thinking_budget_needs_marks():
+    decode = FakeDecode([300] * 9)
+    message = request(max_tokens=3)
+    message.sampling.thinking_token_budget = 5
+    async with running_workers(decode), running_router(decode) as router:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="--reasoning-start-str and --reasoning-end"
+        ) as info:
+            await router.generate(message)
+    assert info.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert not decode.starts
 
 
 DEFAULTS = {"temperature": 0.5, "top_p": 0.75, "max_tokens": 5}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch
+from engine.constraints.grammars import Grammars
 from engine.request import EngineRequest, RequestOutput
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
@@ -88,14 +89,16 @@ class DrivenScheduler:
         self.shares: dict[str, int] = {}
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
         connector = KvConnectorScheduler("fake", lease_s=60)
+        engine_config = fake_config(kv_connector="fake://" if with_connector else None, **config)
         self.scheduler = Scheduler(
-            fake_config(kv_connector="fake://" if with_connector else None, **config),
+            engine_config,
             info,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             costs=self.runner.costs,
             namespace=NAMESPACE,
             connector=connector if with_connector else null_connector()[0],
+            grammars=Grammars(engine_config, info, lambda: None),
             metrics=self.metrics,
             clock=lambda: self.now,
         )

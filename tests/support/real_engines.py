@@ -102,6 +102,7 @@ class SplitRun:
         self._has_results = threading.Event()
         for core in (prefill, decode):
             core._connector.set_waker(self._has_results.set)
+            core._grammars._on_compiled = self._has_results.set
         self.prefilled: Outputs = {}
         self.handed: dict[str, EngineRequest] = {}
         self.outputs: Outputs = {}

@@ -21,12 +21,19 @@ Choose = Callable[[torch.Tensor, Sequence[int]], int]
 """Returns the next token. Arguments: `[vocab]` logits and the sequence's tokens."""
 
 
-def generate(path: Path, request: EngineRequest, choose: Choose) -> list[int]:
-    """Returns the tokens that follow the request's prompt, up to a stop token."""
+def generate(
+    path: Path,
+    request: EngineRequest,
+    choose: Choose,
+    is_complete: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Returns the tokens that follow the request's prompt, up to a stop token or until they are
+    complete.
+    """
     prompt, drawn = list(request.spec.prompt_token_ids), []
     while len(drawn) < request.spec.params.max_tokens:
         drawn.append(choose(_logits(path, tuple(prompt + drawn)), prompt + drawn))
-        if drawn[-1] in request.spec.stop_token_ids:
+        if drawn[-1] in request.spec.stop_token_ids or is_complete():
             break
     return drawn
 

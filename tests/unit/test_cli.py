@@ -138,8 +138,10 @@ def test_generate_has_a_flag_for_every_parameter():
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "detokenize": False,
+        "thinking_token_budget": 7,
+        "extra_args": '{"a": 1}',
     }
-    assert given.keys() == set(SamplingParams.__slots__)
+    assert given.keys() | {"structured_outputs"} == set(SamplingParams.__slots__)
     parser = argparse.ArgumentParser()
     add_sampling_args(parser)
     singular = {
@@ -157,6 +159,47 @@ def test_generate_has_a_flag_for_every_parameter():
             flags = [f"--{flag}={one}" for one in (value if isinstance(value, list) else [value])]
         stated = sampling_fields_from_args(parser.parse_args(flags))
         assert stated == {"max_tokens": 128, name: value}
+
+
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        (["--json-schema", "FILE"], {"json": '{"type": "integer"}'}),
+        (["--json-object"], {"json_object": True}),
+        (
+            ["--json-object", "--disable-any-whitespace"],
+            {"json_object": True, "disable_any_whitespace": True},
+        ),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+        (["--grammar", "FILE"], {"grammar": '{"type": "integer"}'}),
+        (["--structural-tag", "FILE"], {"structural_tag": '{"type": "integer"}'}),
+    ],
+)
+def test_generate_has_a_flag_for_every_form(flags, form, tmp_path):
+    path = tmp_path / "form"
+    path.write_text('{"type": "integer"}')
+    parser = argparse.ArgumentParser()
+    add_sampling_args(parser)
+    args = parser.parse_args([str(path) if flag == "FILE" else flag for flag in flags])
+    assert sampling_fields_from_args(args) == {"max_tokens": 128, "structured_outputs": form}
+
+
+def test_generate_sends_the_form_of_the_text(capsys):
+    flags = ["--regex", "[ab]+", "--thinking-token-budget", "9", "--extra-args", '{"a": 1}']
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address, *flags]) == 0
+    sampling = server.requests[0].sampling
+    assert sampling.structured_outputs == common_pb2.StructuredOutputs(regex="[ab]+")
+    assert (sampling.thinking_token_budget, sampling.extra_args_json) == (9, '{"a":1}')
+
+
+def test_two_forms_and_a_missing_file_are_refused(capsys, tmp_path):
+    assert main(["generate", "hi", "--regex", "a", "--json-object"]) == 1
+    assert "structured_outputs sets json_object, regex; set exactly one" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--grammar", str(tmp_path / "none")])
+    assert "--grammar: cannot read" in capsys.readouterr().err
 
 
 def test_a_malformed_bias_is_a_usage_error(capsys):

@@ -73,6 +73,9 @@ def test_every_field_can_be_given(tmp_path):
         kv_transfer_layer_slices=3,
         kv_transfer_timeout_s=7.5,
         logprobs_mode="processed_logprobs",
+        structured_outputs_backend="llguidance",
+        grammar_timeout_s=2.5,
+        grammar_cache_bytes=12345,
     )
     default = EngineConfig(model="m")
     arguments = []
@@ -95,6 +98,10 @@ def test_byte_sizes_may_have_units():
         (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
         (["--role", "chef"], "--role: invalid choice: 'chef'"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: invalid choice: 'int3'"),
+        (
+            ["--structured-outputs-backend", "outlines"],
+            "--structured-outputs-backend: invalid choice",
+        ),
         (["--blocksize", "4"], "unrecognized arguments: --blocksize"),
     ],
 )
@@ -113,6 +120,24 @@ def test_the_model_is_required(capsys):
 def test_ranges_are_checked_by_the_config():
     with pytest.raises(ConfigurationError, match="--block-size is 0; it must be >= 1"):
         _parse("--model", "m", "--block-size", "0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "limit"),
+    [
+        ("--grammar-timeout-s", "0", "0.0; it must be > 0 and finite"),
+        ("--grammar-timeout-s", "inf", "inf; it must be"),
+    ],
+)
+def test_limits_of_grammars_are_checked(flag, value, limit):
+    with pytest.raises(ConfigurationError, match=f"{flag} is {limit}"):
+        _parse("--model", "m", flag, value)
+
+
+def test_the_cache_of_grammars_may_be_empty_but_not_negative():
+    assert EngineConfig(model="m", grammar_cache_bytes=0).grammar_cache_bytes == 0
+    with pytest.raises(ConfigurationError, match="--grammar-cache-bytes is -1; it must be >= 0"):
+        EngineConfig(model="m", grammar_cache_bytes=-1)
 
 
 @pytest.mark.parametrize("size", ["0", "3", "32"])

@@ -71,7 +71,8 @@ def test_every_process_has_a_name_and_a_port_of_its_own():
 
 
 def test_the_services_parse_the_planned_flags_to_the_same_configuration():
-    plan = plan_cluster(config(generation_config="none"))
+    marks = {"reasoning_start_str": "<think>", "reasoning_end_str": "-- end"}
+    plan = plan_cluster(config(generation_config="none", **marks))
     args = parse(add_decode_args, plan.decode[1].spec.arguments)
     assert engine_config_from_args(args, role="decode") == EngineConfig(
         **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
@@ -86,6 +87,7 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert router.decode == tuple(server.address for server in plan.decode)
     assert router.model_name == ENGINE.model_name == "some"
     assert router.generation_config == "none"
+    assert (router.reasoning_start_str, router.reasoning_end_str) == tuple(marks.values())
 
 
 def test_defaults_need_no_flags():

@@ -17,7 +17,6 @@ from tests.support.constraints import (
     backend_of,
     constraint_of,
     new_matcher,
-    tokenizer_of,
     vocabulary_of,
 )
 from tests.support.json_schemas import allowed_tokens, text_of, walk
@@ -162,34 +161,6 @@ def test_without_stop_tokens_a_complete_text_ends_with_an_empty_mask(name, kind)
     type_text(matcher, vocabulary, "a")
     assert matcher.is_terminated
     assert allowed_tokens(matcher, vocabulary) == []
-
-
-@each_backend
-@each_kind
-def test_a_constraint_may_begin_after_the_reasoning_part(name, kind):
-    vocabulary = vocabulary_of(kind)
-    end = tokenizer_of(kind).encode("fox jumps", add_special_tokens=False).ids
-    constraint = constraint_of(name, kind, choice=["yes"])
-    matcher = constraint.new_matcher(vocabulary.eos_token_ids, starts_after=end)
-    row = np.zeros(vocabulary.num_mask_words, dtype=np.int32)
-    free = [5, 7, *end[:-1], 9]
-    assert matcher.replay(free)
-    assert not matcher.fill_mask(row)
-    assert (row == -1).all()
-    assert not matcher.is_active
-    assert matcher.forced_text() == b""
-    assert matcher.replay(end)
-    assert matcher.is_active
-    assert matcher.fill_mask(row)
-    assert matcher.forced_text() == b"yes"
-    twin = matcher.fork()
-    type_text(matcher, vocabulary, "yes")
-    assert matcher.is_terminated
-    assert not twin.is_terminated
-    matcher.rollback(4)
-    assert not matcher.is_active
-    assert matcher.replay([end[-1]])
-    assert matcher.is_active
 
 
 @each_backend

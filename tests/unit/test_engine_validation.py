@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.request_spec import ReasoningMarks
 from engine import validation
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress
@@ -103,6 +104,7 @@ def test_progress_that_another_replica_may_have_made_is_accepted():
         ({"allowed_token_ids": [2]}, r"allowed_token_ids is 2; it must be in \[0, 2\)"),
         ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
         ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
+        ({"reasoning": ReasoningMarks((0,), (1, 2))}, "reasoning is 2"),
         ({"bad_words_token_ids": ((0, 1), ())}, "bad_words_token_ids has an empty word"),
         (
             {"bad_words_token_ids": ((0, 1),) * 513},

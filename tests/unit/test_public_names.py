@@ -49,6 +49,7 @@ def test_the_package_exports_its_public_names():
         "BatonError",
         "Client",
         "SamplingParams",
+        "StructuredOutputs",
         "__version__",
     }
     for name in baton.__all__:

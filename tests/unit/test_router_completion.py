@@ -18,6 +18,7 @@ def make_completion(**params):
         request_id="r/0123456789abcdef",
         prompt_token_ids=(5, 6),
         params=SamplingParams(**params),
+        stop_token_ids=frozenset({7, 8}),
     )
     return Completion(spec, tokenizer(), arrival=0.0)
 
@@ -79,6 +80,36 @@ async def test_the_stop_token_is_reported_if_one_ended_the_candidate(reason, mat
     (response,) = make_completion().add(make_output([9, 7], reason, is_last=True))
     assert response.matched_stop.token_id == matched
     assert response.finish_reason == reason
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_complete_structured_output_ends_with_its_last_token(include):
+    """The engine ends a text that its grammar does not let go on, without a stop token."""
+    part = make_completion(include_stop_str_in_output=include, stop=["}!"])
+    token_ids = script_of('{"a":"yes"}')
+    (first,) = part.add(make_output(token_ids[:2]))
+    (last,) = part.add(make_output(token_ids[2:], STOP, is_last=True))
+    assert len(token_ids[2:]) > 1  # forced tokens arrive together
+    assert list(last.token_ids) == token_ids[2:]
+    assert first.text + last.text == '{"a":"yes"}'
+    assert last.finish_reason == STOP
+    assert not last.HasField("matched_stop")
+
+
+async def test_a_complete_structured_output_may_end_after_its_last_token():
+    part = make_completion()
+    (first,) = part.add(make_output(script_of("yes")))
+    (end,) = part.add(make_output([], STOP, is_last=True))
+    assert (first.text, end.text, end.finish_reason) == ("yes", "", STOP)
+    assert not end.HasField("matched_stop")
+
+
+async def test_forced_tokens_end_at_a_stop_text_among_them():
+    part = make_completion(stop=["b"])
+    token_ids = script_of("a.b.c")
+    (response,) = part.add(make_output(token_ids, STOP, is_last=True))
+    assert (response.text, response.matched_stop.text) == ("a.", "b")
+    assert list(response.token_ids) == token_ids[:3]
 
 
 async def test_a_stop_token_may_precede_the_end():

@@ -48,6 +48,14 @@ def test_the_generation_config_is_one_of_two(capsys):
     assert "--generation-config: invalid choice: 'vllm'" in capsys.readouterr().err
 
 
+def test_the_marks_of_the_reasoning_part_are_texts():
+    config = parse_config("--decode", "a:1")
+    assert (config.reasoning_start_str, config.reasoning_end_str) == (None, None)
+    flags = ("--reasoning-start-str", "<think>", "--reasoning-end-str=--end--")
+    config = parse_config("--decode", "a:1", *flags)
+    assert (config.reasoning_start_str, config.reasoning_end_str) == ("<think>", "--end--")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

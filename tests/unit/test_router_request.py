@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.request_spec import client_id_of
+from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.request_spec import ReasoningMarks, client_id_of
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.request import prepare_request, tokenize_prompt
@@ -160,3 +160,45 @@ async def test_missing_parameters_are_filled_in():
     other = (await prepare(SamplingParams())).spec
     assert other.params.seed != warm.params.seed
     assert (await prepare(SamplingParams(temperature=0))).spec.params.seed == 0
+
+
+MARKS = ReasoningMarks(start_token_ids=(5,), end_token_ids=(6, 7))
+
+
+@pytest.mark.parametrize(
+    ("params", "marks", "expected"),
+    [
+        ({}, MARKS, None),
+        ({}, None, None),
+        ({"structured_outputs": {"regex": "a"}}, None, None),
+        ({"structured_outputs": {"regex": "a"}}, MARKS, MARKS),
+        ({"thinking_token_budget": 0}, MARKS, MARKS),
+        ({"extra_args": {"a": 1}}, MARKS, None),
+    ],
+)
+async def test_requests_that_depend_on_the_reasoning_part_get_its_marks(params, marks, expected):
+    message = generation_pb2.GenerateRequest(text="ab")
+    request = await prepare_request(
+        message, SamplingParams(**params), tokenizer(), MODEL, LIMITS, time.monotonic() + 9, marks
+    )
+    assert request.spec.reasoning == expected
+
+
+async def test_a_thinking_budget_without_marks_is_refused():
+    message = generation_pb2.GenerateRequest(text="ab")
+    params = SamplingParams(thinking_token_budget=5)
+    with pytest.raises(
+        FailedPreconditionError,
+        match=r"^thinking_token_budget is 5, .* must set --reasoning-start-str and",
+    ):
+        await prepare_request(message, params, tokenizer(), MODEL, LIMITS, time.monotonic() + 9)
+
+
+async def test_marks_that_the_model_has_no_logits_for_are_refused():
+    message = generation_pb2.GenerateRequest(text="ab")
+    params = SamplingParams(thinking_token_budget=5)
+    marks = ReasoningMarks(start_token_ids=(5,), end_token_ids=(1000,))
+    with pytest.raises(FailedPreconditionError, match="have the token 1000, which the model"):
+        await prepare_request(
+            message, params, tokenizer(), MODEL, LIMITS, time.monotonic() + 9, marks
+        )

@@ -9,6 +9,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
 from baton.spec_wire import params_from_proto
+from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2
 
 DEFAULTS = SamplingParams()
@@ -42,6 +43,9 @@ def test_the_defaults_are_those_of_vllm():
             skip_special_tokens=True,
             spaces_between_special_tokens=True,
             detokenize=True,
+            structured_outputs=None,
+            thinking_token_budget=None,
+            extra_args=None,
         )
         == DEFAULTS
     )
@@ -67,6 +71,31 @@ def test_values_take_one_form():
     assert list(params.logit_bias.items()) == [(2, -1.5), (7, 1.0)]
     assert SamplingParams(logit_bias={}).logit_bias is None
     assert replace(params) == params
+
+
+def test_structured_outputs_may_be_a_mapping_of_its_fields():
+    schema = {"type": "integer"}
+    params = SamplingParams(structured_outputs={"json": schema, "disable_any_whitespace": True})
+    expected = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert params.structured_outputs == expected
+    assert SamplingParams(structured_outputs=expected).structured_outputs is expected
+    choices = {"choice": ["a"], "regex": None}
+    assert SamplingParams(structured_outputs=choices).structured_outputs.choice == ("a",)
+
+
+def test_a_thinking_budget_of_minus_one_is_no_limit():
+    assert SamplingParams(thinking_token_budget=-1) == DEFAULTS
+    assert SamplingParams(thinking_token_budget=0).thinking_token_budget == 0
+
+
+def test_extra_args_are_kept_as_a_copy_of_json_values():
+    given = {"b": [1, {"c": None}], "a": ("x", 0.5)}
+    params = SamplingParams(extra_args=given)
+    given["b"].append(2)
+    assert params.extra_args == {"b": [1, {"c": None}], "a": ["x", 0.5]}
+    assert SamplingParams(extra_args='{"b": [1, {"c": null}], "a": ["x", 0.5]}') == params
+    assert replace(params) == params
+    assert SamplingParams(extra_args={}) == DEFAULTS
 
 
 def test_arrays_are_lists_of_token_ids():
@@ -192,6 +221,22 @@ BAD = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be in"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
     ({"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens is 2147483648"),
+    ({"structured_outputs": "a+"}, r"structured_outputs is 'a\+'; it must be a StructuredOutputs"),
+    ({"structured_outputs": {}}, "structured_outputs sets no form"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs has no field 'regexp'; it has j"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not JSON"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget is -2; it must be an integer in"),
+    ({"thinking_token_budget": 2**32}, "thinking_token_budget is 4294967296"),
+    ({"thinking_token_budget": 1.0}, "thinking_token_budget is 1.0"),
+    ({"thinking_token_budget": True}, "thinking_token_budget is True"),
+    ({"extra_args": [1]}, "extra_args must be a JSON object, not list"),
+    ({"extra_args": "[1]"}, "extra_args must be a JSON object, not list"),
+    ({"extra_args": "{"}, "extra_args is not JSON: Expecting"),
+    ({"extra_args": {"a": {3: 4}}}, "extra_args has the key 3; keys must be texts"),
+    ({"extra_args": {"a": math.nan}}, "extra_args is not JSON: Out of range float"),
+    ({"extra_args": {"a": object()}}, "extra_args is not JSON: Object of type object"),
+    ({"extra_args": {"a": "x" * 2**16}}, "extra_args has 65544 bytes of UTF-8; at most 65536"),
+    ({"extra_args": {"a": "\ud800"}}, "extra_args is not valid Unicode"),
 ]
 
 
@@ -219,6 +264,9 @@ def test_a_value_beyond_its_limit_is_refused_by_name(values, message):
         {"min_tokens": 1},
         {"logprobs": 0},
         {"prompt_logprobs": 0},
+        {"structured_outputs": StructuredOutputs(regex="a")},
+        {"thinking_token_budget": 0},
+        {"extra_args": {"a": 1}},
     ],
 )
 def test_beam_search_refuses_what_it_cannot_obey(value):
@@ -228,10 +276,7 @@ def test_beam_search_refuses_what_it_cannot_obey(value):
     SamplingParams(n=2, best_of=3, **value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["guided_decoding", "structured_outputs", "logits_processors", "thinking_token_budget"],
-)
+@pytest.mark.parametrize("name", ["guided_decoding", "logits_processors"])
 def test_options_that_do_not_exist_are_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import RequestSpec, client_id_of, unique_request_id
+from baton.request_spec import ReasoningMarks, RequestSpec, client_id_of, unique_request_id
 from baton.sampling_params import SamplingParams
 from baton.spec_wire import (
     params_from_proto,
@@ -18,6 +18,7 @@ from baton.spec_wire import (
     stopping_to_proto,
     text_to_proto,
 )
+from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 from tests.support.rpc_servers import spec_message
 
@@ -32,6 +33,29 @@ STOPPING = {
     "spaces_between_special_tokens": st.booleans(),
     "detokenize": st.booleans(),
 }
+TEXT = st.text("ab é{", min_size=1, max_size=5)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+NAMED_JSON = st.dictionaries(st.text(max_size=3), JSON, max_size=3)
+OUTPUTS = (
+    st.builds(StructuredOutputs, json=NAMED_JSON, disable_any_whitespace=st.booleans())
+    | st.builds(
+        StructuredOutputs, json_object=st.just(True), whitespace_pattern=st.none() | st.just(" ?")
+    )
+    | st.builds(StructuredOutputs, regex=TEXT)
+    | st.builds(StructuredOutputs, choice=st.lists(TEXT, min_size=1, max_size=3))
+    | st.builds(StructuredOutputs, grammar=TEXT)
+    | st.builds(StructuredOutputs, structural_tag=NAMED_JSON)
+)
 DRAWING = {
     "temperature": st.floats(0, 4, width=32),
     "top_k": st.integers(-1, 2**32 - 1),
@@ -47,6 +71,9 @@ DRAWING = {
     "seed": st.integers(0, 2**64 - 1) | st.none(),
     "logprobs": st.none() | st.integers(0, 20),
     "prompt_logprobs": st.none() | st.integers(0, 20),
+    "structured_outputs": st.none() | OUTPUTS,
+    "thinking_token_budget": st.none() | st.integers(-1, 2**32 - 1),
+    "extra_args": st.none() | NAMED_JSON,
 }
 PARAMS = (
     st.builds(
@@ -81,11 +108,15 @@ SPEC = RequestSpec(
         allowed_token_ids=[3, 4, 9],
         bad_words=["no"],
         logprobs=0,
+        structured_outputs=StructuredOutputs(json={"type": "integer"}, whitespace_pattern=" "),
+        thinking_token_budget=0,
+        extra_args={"bias": {"ü": [1, 0.5, None]}},
     ),
     stop_token_ids=frozenset({2, 9}),
     priority=-4,
     cache_salt="tenant",
     bad_words_token_ids=((3,), (4, 3)),
+    reasoning=ReasoningMarks(start_token_ids=(), end_token_ids=(8, 7)),
 )
 
 
@@ -128,7 +159,10 @@ def test_every_parameter_has_a_field():
     names |= {field.name for field in common_pb2.StoppingParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.TextParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.BeamSearch.DESCRIPTOR.fields}
-    assert names - {"beam_search"} == {field.name for field in fields(SamplingParams)}
+    names = names - {"beam_search", "extra_args_json"} | {"extra_args"}
+    assert names == {field.name for field in fields(SamplingParams)}
+    forms = {field.name for field in common_pb2.StructuredOutputs.DESCRIPTOR.fields}
+    assert forms == {field.name for field in fields(StructuredOutputs)}
 
 
 def test_unset_fields_take_the_defaults_and_zeros_stay_zeros():
@@ -190,6 +224,23 @@ def test_a_passed_deadline_is_an_error():
         ({"sampling": common_pb2.SamplingParams(seed=1, n=65)}, "n is 65"),
         ({"sampling": common_pb2.SamplingParams(seed=1, n=2, best_of=1)}, "n is 2"),
         ({"sampling": common_pb2.SamplingParams(seed=1, beam_search={})}, "beam_width is 0"),
+        (
+            {"sampling": common_pb2.SamplingParams(seed=1, structured_outputs={})},
+            "structured_outputs sets no form",
+        ),
+        (
+            {"sampling": common_pb2.SamplingParams(seed=1, structured_outputs={"json": "{"})},
+            r"structured_outputs\.json is not JSON",
+        ),
+        (
+            {"sampling": common_pb2.SamplingParams(seed=1, extra_args_json="[]")},
+            "extra_args must be a JSON object",
+        ),
+        (
+            {"sampling": common_pb2.SamplingParams(seed=1, extra_args_json="")},
+            "extra_args is empty",
+        ),
+        ({"reasoning": request_pb2.ReasoningMarks(start_token_ids=[1])}, "reasoning.end_token_ids"),
     ],
 )
 def test_bad_fields_are_named(changes, field):
@@ -201,6 +252,21 @@ def unknown_field(number):
     """Returns the encoding of a field that this build does not know, as a newer router may send."""
     tag = number << 3  # a varint of two bytes
     return bytes([tag & 0x7F | 0x80, tag >> 7, 1])
+
+
+def test_forms_that_are_not_set_cost_nothing():
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    message = sampling_to_proto(params)
+    assert message.structured_outputs == common_pb2.StructuredOutputs(regex="a")
+    unset = sampling_to_proto(SamplingParams())
+    assert not unset.HasField("structured_outputs")
+    assert not unset.HasField("thinking_token_budget")
+    assert not unset.HasField("extra_args_json")
+
+
+def test_extra_args_at_their_limit_can_be_sent():
+    params = SamplingParams(extra_args={"a": "é" * (2**15 - 4)})
+    assert params_from_proto(*messages_of(params)) == params
 
 
 def test_unknown_fields_of_a_newer_router_are_refused_by_number():

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import MAX_JSON_DEPTH
 from baton.structured_outputs import (
     MAX_CHOICES,
-    MAX_JSON_DEPTH,
     MAX_REGEX_BYTES,
     MAX_SOURCE_BYTES,
     StructuredOutputs,
@@ -74,6 +74,7 @@ def test_keys_differ_with_the_content():
         ({"json": "{"}, "json is not JSON: Expecting property name"),
         ({"json": '{"a": NaN}'}, "json is not JSON: NaN is no JSON value"),
         ({"json": '{"a": 1e999}'}, "json is not JSON: Out of range float values"),
+        ({"json": {"a": {1: 2}}}, "json has the key 1; keys must be texts"),
         ({"json": {"a": {1, 2}}}, "json is not JSON: .*set"),
         ({"json": "[]"}, "json must be a JSON object, not list"),
         ({"json": "["}, "json is not JSON"),
@@ -95,6 +96,10 @@ def test_keys_differ_with_the_content():
         ({"choice": ["a" * 200_000, "b" * 200_000]}, "choice has 400000 bytes"),
         ({"structural_tag": "x"}, "structural_tag is not JSON"),
         ({"structural_tag": "3"}, "structural_tag must be a JSON object, not int"),
+        (
+            {"json": {}, "disable_any_whitespace": "no"},
+            "disable_any_whitespace is 'no'; it must be",
+        ),
         ({"json_object": 1}, "json_object is 1; it must be true"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern has no meaning for regex"),
         ({"json": {}, "whitespace_pattern": " " * 257}, "whitespace_pattern has 257 bytes"),

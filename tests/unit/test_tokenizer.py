@@ -10,10 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import tokenizers
 from transformers import AutoTokenizer
 
-from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.errors import InvalidArgumentError
 from router.request import tokenize_prompt
 from router.served_model import RequestLimits
 from router.text_stream import IncrementalDetokenizer
@@ -181,17 +180,6 @@ def test_a_token_with_a_role_is_special_even_if_the_file_denies_it(tmp_path):
     assert "</s>" not in ours.decode(token_ids)
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
-    write_byte_level_folder(tmp_path)
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.enable_truncation(3)
-    backend.enable_padding(length=64)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
-    assert len(tokenizer.encode("a")) == 2
-
-
 def test_the_router_imports_neither_torch_nor_transformers():
     code = "import sys, router.text_stream; print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -202,42 +190,6 @@ def test_a_lone_surrogate_is_refused(tmp_path):
     tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
     with pytest.raises(InvalidArgumentError, match="lone surrogate at character 2"):
         tokenizer.encode("ab\ud800")
-
-
-def test_the_error_of_a_sentencepiece_file_shows_how_to_convert_it(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
-    with pytest.raises(
-        ConfigurationError, match=r"convert it once with: .*save_pretrained"
-    ) as info:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in info.value.message
-
-
-def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="has no tokenizer"):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"version": "1.0"}', "\xff"])
-def test_a_broken_file_is_refused(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigurationError, match="cannot read the tokenizer"):
-        Tokenizer.load(tmp_path)
-
-
-def test_another_class_without_tokenizer_json_is_refused(tmp_path):
-    write_opt_folder(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(ConfigurationError, match="Qwen2Tokenizer cannot be built"):
-        Tokenizer.load(tmp_path)
-
-
-def test_an_unknown_name_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("nobody/nothing", str(tmp_path / "no" / "such" / "folder")):
-        with pytest.raises(ConfigurationError, match="neither a folder nor a Hub repository"):
-            Tokenizer.load(name)
 
 
 def test_bad_words_are_encoded_at_the_start_and_after_a_space(tmp_path):

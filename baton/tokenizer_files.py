@@ -1,0 +1,181 @@
+"""The tokenizer files of a checkpoint folder, read with the `tokenizers` package alone.
+
+The result encodes and decodes like `transformers.AutoTokenizer` of the same folder, without
+importing it: the router must not load torch. `tokenizer.json` contains everything; an older
+GPT-2 or OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
+`tokenizer_config.json`. A leaf module that router and workers share.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from baton.errors import ConfigurationError
+
+__all__ = ["load_tokenizer", "read_json", "resolve_folder"]
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+# Tokens named by role (`bos_token`) are special, even if their description says otherwise.
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_END_OF_TEXT = "<|endoftext|>"
+
+
+def resolve_folder(path_or_name: str | Path) -> Path:
+    """Returns the local folder; downloads the tokenizer files and
+    generation_config.json of a Hub repository.
+
+    Raises:
+        ConfigurationError: there is no such folder or repository.
+    """
+    folder = Path(path_or_name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path_or_name), allow_patterns=list(_FILES)))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path_or_name} is neither a folder nor a Hub repository that can be reached "
+            f"({type(error).__name__})"
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Loads the tokenizer of a checkpoint folder, with truncation and padding turned off.
+
+    Raises:
+        ConfigurationError: the tokenizer files are missing, broken or of an unsupported kind.
+    """
+    backend = _read_backend(folder)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    try:
+        if (folder / "tokenizer.json").is_file():
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            _add_tokens(backend, _read_settings(folder))
+            return backend
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return _load_gpt2(folder)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # `tokenizers` raises plain Exception for broken files
+        raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
+    raise ConfigurationError(_missing_files_message(folder))
+
+
+def _missing_files_message(folder: Path) -> str:
+    if not (folder / "tokenizer.model").is_file():
+        return f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt"
+    return (
+        f"{folder} has tokenizer.model but no tokenizer.json; convert it once with: "
+        "pip install sentencepiece && python -c 'from transformers import AutoTokenizer as T; "
+        f'T.from_pretrained("{folder}").save_pretrained("{folder}")\''
+    )
+
+
+def _load_gpt2(folder: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE from `vocab.json` and `merges.txt`."""
+    settings = {f"{name}_token": _GPT2_END_OF_TEXT for name in ("bos", "eos", "unk")}
+    settings |= _read_settings(folder)
+    tokenizer_class = settings.get("tokenizer_class", _GPT2_CLASSES[0])
+    if tokenizer_class not in _GPT2_CLASSES:
+        raise ConfigurationError(
+            f"{folder} has no tokenizer.json, and {tokenizer_class} cannot be built "
+            "from vocab.json and merges.txt"
+        )
+    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=bool(settings.get("add_prefix_space", False))
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, settings)
+    backend.post_processor = _bos_eos_template(backend, settings)
+    return backend
+
+
+def _bos_eos_template(
+    backend: tokenizers.Tokenizer, settings: dict[str, Any]
+) -> processors.TemplateProcessing:
+    """Adds BOS and EOS where `add_bos_token` and `add_eos_token` say so."""
+    bos = [_content(settings["bos_token"])] if settings.get("add_bos_token") else []
+    eos = [_content(settings["eos_token"])] if settings.get("add_eos_token") else []
+    return processors.TemplateProcessing(
+        single=[*bos, "$A", *eos],
+        special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
+    )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Reads `tokenizer_config.json`, completed by the older files that it replaces."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = {i: {"content": text} for text, i in added.items()}
+    return settings
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is no such file.
+
+    Raises:
+        TypeError, ValueError: the file has something else.
+    """
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Adds the tokens of `settings` that `backend` lacks or does not know as special."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, AddedToken] = {}
+    for token in _described_tokens(settings):
+        before = missing.get(token.content) or known.get(token.content)
+        if before is None or (token.special and not before.special):
+            missing[token.content] = token
+    backend.add_tokens(list(missing.values()))
+
+
+def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:
+    """Yields added tokens in the order of their ids, then those that are named by role."""
+    by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
+    for _, token in sorted(by_id.items()):
+        yield _as_added_token(token)
+    named = [settings.get(f"{role}_token") for role in _ROLES]
+    for name in _EXTRA_TOKENS:
+        extra = settings.get(name) or []
+        named.extend(extra.values() if isinstance(extra, dict) else extra)
+    for token in filter(None, named):
+        yield _as_added_token(token, special=True)
+
+
+def _as_added_token(token: str | dict[str, Any], **overrides: bool) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, **overrides)
+    flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
+    return AddedToken(**(flags | overrides))
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    """The text of a token given as itself or as a description."""
+    return str(token["content"]) if isinstance(token, dict) else token

@@ -1,0 +1,240 @@
+"""`Guide`: which tokens may follow a sequence, and which follow it without a draw.
+
+Combines a request's constraint with the reasoning part that may come before the constrained text.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from baton.errors import InternalError
+from baton.request_spec import ReasoningMarks, RequestSpec
+from engine.constraints.matcher import Constraint, Matcher
+from engine.constraints.retokenizer import Retokenizer
+from engine.constraints.vocabulary import bits_of
+
+__all__ = ["Guide", "ReasoningPart"]
+
+
+class ReasoningPart:
+    """Where a generated text is with regard to its reasoning part.
+
+    The part is open if the prompt's last mark is the one that starts it. It is over if that is
+    the one that ends it. If the prompt has no mark, the part exists only if the generated text
+    begins with the start mark.
+
+    Args:
+        marks: the marks.
+        budget: the most tokens before the end mark; None for no limit.
+        prompt: the prompt's tokens.
+
+    Attributes:
+        is_over: whether the part has ended, or does not exist.
+        opening: the tokens that would complete the start mark, if the generated text is still a
+            beginning of it; else empty.
+    """
+
+    def __init__(self, marks: ReasoningMarks, budget: int | None, prompt: Sequence[int]) -> None:
+        self._marks = marks
+        self._budget = budget
+        started, ended = (
+            _last_index(prompt, mark) for mark in (marks.start_token_ids, marks.end_token_ids)
+        )
+        self.is_over = ended > started
+        self.opening = marks.start_token_ids if ended == started else ()
+        self._latest: list[int] = []  # tokens of the open part, at most as many as the end mark
+        self._num_tokens = 0
+
+    @property
+    def opened(self) -> tuple[int, ...]:
+        """The tokens of an incomplete start mark that were generated."""
+        start = self._marks.start_token_ids
+        return start[: len(start) - len(self.opening)] if self.opening else ()
+
+    @property
+    def only_token(self) -> int | None:
+        """The token that must come next, of the end mark, as the budget is used up; else None."""
+        if self.is_over or self.opening or self._budget is None or self._num_tokens < self._budget:
+            return None
+        end = self._marks.end_token_ids
+        width = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
+        return end[width]
+
+    def accept(self, token_id: int) -> None:
+        """Moves on by a generated token; the part must not be over."""
+        if self.opening:
+            self.is_over = token_id != self.opening[0]
+            self.opening = () if self.is_over else self.opening[1:]
+            return
+        self._num_tokens += 1
+        end = self._marks.end_token_ids
+        self._latest = [*self._latest, token_id][-len(end) :]
+        self.is_over = self._ends_with(end)
+
+    def fork(self) -> "ReasoningPart":
+        """Returns an independent copy."""
+        twin = ReasoningPart(self._marks, self._budget, ())
+        twin.is_over, twin.opening = self.is_over, self.opening
+        twin._latest, twin._num_tokens = self._latest, self._num_tokens
+        return twin
+
+    def _ends_with(self, token_ids: tuple[int, ...]) -> bool:
+        return tuple(self._latest[len(self._latest) - len(token_ids) :]) == token_ids
+
+
+class Guide:
+    """What may follow one sequence. `Guide.of` makes one at the start of the generated text.
+
+    Attributes:
+        mask: `ScheduledChunk.mask` of the next token.
+        unsent: the sequence's last tokens if no output has had them yet.
+    """
+
+    mask: bytes | None = None
+    unsent: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        vocab_size: int,
+        matcher: Matcher | None,
+        reasoning: ReasoningPart | None,
+        retokenizer: Retokenizer | None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._matcher = matcher
+        self._reasoning = reasoning
+        self._retokenizer = retokenizer
+
+    @classmethod
+    def of(
+        cls,
+        spec: RequestSpec,
+        vocab_size: int,
+        constraint: Constraint | None,
+        retokenizer: Retokenizer | None,
+    ) -> "Guide":
+        """Returns the guide of a request that `needs_guide`.
+
+        Args:
+            spec: the request.
+            vocab_size: number of logits.
+            constraint: that of `spec.params.structured_outputs`; None without one.
+            retokenizer: finds forced tokens; None to draw every token.
+
+        Raises:
+            InvalidArgumentError: no token can begin the text, or the grammar takes too long.
+        """
+        budget = spec.params.thinking_token_budget
+        marks, prompt = spec.reasoning, spec.prompt_token_ids
+        guide = cls(
+            vocab_size,
+            None if constraint is None else constraint.new_matcher(spec.stop_token_ids),
+            None if marks is None else ReasoningPart(marks, budget, prompt),
+            retokenizer,
+        )
+        guide._drop_reasoning()
+        guide.update_mask()
+        return guide
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it may still forbid a token."""
+        return self._matcher is not None or self._reasoning is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is complete, and nothing but a stop token can follow."""
+        return self._reasoning is None and self._matcher is not None and self._matcher.is_terminated
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Moves on by generated tokens; `update_mask` must follow.
+
+        Raises:
+            InvalidArgumentError: the grammar takes too long.
+            InternalError: the grammar does not allow one of the tokens.
+        """
+        for token_id in token_ids:
+            if self._reasoning is not None:
+                opened = self._reasoning.opened
+                was_opening = bool(self._reasoning.opening)
+                self._reasoning.accept(token_id)
+                is_text = self._reasoning.is_over and was_opening
+                self._drop_reasoning()
+                if not is_text:
+                    continue
+                self._accept_text((*opened, token_id))  # it was no start mark
+            else:
+                self._accept_text((token_id,))
+
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns tokens that can be appended without drawing them ("jump-forward decoding").
+
+        Args:
+            token_ids: the sequence, prompt included; all generated tokens were accepted.
+        """
+        if self._reasoning is not None or self._matcher is None or self._retokenizer is None:
+            return []
+        return self._retokenizer.forced_tokens(self._matcher, token_ids)
+
+    def update_mask(self) -> None:
+        """Sets `mask` for the tokens that were accepted.
+
+        Raises:
+            InvalidArgumentError: no token may come next, or the grammar takes too long.
+        """
+        part = self._reasoning
+        if part is None:
+            self.mask = None if self._matcher is None else self._mask_of(self._matcher)
+        elif part.opening and self._matcher is not None:
+            probe = self._matcher.fork()
+            is_text = probe.replay(part.opened)
+            self.mask = self._mask_with(part.opening[0], self._mask_of(probe) if is_text else None)
+        elif part.only_token is not None:
+            self.mask = self._mask_with(part.only_token, None)
+        else:
+            self.mask = None
+
+    def fork(self) -> "Guide":
+        """Returns an independent copy, for another candidate that has the same tokens."""
+        twin = Guide(
+            self._vocab_size,
+            None if self._matcher is None else self._matcher.fork(),
+            None if self._reasoning is None else self._reasoning.fork(),
+            self._retokenizer,
+        )
+        twin.mask = self.mask
+        return twin
+
+    def _accept_text(self, token_ids: Sequence[int]) -> None:
+        if self._matcher is not None and not self._matcher.replay(token_ids):
+            raise InternalError("a token was drawn that the grammar does not allow")
+
+    def _drop_reasoning(self) -> None:
+        if self._reasoning is not None and self._reasoning.is_over:
+            self._reasoning = None
+
+    def _mask_of(self, matcher: Matcher) -> bytes:
+        row = np.empty(self._num_words, dtype=np.int32)
+        matcher.fill_mask(row)
+        return row.tobytes()
+
+    def _mask_with(self, token_id: int, mask: bytes | None) -> bytes:
+        """Returns a mask that allows a token besides those of `mask`, or alone."""
+        row = np.zeros(self._num_words, np.int32) if mask is None else np.frombuffer(mask, np.int32)
+        row = row.copy()
+        words, bits = bits_of((token_id,))
+        row[words] |= bits
+        return row.tobytes()
+
+    @property
+    def _num_words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+
+def _last_index(token_ids: Sequence[int], mark: tuple[int, ...]) -> int:
+    """Returns where the last occurrence of a mark begins; -1 if there is none."""
+    width = len(mark)
+    for start in range(len(token_ids) - width, -1, -1):
+        if token_ids[start] == mark[0] and tuple(token_ids[start : start + width]) == mark:
+            return start
+    return -1

@@ -1,0 +1,365 @@
+"""Constrained output through engines: whole and split, resumed, preempted, overlapped."""
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from baton.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from baton.request_spec import ReasoningMarks
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints import backends
+from engine.core import EngineCore
+from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
+from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, tiny_checkpoint
+from tests.support.constrained_requests import (
+    check_text,
+    expected_tokens,
+    mixed_requests,
+    text_of,
+)
+from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
+from tests.support.requests import changed, engine_request
+from tests.support.runner_kinds import use_kind
+
+TIGHT = {"num_gpu_blocks_override": 24, "max_model_len": 128}
+FEATURES = {
+    "plain": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
+    "chunks": {"max_num_batched_tokens": 13},
+    "recompute": {"preemption_mode": "recompute", **TIGHT},
+    "swap": {"preemption_mode": "swap", "swap_space": 2**26, **TIGHT},
+    "overlap": {"async_scheduling": True},
+    "overlap, recompute": {"async_scheduling": True, "preemption_mode": "recompute", **TIGHT},
+    "llguidance": {"structured_outputs_backend": "llguidance"},
+}
+
+
+@contextmanager
+def engine(variant: str = "llama", **flags: object) -> Iterator[EngineCore]:
+    defaults = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 12}
+    core = build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def check_outputs(
+    request: EngineRequest,
+    outputs: Sequence[RequestOutput],
+    first: Sequence[int] = (),
+    variant: str = "llama",
+) -> None:
+    """Checks a request's tokens against those that it draws without an engine.
+
+    Args:
+        request: the request.
+        outputs: all of its outputs.
+        first: the first token of each candidate, if prefill drew it.
+        variant: the checkpoint.
+    """
+    params = request.spec.params
+    path, constraint = tiny_checkpoint(variant), params.structured_outputs
+    if params.is_ranked:
+        drawn = [expected_tokens(path, request, index) for index in range(params.num_candidates)]
+    for index in range(params.n):
+        tokens = [*first[index : index + 1], *tokens_of(outputs, index)]
+        (last,) = (o for o in outputs if o.index == index and o.finish_reason)
+        assert last.error is None
+        if params.is_ranked:
+            assert tokens in drawn
+        else:
+            assert tokens == expected_tokens(path, request, index)
+        if constraint is not None:
+            assert last.finish_reason is FinishReason.STOP
+            check_text(constraint, text_of(tokens))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_change_no_token(feature: str) -> None:
+    with engine(**FEATURES[feature]) as core:
+        for _ in range(2):  # the second run uses the prefix cache and the cached grammars
+            outputs = run_all(core, mixed_requests())
+            for request in mixed_requests():
+                check_outputs(request, outputs[request.spec.request_id])
+        if "num_gpu_blocks_override" in FEATURES[feature]:
+            assert core.load().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
+def test_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kind(kind, monkeypatch)
+    with engine(async_scheduling=True) as core:
+        outputs = run_all(core, mixed_requests())
+        for request in mixed_requests():
+            check_outputs(request, outputs[request.spec.request_id])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_tiers(overlap: bool, tmp_path) -> None:
+    flags = {
+        "block_size": 8,
+        "num_gpu_blocks_override": 160,
+        "max_num_seqs": 12,
+        "kv_connector": f"memory://{tmp_path.name}",
+        "kv_load_failure_policy": "fail",  # so that decode loads all of every prompt
+        "async_scheduling": overlap,
+    }
+    path = tiny_checkpoint("llama")
+    prefill, decode = (build_core(path, role, **flags) for role in ("prefill", "decode"))
+    try:
+        split = SplitRun(prefill, decode)
+        split.run(mixed_requests())
+        for request in mixed_requests():
+            name = request.spec.request_id
+            (first,) = (output for output in split.prefilled[name] if output.token_ids)
+            is_ranked = request.spec.params.is_ranked
+            given = () if is_ranked else first.token_ids
+            check_outputs(request, split.outputs[name], given)
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_a_request_resumes_at_each_of_its_tokens() -> None:
+    (request,) = (each for each in mixed_requests() if each.spec.request_id == "0")
+    with engine() as core:
+        tokens = expected_tokens(tiny_checkpoint("llama"), request, 0)
+        resumed = [
+            changed(
+                request,
+                request_id=str(count),
+                progress=(CandidateProgress(0, tuple(tokens[:count])),),
+            )
+            for count in range(1, len(tokens) + 1)
+        ]
+        outputs = run_all(core, resumed)
+        for count in range(1, len(tokens) + 1):
+            assert tokens[:count] + tokens_of(outputs[str(count)]) == tokens
+            assert outputs[str(count)][-1].finish_reason is FinishReason.STOP
+
+
+def test_forced_tokens_are_not_drawn_one_by_one_unless_they_are_scored() -> None:
+    outputs = StructuredOutputs(regex="<a-long-forced-beginning>[0-9]<and-an-end>")
+    request = engine_request("a", tuple(prompt_of(9)), max_tokens=50, structured_outputs=outputs)
+    scored = changed(request, request_id="b", logprobs=0)
+    with engine() as core:
+        results = run_all(core, [request, scored])
+        tokens = expected_tokens(tiny_checkpoint("llama"), request, 0)
+        assert tokens_of(results["a"]) == tokens_of(results["b"]) == tokens
+        assert len(results["a"]) == 2
+        assert len(results["b"]) == len(tokens)
+        assert all(len(output.logprobs) == 1 for output in results["b"])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 26])
+def test_the_limit_of_tokens_cuts_forced_tokens(max_tokens: int) -> None:
+    outputs = StructuredOutputs(regex="<a-long-forced-beginning>[0-9]{9}")
+    request = engine_request(
+        "a", tuple(prompt_of(9)), max_tokens=max_tokens, structured_outputs=outputs
+    )
+    with engine() as core:
+        (*_, last) = run_all(core, [request])["a"]
+        assert last.finish_reason is FinishReason.LENGTH
+        tokens = tokens_of(run_all(core, [request])["a"])
+        assert tokens == expected_tokens(tiny_checkpoint("llama"), request, 0)
+        assert len(tokens) == max_tokens
+
+
+def test_a_forced_stop_token_ends_the_text() -> None:
+    outputs = StructuredOutputs(regex="<begin>[0-9]{9}")
+    request = engine_request(
+        "a",
+        tuple(prompt_of(9)),
+        max_tokens=40,
+        structured_outputs=outputs,
+        stop_token_ids=frozenset(b"g"),
+    )
+    with engine() as core:
+        (*_, last) = outputs_of_a = run_all(core, [request])["a"]
+        assert last.finish_reason is FinishReason.STOP
+        assert text_of(tokens_of(outputs_of_a)) == "<beg"
+
+
+def test_refused_grammars_end_their_own_requests() -> None:
+    plain, *_ = mixed_requests()[1:]
+    refused = [
+        ("regex", "(a"),
+        ("json", {"type": "object", "not": {}}),
+        ("grammar", 'root ::= "a" root'),
+    ]
+    requests = [
+        changed(plain, request_id=field, structured_outputs=StructuredOutputs(**{field: source}))
+        for field, source in refused
+    ]
+    with engine() as core:
+        outputs = run_all(core, [*requests, plain])
+        for field, _ in refused:
+            (output,) = outputs[field]
+            assert isinstance(output.error, InvalidArgumentError)
+            assert f"structured_outputs.{field}" in str(output.error)
+        check_outputs(plain, outputs[plain.spec.request_id])
+
+
+def test_rules_that_leave_no_allowed_token_end_their_own_request() -> None:
+    plain, *_ = mixed_requests()[1:]
+    banned = changed(
+        plain,
+        request_id="banned",
+        structured_outputs=StructuredOutputs(regex="a+"),
+        allowed_token_ids=[ord("b")],
+    )
+    with engine() as core:
+        outputs = run_all(core, [banned, plain])
+        (output,) = outputs["banned"]
+        assert isinstance(output.error, InvalidArgumentError)
+        check_outputs(plain, outputs[plain.spec.request_id])
+
+
+def test_without_a_backend_constrained_requests_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(backends, "installed_backends", lambda: ())
+    constrained, plain, *_ = mixed_requests()
+    with engine() as core:
+        with pytest.raises(FailedPreconditionError, match="baton-llm\\[constraints\\]"):
+            core.check(constrained)
+        check_outputs(plain, run_all(core, [plain])[plain.spec.request_id])
+
+
+def test_a_tokenizer_without_bytes_refuses_constrained_requests(monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise backends.ConfigurationError("structured outputs support other tokenizers")
+
+    monkeypatch.setattr("engine.constraints.grammars.Vocabulary.of", refuse)
+    constrained, plain, *_ = mixed_requests()
+    with engine() as core:
+        outputs = run_all(core, [constrained, plain])
+        assert isinstance(outputs["0"][-1].error, FailedPreconditionError)
+        check_outputs(plain, outputs[plain.spec.request_id])
+
+
+class HeldGrammars:
+    """A source of grammars whose futures the test ends."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+
+    def compile(self, outputs: StructuredOutputs) -> Future:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+@pytest.fixture
+def held(monkeypatch) -> Iterator[tuple[EngineCore, HeldGrammars]]:
+    with engine() as core:
+        grammars = HeldGrammars()
+        monkeypatch.setattr(core.scheduler._guides, "_grammars", grammars)
+        yield core, grammars
+
+
+def test_a_request_that_waits_for_its_grammar_holds_nobody_up(held) -> None:
+    core, grammars = held
+    constrained, plain, *_ = mixed_requests()
+    waiting = [changed(constrained, request_id=f"c{index}") for index in range(20)]
+    for request in waiting:
+        assert core.add_request(request) == []
+    assert core.load().num_waiting == 20
+    received: list[RequestOutput] = []
+    received += core.add_request(plain)
+    while not any(output.is_last for output in received):
+        core.run_step(received.extend)
+    check_outputs(plain, received)
+    core.run_step(received.extend)
+    assert core.is_stalled
+    for future in grammars.futures:
+        future.set_exception(ResourceExhaustedError("too many grammars"))
+    core.run_step(received.extend)
+    errors = [output.error for output in received if output.error]
+    assert len(errors) == 20
+    assert not core.has_work
+
+
+def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
+    core, grammars = held
+    constrained, *_ = mixed_requests()
+    received: list[RequestOutput] = []
+    received += core.add_request(changed(constrained, request_id="a"))
+    received += core.add_request(changed(constrained, request_id="b", deadline=0.0))
+    received += core.abort(["a"])
+    assert received[-1].finish_reason is FinishReason.ABORTED
+    core.run_step(received.extend)
+    assert isinstance(received[-1].error, DeadlineExceededError)
+    assert not core.has_unfinished
+    for future in grammars.futures:
+        future.set_exception(ResourceExhaustedError("too late"))
+    core.run_step(received.extend)
+    assert len(received) == 2
+    assert core.load().num_waiting == 0
+
+
+MARKS = ReasoningMarks(tuple(b"<t>"), tuple(b"</t>"))
+
+
+def reasoning_request(prompt: bytes, **fields: object) -> EngineRequest:
+    return engine_request(
+        "a",
+        (*prompt_of(12), *prompt),
+        max_tokens=40,
+        temperature=1.0,
+        seed=3,
+        stop_token_ids=frozenset([EOS_TOKEN_ID]),
+        reasoning=MARKS,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [0, 1, 7])
+@pytest.mark.parametrize("constraint", [None, StructuredOutputs(regex="[0-9]{4}")])
+def test_the_reasoning_part_ends_at_its_budget(
+    constraint: StructuredOutputs | None, budget: int, overlap: bool
+) -> None:
+    request = reasoning_request(b"<t>", thinking_token_budget=budget, structured_outputs=constraint)
+    with engine(async_scheduling=overlap) as core:
+        tokens = bytes(t % 256 for t in tokens_of(run_all(core, [request])["a"]))
+        assert tokens[budget : budget + 4] == b"</t>"
+        free = run_all(core, [changed(request, thinking_token_budget=40)])["a"]
+        assert tokens[:budget] == bytes(t % 256 for t in tokens_of(free)[:budget])
+        if constraint is not None:
+            assert re.fullmatch(rb"[0-9]{4}", tokens[budget + 4 :])
+        else:
+            assert len(tokens) == 40
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pattern"),
+    [(b"", rb"[0-9]{4}"), (b"<t></t>", rb"[0-9]{4}"), (b"</t>x", rb"[0-9]{4}")],
+)
+def test_without_a_reasoning_part_the_constraint_begins_at_once(
+    prompt: bytes, pattern: bytes
+) -> None:
+    request = reasoning_request(
+        prompt,
+        structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
+        logit_bias={ord("<"): -100.0},
+    )
+    with engine() as core:
+        assert re.fullmatch(pattern, bytes(tokens_of(run_all(core, [request])["a"])))
+
+
+def test_a_generated_start_mark_opens_the_reasoning_part() -> None:
+    request = reasoning_request(
+        b"",
+        thinking_token_budget=5,
+        structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
+        logit_bias={ord("<"): 100.0, ord("t"): 60.0, ord(">"): 60.0, ord("x"): 20.0},
+    )
+    with engine() as core:
+        tokens = bytes(t % 256 for t in tokens_of(run_all(core, [request])["a"]))
+        assert re.fullmatch(rb"<t>.{4,5}</t>[0-9]{4}", tokens, re.DOTALL)
