@@ -73,7 +73,7 @@ class LLGuidanceBackend:
         if form == "json":
             return self._schema_source(json.loads(text), outputs)
         if form == "choice":
-            literals = [json.dumps(choice, ensure_ascii=False) for choice in text]
+            literals = [_literal(choice) for choice in text]
             return f"start: {' | '.join(literals)}\n{_OPTIONS}"
         if form == "regex":
             # Classes such as \d are those of ASCII, as in xgrammar.
@@ -194,6 +194,11 @@ class _LLGuidanceState:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise TooComplexError(_first_line(self._matcher.get_error()))
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of Lark, which does not take the character DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _first_line(text: str) -> str:
