@@ -179,9 +179,6 @@ class _LLGuidanceState:
         self._check()
         return is_accepted
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())
 
