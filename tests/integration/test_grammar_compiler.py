@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 
 from baton.errors import (
@@ -103,6 +104,70 @@ HOSTILE = {
     "broken Lark": {"grammar": 'start: "a" | ('},
     "endless Lark": {"grammar": 'start: "a" start'},
     "ambiguous Lark": {"grammar": 'start: start start start | "a" | ""'},
+    "left recursion in EBNF": {"grammar": 'root ::= root "a" | root root | "b"'},
+    "left recursion through rules": {"grammar": 'root ::= a\na ::= b "x" | "y"\nb ::= a | root'},
+    "endless left recursion": {"grammar": 'root ::= root "a"'},
+    "left recursion in Lark": {"grammar": 'start: start "a" | start start | "b"'},
+    "deep groups in EBNF": {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "deep groups in Lark": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "deep groups in an expression": {"regex": "(" * 8_000 + "a" + ")" * 8_000},
+    "an EBNF of 256 KiB": {"grammar": "root ::= " + " | ".join(f'"{i:05}"' for i in range(23_000))},
+    "a chain of 9,000 rules": {
+        "grammar": "root ::= r0\n"
+        + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(9_000))
+        + '\nr9000 ::= "a" | ""'
+    },
+    "a schema of 256 KiB": {
+        "json": {
+            "type": "object",
+            "properties": {
+                f"p{i}": {"type": "array", "items": {"enum": [i, str(i)]}} for i in range(4_000)
+            },
+        }
+    },
+    "a larger schema": {"json": {"enum": ["x" * 300_000]}},
+    "a repetition in EBNF": {"grammar": 'root ::= ("a" | "b"){1000000}'},
+    "nested repetitions in EBNF": {"grammar": 'root ::= ((("a"{1000}){1000}){1000}){1000}'},
+    "a repetition of a million": {"regex": "(ab?){1000000}"},
+    "a minItems of a billion": {"json": {"type": "array", "minItems": 10**9}},
+    "negative sizes": {"json": {"type": "array", "items": {}, "minItems": 5, "maxItems": -1}},
+    "a NUL": {"regex": "a\0b"},
+    "a NUL in a schema": {"json": {"type": "string", "pattern": "^a\0$"}},
+    "a lone surrogate": {"choice": ["a\ud800"]},
+    "a lone surrogate in a schema": {"json": '{"const": "\\ud800"}'},
+    "classes of all of Unicode": {"regex": r"(\p{L}|\p{N}|[^\x00-\x7f]|\W){1,400}"},
+    "negated classes": {"regex": "([^a][^b][^c]|[^abc]+){1,300}(日|[^日])*"},
+    "backtracking": {"regex": "(a*)*(a*)*(a*)*(a*)*(a*)*b|((x+)+)+y|(.*.*.*.*=.*)*"},
+    "backtracking in a pattern": {"json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]$"}},
+    "alternatives of alternatives": {"regex": "((a|b|ab)(c|d|cd)(e|f|ef)){1,500}"},
+    "a dictionary of patterns": {
+        "json": {
+            "type": "object",
+            "patternProperties": {f"^({'a|' * i}b)+$": {"type": "integer"} for i in range(40)},
+            "additionalProperties": False,
+        }
+    },
+    "whitespace without end": {"json": FINE, "whitespace_pattern": "(( *)*)*"},
+    "a tag with numbers for texts": {
+        "structural_tag": {"structures": [{"begin": 1, "schema": [], "end": {}}], "triggers": 5}
+    },
+    "a tag with triggers of nothing": {
+        "structural_tag": {
+            "structures": [{"begin": "<f>", "schema": FINE, "end": ""}],
+            "triggers": [""],
+        }
+    },
+    "a tag of tags": {
+        "structural_tag": {
+            "format": {
+                "type": "sequence",
+                "elements": [
+                    {"type": "or", "elements": []},
+                    {"type": "tag", "begin": None, "content": 3, "end": []},
+                ],
+            }
+        }
+    },
     "an unknown structural tag": {"structural_tag": {"format": {"type": "bogus"}}},
     "a structural tag of nothing": {"structural_tag": {}},
 }
@@ -127,6 +192,14 @@ REFUSED = {
     "broken Lark": "grammar is not supported",
     "endless EBNF": "grammar has no finite text: the rule root has none",
     "endless Lark": "grammar has no finite text: the rule root has none",
+    "endless left recursion": "grammar has no finite text: the rule root has none",
+    "a larger schema": r"json has 3\d+ bytes of UTF-8; at most 262144",
+    "negative sizes": "json is not supported",
+    "a NUL": "regex contains a NUL character",
+    "a lone surrogate": "choice is not valid Unicode: lone surrogate at character 1",
+    "a lone surrogate in a schema": "json is not valid Unicode",
+    "a tag with numbers for texts": "structural_tag is not supported",
+    "a tag of tags": "structural_tag is not supported",
     "an unknown structural tag": "structural_tag is not supported: .*bogus",
     "a structural tag of nothing": "structural_tag is not supported",
 }
@@ -170,6 +243,27 @@ def test_a_hostile_constraint_is_bounded_and_hurts_no_neighbour(compiler, hostil
     if error is not None:
         assert error.message.startswith("structured_outputs.")
         assert len(error.message) < 1000
+
+
+def test_compiling_hungry_grammars_leaves_no_memory_behind(compiler):
+    """And no process; a grammar that exceeds the limit of memory is refused."""
+    server = psutil.Process(compiler._process._process.pid)
+    before = server.memory_info().rss
+    for i in range(4):
+        hungry = StructuredOutputs(json=doubling(8, "anyOf") | {"title": str(i)})
+        compiler.compile(hungry).result(RESULT_S)  # a child of up to 700 MiB
+    _, alive = psutil.wait_procs(server.children(), timeout=TIMEOUT_S)
+    assert not alive
+    assert server.memory_info().rss < before + 2**25
+    small = GrammarCompiler(
+        vocabulary_of("byte_level"), backend="xgrammar", limits=CompileLimits(memory_bytes=2**26)
+    )
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"too much memory|too large"):
+            small.compile(StructuredOutputs(json=doubling(8, "anyOf"))).result(RESULT_S)
+        small.compile(StructuredOutputs(json=FINE)).result(RESULT_S)
+    finally:
+        small.close()
 
 
 def draw_many(constraint):
