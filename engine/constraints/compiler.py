@@ -173,7 +173,7 @@ class GrammarCompiler:
             try:
                 report, data = self._run_job(outputs, choice, timeout_s)
             except JobTimeoutError:
-                problem = f"took more than {timeout_s:g} s to compile"
+                problem = f"took more than {self._limits.timeout_s:g} s to compile"
             except JobLostError:
                 problem = "needs too much memory, or nests too deeply, to compile"
             else:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.errors import InternalError
 from baton.request_spec import ReasoningMarks, RequestSpec
 from engine.constraints.matcher import Constraint, Matcher
 from engine.constraints.retokenizer import Retokenizer
@@ -146,25 +145,16 @@ class Guide:
         """Whether the text is complete, and nothing but a stop token can follow."""
         return self._reasoning is None and self._matcher is not None and self._matcher.is_terminated
 
-    def accept(self, token_ids: Sequence[int]) -> None:
+    def accept(self, token_ids: Sequence[int]) -> bool:
         """Moves on by generated tokens; `update_mask` must follow.
+
+        Returns:
+            Whether the constraint allows all of them. If not, the guide must not be used any more.
 
         Raises:
             InvalidArgumentError: the grammar takes too long.
-            InternalError: the grammar does not allow one of the tokens.
         """
-        for token_id in token_ids:
-            if self._reasoning is not None:
-                opened = self._reasoning.opened
-                was_opening = bool(self._reasoning.opening)
-                self._reasoning.accept(token_id)
-                is_text = self._reasoning.is_over and was_opening
-                self._drop_reasoning()
-                if not is_text:
-                    continue
-                self._accept_text((*opened, token_id))  # it was no start mark
-            else:
-                self._accept_text((token_id,))
+        return all(self._accept_text(self._text_of(token_id)) for token_id in token_ids)
 
     def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Returns tokens that can be appended without drawing them ("jump-forward decoding").
@@ -205,9 +195,19 @@ class Guide:
         twin.mask = self.mask
         return twin
 
-    def _accept_text(self, token_ids: Sequence[int]) -> None:
-        if self._matcher is not None and not self._matcher.replay(token_ids):
-            raise InternalError("a token was drawn that the grammar does not allow")
+    def _text_of(self, token_id: int) -> tuple[int, ...]:
+        """Moves the reasoning part on by a token; returns the tokens that are constrained text."""
+        part = self._reasoning
+        if part is None:
+            return (token_id,)
+        opened, was_opening = part.opened, bool(part.opening)
+        part.accept(token_id)
+        self._drop_reasoning()
+        has_begun_otherwise = was_opening and part.is_over
+        return (*opened, token_id) if has_begun_otherwise else ()
+
+    def _accept_text(self, token_ids: Sequence[int]) -> bool:
+        return self._matcher is None or self._matcher.replay(token_ids)
 
     def _drop_reasoning(self) -> None:
         if self._reasoning is not None and self._reasoning.is_over:

@@ -1,10 +1,9 @@
 """`Guides`: gives sequences their guides once their requests' grammars are compiled. Pure."""
 
-from collections import abc
 from concurrent.futures import Future
 from typing import Protocol
 
-from baton.errors import BatonError
+from baton.errors import BatonError, FailedPreconditionError, InternalError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.guide import Guide
 from engine.constraints.matcher import Constraint
@@ -78,7 +77,8 @@ class Guides:
             handed over says that its prompt is loaded.
 
         Raises:
-            BatonError: the grammar takes too long, or does not allow the tokens.
+            FailedPreconditionError: the grammar does not allow the tokens that they came with.
+            InvalidArgumentError: no token may follow, or the grammar takes too long.
         """
         spec = group.request.spec
         # Log-probabilities of tokens that no draw needs are not computed.
@@ -91,7 +91,12 @@ class Guides:
             sequence.guide = guide = first.fork()
             generated = sequence.token_ids[group.num_prompt :]
             if generated and generated[-1] not in sequence.stop_token_ids:
-                guide.unsent = self._move(sequence, guide, generated)
+                if not guide.accept(generated):
+                    raise FailedPreconditionError(
+                        "structured_outputs does not allow the tokens that another replica has "
+                        "generated; it may have another version or --structured-outputs-backend"
+                    )
+                guide.unsent = self._append_forced(sequence, guide)
                 if sequence.finish_reason is not None:
                     appended[sequence] = guide.unsent
         return appended
@@ -103,7 +108,8 @@ class Guides:
             The tokens to send: that token, and those appended before and after it without a draw.
 
         Raises:
-            BatonError: the grammar takes too long, or allows no next token.
+            InvalidArgumentError: no token may follow, or the grammar takes too long.
+            InternalError: the grammar does not allow the drawn token, which is a bug.
         """
         guide, drawn = sequence.guide, sequence.token_ids[-1]
         if guide is None:
@@ -111,13 +117,15 @@ class Guides:
         before, guide.unsent = guide.unsent, ()
         if drawn in sequence.stop_token_ids:
             return (*before, drawn)
-        return (*before, drawn, *self._move(sequence, guide, (drawn,)))
+        if not guide.accept((drawn,)):
+            raise InternalError("a token was drawn that the grammar does not allow")
+        return (*before, drawn, *self._append_forced(sequence, guide))
 
-    def _move(
-        self, sequence: Sequence, guide: Guide, token_ids: abc.Sequence[int]
-    ) -> tuple[int, ...]:
-        """Moves a guide past the sequence's newest tokens; returns those that it has appended."""
-        guide.accept(token_ids)
+    def _append_forced(self, sequence: Sequence, guide: Guide) -> tuple[int, ...]:
+        """Appends the tokens that follow without a draw, and returns them.
+
+        Updates the mask, or drops the guide if it is not needed any more.
+        """
         forced = list[int]()
         if sequence.finish_reason is None:
             room = sequence.limit - len(sequence.token_ids)
@@ -125,7 +133,7 @@ class Guides:
             stops = (i for i, token in enumerate(forced, 1) if token in sequence.stop_token_ids)
             forced = forced[: next(stops, len(forced))]
             sequence.token_ids += forced
-            guide.accept(forced)
+            guide.accept(forced)  # the retokenizer has tried them
         if not guide.is_needed:
             sequence.guide = None
         elif sequence.finish_reason is None:
