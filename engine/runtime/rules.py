@@ -12,7 +12,7 @@ import torch
 
 import kernels
 from engine.batch import LogitRules, ScheduledChunk
-from engine.runtime.device import to_device
+from engine.runtime.device import copy_rows, to_device
 from engine.runtime.sampler import Scores
 from kernels import RuleTable
 
@@ -180,15 +180,13 @@ class RowRules:
         if not masked:
             return
         rows = np.array([chunk.row for chunk in masked], np.int64)
-        words = np.frombuffer(b"".join([chunk.mask or b"" for chunk in masked]), np.int32)
-        masks = words.reshape(len(masked), -1).copy()
+        words = np.frombuffer(bytearray().join([chunk.mask or b"" for chunk in masked]), np.int32)
+        masks = words.reshape(len(masked), -1)
         for index, chunk in enumerate(masked):
             if chunk.rules is not None and chunk.rules.allowed is not None:
                 masks[index] &= self._mask(chunk.rules.allowed)
         self._masked.update(rows.tolist())
-        sent = to_device(masks, self._device)
-        allowed = self._current_table().allowed
-        allowed.index_copy_(0, to_device(rows, self._device), sent)
+        copy_rows(self._current_table().allowed, rows, masks)
 
     def _store_history(self, chunk: ScheduledChunk, row: torch.Tensor) -> None:
         """Writes the tokens of a chunk's sequence into a row of `RuleTable.history`.
