@@ -9,13 +9,15 @@ from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_JSON_DEPTH", "check_text", "compact_json"]
+__all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "check_text", "compact_json"]
 
+MAX_JSON_BYTES = 256 * 1024
+"""The most UTF-8 bytes of a JSON object, unless the caller states another limit."""
 MAX_JSON_DEPTH = 64
 """How deeply a JSON object may nest objects and arrays."""
 
 
-def compact_json(field: str, source: Any, most_bytes: int) -> str:
+def compact_json(field: str, source: Any, most_bytes: int = MAX_JSON_BYTES) -> str:
     """Returns the JSON text of an object, without whitespace, its keys in their order.
 
     Args:

@@ -176,7 +176,7 @@ class SamplingParams:
         if self.thinking_token_budget == -1:
             object.__setattr__(self, "thinking_token_budget", None)
         if self.structured_outputs is not None:
-            outputs = _structured_outputs(self.structured_outputs)
+            outputs = StructuredOutputs.of(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", outputs)
         if self.extra_args is not None:
             text = compact_json("extra_args", self.extra_args, MAX_EXTRA_ARGS_BYTES)
@@ -209,7 +209,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
             raise InvalidArgumentError.for_field("seed", self.seed, "in [0, 2**64)")
         budget = self.thinking_token_budget
-        if budget is not None and not (_is_integer(budget) and 0 <= budget <= _MAX_UINT32):
+        if budget is not None and not (type(budget) is int and 0 <= budget <= _MAX_UINT32):
             limit = "an integer in [0, 2**32), or -1"
             raise InvalidArgumentError.for_field("thinking_token_budget", budget, limit)
 
@@ -360,26 +360,6 @@ def _biases(value: Any) -> dict[int, float]:
         limit = "a mapping from token ids to numbers"
         raise InvalidArgumentError.for_field("logit_bias", value, limit) from None
     return dict(sorted(biases.items()))
-
-
-def _structured_outputs(value: Any) -> StructuredOutputs:
-    """The value, or the one that a mapping of its fields describes, as in JSON."""
-    if isinstance(value, StructuredOutputs):
-        return value
-    if not isinstance(value, Mapping):
-        limit = "a StructuredOutputs or a mapping of its fields"
-        raise InvalidArgumentError.for_field("structured_outputs", value, limit)
-    names = [field.name for field in fields(StructuredOutputs)]
-    for name in value:
-        if name not in names:
-            raise InvalidArgumentError(
-                f"structured_outputs has no field {name!r}; it has {', '.join(names)}"
-            )
-    return StructuredOutputs(**value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_count(field: str, entries: Collection[Any], most: int) -> None:

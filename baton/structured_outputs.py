@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.json_text import check_text, compact_json
+from baton.json_text import MAX_JSON_BYTES, check_text, compact_json
+from baton.response_format import fields_of_response_format, fields_of_tools
 
 __all__ = ["MAX_CHOICES", "MAX_REGEX_BYTES", "MAX_SOURCE_BYTES", "StructuredOutputs"]
 
-MAX_SOURCE_BYTES = 256 * 1024
+MAX_SOURCE_BYTES = MAX_JSON_BYTES
 """The most UTF-8 bytes of a schema, a grammar, a structural tag, or all choices together."""
 MAX_REGEX_BYTES = 16 * 1024
 MAX_CHOICES = 4096
@@ -66,6 +67,63 @@ class StructuredOutputs:
         _CHECKS[given[0]](self)
         self._check_whitespace()
 
+    @classmethod
+    def of(cls, value: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
+        """The value, or the one that a mapping of its fields describes, as in JSON.
+
+        Raises:
+            InvalidArgumentError: it is neither, or a field is unknown or malformed; names it.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            limit = "a StructuredOutputs or a mapping of its fields"
+            raise InvalidArgumentError.for_field("structured_outputs", value, limit)
+        names = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in names:
+                raise InvalidArgumentError(
+                    f"structured_outputs has no field {name!r}; it has {', '.join(names)}"
+                )
+        return cls(**value)
+
+    @classmethod
+    def of_response_format(cls, response_format: Mapping[str, Any]) -> "StructuredOutputs | None":
+        """The form that OpenAI's `response_format` states; None for `{"type": "text"}`.
+
+        Args:
+            response_format: its `type` is `text`, `json_object`, `json_schema` or, as in vLLM,
+                `structural_tag`. A schema is enforced whatever `strict` says.
+
+        Raises:
+            InvalidArgumentError: a part is unknown or malformed; names it.
+        """
+        form = fields_of_response_format(response_format)
+        return None if form is None else cls(**form)
+
+    @classmethod
+    def of_tools(
+        cls,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str | Mapping[str, Any] | None,
+    ) -> "StructuredOutputs | None":
+        """The form of the tool calls that OpenAI's `tool_choice` forces, as in vLLM.
+
+        Args:
+            tools: the tools, as OpenAI describes functions.
+            tool_choice: "required": the text is a JSON array of objects with the `name` and the
+                `parameters` of a tool. A named function: the text is the JSON object of its
+                parameters. "auto", "none" and None force nothing.
+
+        Returns:
+            The form; None if no call is forced.
+
+        Raises:
+            InvalidArgumentError: a part is unknown or malformed; names it.
+        """
+        form = fields_of_tools(tools, tool_choice)
+        return None if form is None else cls(**form)
+
     @property
     def form(self) -> str:
         """The name of the field that is set, such as `"regex"`."""
@@ -78,11 +136,11 @@ class StructuredOutputs:
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
     def _check_json(self) -> None:
-        text = compact_json(_name("json"), self.json, MAX_SOURCE_BYTES)
+        text = compact_json(_name("json"), self.json)
         object.__setattr__(self, "json", text)
 
     def _check_structural_tag(self) -> None:
-        text = compact_json(_name("structural_tag"), self.structural_tag, MAX_SOURCE_BYTES)
+        text = compact_json(_name("structural_tag"), self.structural_tag)
         object.__setattr__(self, "structural_tag", text)
 
     def _check_json_object(self) -> None:

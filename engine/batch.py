@@ -12,8 +12,9 @@ its size grows with the changes and not with the number of running sequences:
   submitted while batch k computes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from baton.request_spec import RequestSpec
 
@@ -21,9 +22,11 @@ __all__ = [
     "INVALID_TOKEN",
     "NO_LOGPROBS",
     "NO_TOKEN",
+    "PROCESSOR_FAILED",
     "ChunkOutput",
     "DrawParams",
     "LogitRules",
+    "ProcessedText",
     "ScheduledBatch",
     "ScheduledChunk",
     "StepOutput",
@@ -43,6 +46,10 @@ NO_LOGPROBS = -1
 NO_TOKEN = -2
 """Reported if a row's rules leave no token: the engine ends that request with
 `InvalidArgumentError`."""
+
+PROCESSOR_FAILED = -3
+"""Reported if a logits processor raised an exception, or left no finite logits or some that are
+NaN or infinite: the engine ends that request with `InternalError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,23 @@ class TableUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessedText:
+    """The text of a sequence whose logits the engine's logits processors change.
+
+    Attributes:
+        sequence_id: the same in all chunks of one sequence, and of no other sequence.
+        args: `SamplingParams.extra_args`.
+        prompt_token_ids: the tokens of the prompt.
+        output_token_ids: all tokens generated so far.
+    """
+
+    sequence_id: tuple[int, int]
+    args: Mapping[str, Any]
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """Known tokens of one sequence.
 
@@ -201,6 +225,8 @@ class ScheduledChunk:
             share the tuple, but not the rules: the runner keeps what it has stored for them.
         mask: the tokens that may be drawn after `token_ids`: bit i % 32 of little-endian
             32-bit word i // 32 for token i. None: all. The row must not decode afterwards.
+        processed: the sequence with `token_ids`, if logits processors change the logits after
+            them. The row must not decode afterwards.
     """
 
     row: int
@@ -214,6 +240,7 @@ class ScheduledChunk:
     num_prompt_logprobs: int = 0
     history: tuple[int, ...] = ()
     mask: bytes | None = None
+    processed: ProcessedText | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -298,8 +325,8 @@ class ChunkOutput:
 
     Attributes:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
-            likeliest first. Each is `INVALID_TOKEN` if logits are not finite, and `NO_TOKEN`
-            if the rules leave none.
+            likeliest first. Each is `INVALID_TOKEN` if logits are not finite, `NO_TOKEN` if
+            the rules leave none, and `PROCESSOR_FAILED` if a logits processor failed.
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.

@@ -87,7 +87,7 @@ def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
 def _help(field: dataclasses.Field[Any]) -> str:
     """The field's help text, with its default appended."""
     text: str = field.metadata["help"].replace("%", "%%")
-    if field.default is dataclasses.MISSING or field.default is None:
+    if field.default in (dataclasses.MISSING, None, ()):
         return text
     return f"{text} (default: %(default)s)"
 
@@ -96,6 +96,8 @@ def _parser_of(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
     """The function that parses the flag's text into the field's type; `X | None` counts as X."""
     if field.metadata.get("parse") == "bytes":
         return _bytes
+    if field.metadata.get("parse") == "names":
+        return str  # `EngineConfig` splits it
     if not isinstance(field.type, types.UnionType):
         return typing.cast("Callable[[str], Any]", field.type)
     (parser,) = (member for member in typing.get_args(field.type) if member is not types.NoneType)

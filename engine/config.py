@@ -6,6 +6,7 @@ too have vLLM's names.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ class EngineConfig:
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
+    logits_processors: Sequence[str] = _flag(
+        (),
+        "logits processors to load, separated by commas: names of installed ones, or module:Class",
+        parse="names",
+    )
     logprobs_mode: str = _flag(
         "raw_logprobs",
         "log-probabilities that requests get: the model's own, or those of the distribution that "
@@ -164,6 +170,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_processors", _names(self.logits_processors))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")
@@ -242,6 +249,12 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = ("swap_space", "grammar_cache_bytes")
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s", "grammar_timeout_s")
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names as a tuple; a flag's text has them separated by commas."""
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def _check_transfer_block_size(transfer_block_size: int, block_size: int) -> None:

@@ -160,6 +160,8 @@ class EngineCore:
             num_blocks=self.num_blocks,
             namespace=self.namespace,
         )
+        if args := request.spec.params.extra_args:
+            self._runner.check_extra_args(args)
         if request.spec.params.structured_outputs is not None:
             self._grammars.check()
 

@@ -4,7 +4,7 @@
 scheduler with a fake runner.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +79,15 @@ class Runner(Protocol):
     @property
     def kv_pool(self) -> Any:
         """The pool, a tensor `[num_blocks, *info.layout.block_shape]`."""
+
+    def check_extra_args(self, args: Mapping[str, Any]) -> None:
+        """Refuses a request's `extra_args`. Any thread may call it.
+
+        Raises:
+            InvalidArgumentError: no logits processor of the runner applies to them, or a value
+                is bad.
+            InternalError: a processor failed.
+        """
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step. `ScheduledBatch` documents the order of its parts."""

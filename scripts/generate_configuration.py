@@ -239,7 +239,7 @@ def _split_default(action: argparse.Action) -> tuple[str, str]:
         return text[: found.start()], {"False": "off", "True": "on"}.get(found[1], found[1])
     if isinstance(action.default, bool):
         return text, "on" if action.default else "off"
-    is_set = action.default not in (None, "", [], argparse.SUPPRESS)
+    is_set = action.default not in (None, "", [], (), argparse.SUPPRESS)
     return text, str(action.default) if is_set else ""
 
 

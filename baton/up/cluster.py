@@ -121,7 +121,8 @@ def engine_flags(config: EngineConfig, *, omit: Collection[str] = ()) -> list[st
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags += [f"--{name}", str(value)]
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            flags += [f"--{name}", text]
     return flags
 
 

@@ -30,9 +30,6 @@ class GrammarState(Protocol):
     def accept(self, token_id: int) -> bool:
         """Moves on by a token; returns False, and stays, if the token may not come next."""
 
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the last accepted tokens."""
-
     def is_complete(self) -> bool:
         """Whether the text so far belongs to the grammar."""
 

@@ -1,11 +1,12 @@
 """The backend llguidance (Microsoft's guidance)."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.interface import Grammar, GrammarState, RefusedError, TooComplexError
-from engine.constraints.schema import close_objects
+from engine.constraints.schema import close_objects, subschemas
 from engine.constraints.structural_tags import tag_with_format
 from engine.constraints.vocabulary import Mask, Vocabulary
 
@@ -72,7 +73,7 @@ class LLGuidanceBackend:
         if form == "json":
             return self._schema_source(json.loads(text), outputs)
         if form == "choice":
-            literals = [json.dumps(choice, ensure_ascii=False) for choice in text]
+            literals = [_literal(choice) for choice in text]
             return f"start: {' | '.join(literals)}\n{_OPTIONS}"
         if form == "regex":
             # Classes such as \d are those of ASCII, as in xgrammar.
@@ -91,6 +92,9 @@ class LLGuidanceBackend:
         options: dict[str, Any] = {"whitespace_flexible": not outputs.disable_any_whitespace}
         if outputs.whitespace_pattern is not None:
             options["whitespace_pattern"] = outputs.whitespace_pattern
+        for path, node in subschemas(schema):
+            if _may_repeat_counted_keys(node):
+                raise RefusedError(f"minProperties at {path}, as keys may repeat")
         # Under this key a schema could turn its own enforcement off.
         closed = close_objects(schema) if isinstance(schema, dict) else {"allOf": [schema]}
         return {**closed, "x-guidance": options}
@@ -120,6 +124,13 @@ class LLGuidanceBackend:
             grammar=self._schema_with_options(content["json_schema"], outputs),
             end=end,
         )
+
+
+def _may_repeat_counted_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether two properties of one name count as two: required ones cannot repeat."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    num_distinct = len(required) + 1 if isinstance(required, list) else 1
+    return isinstance(least, int) and least > num_distinct
 
 
 class _TokenTable:
@@ -168,9 +179,6 @@ class _LLGuidanceState:
         self._check()
         return is_accepted
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())
 
@@ -183,6 +191,11 @@ class _LLGuidanceState:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise TooComplexError(_first_line(self._matcher.get_error()))
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of Lark, which does not take the character DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _first_line(text: str) -> str:

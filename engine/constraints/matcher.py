@@ -50,9 +50,6 @@ class Matcher:
     """The constraint of one sequence. `Constraint.new_matcher` makes one.
 
     Not safe to call from two threads at once.
-
-    Attributes:
-        num_tokens: tokens that were accepted.
     """
 
     def __init__(
@@ -68,27 +65,21 @@ class Matcher:
         self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
         self._meaningless_bits = vocabulary.meaningless_bits
         self._row: Mask | None = None  # of this state, if `is_terminated` needed it
-        self._num_matched = 0  # tokens that the state has accepted
-        self._num_stops = 0
+        self._is_stopped = False  # whether a stop token was accepted
         self._allowance_s = _BURST_S
         # CPU time takes a system call. It is measured once a call was slow, as that may have been
         # because of other processes.
         self._clock = time.perf_counter
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that were accepted."""
-        return self._num_matched + self._num_stops
-
-    @property
     def may_stop(self) -> bool:
         """Whether the sequence may end here."""
-        return self._num_stops > 0 or self._state.is_complete()
+        return self._is_stopped or self._state.is_complete()
 
     @property
     def is_terminated(self) -> bool:
         """Whether nothing but a stop token can follow, or one was accepted."""
-        if self._num_stops:
+        if self._is_stopped:
             return True
         if not self._state.is_complete():
             return False
@@ -106,7 +97,7 @@ class Matcher:
         Raises:
             InvalidArgumentError: no token may come next, or the grammar takes too long.
         """
-        if self._num_stops:
+        if self._is_stopped:
             row.fill(0)
         elif self._row is not None:
             row[:] = self._row
@@ -124,10 +115,10 @@ class Matcher:
         Raises:
             InvalidArgumentError: the grammar takes too long.
         """
-        if self._num_stops:
+        if self._is_stopped:
             return False
         if token_id in self._stop_token_ids and self._state.is_complete():
-            self._num_stops = 1
+            self._is_stopped = True
             return True
         started = self._clock()
         try:
@@ -135,7 +126,6 @@ class Matcher:
         except TooComplexError as error:
             raise self._error(f"is too complex: {error}") from None
         if is_accepted:
-            self._num_matched += 1
             self._row = None
         self._charge(started)
         return is_accepted
@@ -144,27 +134,16 @@ class Matcher:
         """Accepts tokens that were generated before; returns False at the first that fails."""
         return all(self.accept(token_id) for token_id in token_ids)
 
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the last accepted tokens."""
-        assert num_tokens <= self.num_tokens, "more tokens than were accepted"
-        num_stops = min(num_tokens, self._num_stops)
-        self._num_stops -= num_stops
-        num_matched = min(num_tokens - num_stops, self._num_matched)
-        if num_matched:
-            self._state.rollback(num_matched)
-            self._row = None
-            self._num_matched -= num_matched
-
     def forced_text(self) -> bytes:
         """Returns the bytes that come next in every continuation; empty if there is a choice."""
-        if self._num_stops or self._state.is_complete():
+        if self._is_stopped or self._state.is_complete():
             return b""
         return self._state.forced_text()
 
     def fork(self) -> "Matcher":
         """Returns an independent copy, for another candidate that has the same tokens."""
         twin = Matcher(self._constraint, self._state.fork(), self._stop_token_ids)
-        twin._num_matched, twin._num_stops = self._num_matched, self._num_stops
+        twin._is_stopped = self._is_stopped
         twin._allowance_s, twin._clock = self._allowance_s, self._clock
         return twin
 

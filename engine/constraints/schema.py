@@ -1,5 +1,6 @@
 """JSON schemas before a backend reads them: which keywords they use, and whether they can end."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +17,7 @@ _DIRECT = (
 )
 _OF_OBJECTS = ("properties", "required", "patternProperties", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems")
+_OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[0-3]/")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -27,11 +29,16 @@ def check_schema(schema: Any, field: str) -> None:
         field: the user's field, for the error.
 
     Raises:
-        InvalidArgumentError: the schema has no finite instance, or has bounds past 64 bits.
+        InvalidArgumentError: the schema has no finite instance, has bounds past 64 bits, is of a
+            draft before 4, or has no type at all in a `type`.
     """
     if not isinstance(schema, Mapping):
         return
     for path, node in subschemas(schema):
+        if _OLD_DRAFT.match(str(node.get("$schema"))):
+            raise InvalidArgumentError(f"{field} is of {node['$schema']}; use draft 4 or later")
+        if node.get("type") == []:
+            raise InvalidArgumentError(f"{field} has an empty type at {path}")
         for keyword in _BOUNDS:
             bound = node.get(keyword)
             if isinstance(bound, int) and not -(2**63) < bound < 2**63:

@@ -132,9 +132,6 @@ class _XGrammarState:
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
     def is_complete(self) -> bool:
         return bool(self._matcher.is_completed())
 

@@ -60,7 +60,9 @@ def schema_refusal(node: Mapping[str, Any]) -> str | None:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds is None:
         return f"{min(keywords)} without type" if keywords else None
-    if not isinstance(kinds, list) or not all(kind in _KEYWORDS for kind in kinds):
+    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+        return "type"
+    if not kinds or not _KEYWORDS.keys() >= set(kinds):
         return "type"
     unknown = keywords - {"type"} - frozenset().union(*(_KEYWORDS[kind] for kind in kinds))
     if unknown:
@@ -73,9 +75,8 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     others = keywords - {keyword}
     value = node[keyword]
     if keyword in ("enum", "const"):
-        kind = _TYPES.get(node["type"], ()) if isinstance(node.get("type"), str) else object
         values = value if keyword == "enum" and isinstance(value, list) else [value]
-        is_typed = all(isinstance(one, kind) for one in values)
+        is_typed = "type" not in node or all(_is_of(node["type"], one) for one in values)
         return None if others <= {"type"} and is_typed else f"{keyword} beside other keywords"
     if others:
         return f"{min(others)} beside {keyword}"
@@ -86,6 +87,13 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     return None
 
 
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value is of a type that a schema names; False for several types."""
+    is_boolean = isinstance(value, bool)
+    is_known = isinstance(kind, str) and kind in _TYPES
+    return is_known and is_boolean == (kind == "boolean") and isinstance(value, _TYPES[kind])
+
+
 def _value_refusal(node: Mapping[str, Any], has_integers: bool) -> str | None:
     if "pattern" in node and not _is_plain_pattern(node["pattern"]):
         return "pattern"
@@ -93,7 +101,11 @@ def _value_refusal(node: Mapping[str, Any], has_integers: bool) -> str | None:
         if bound in node and not _is_plain_bound(node[bound], has_integers):
             return bound
     properties, required = node.get("properties", {}), node.get("required", [])
-    if not isinstance(required, list) or not set(required) <= set(properties):
+    if not isinstance(properties, dict):
+        return "properties"
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return "required"
+    if not properties.keys() >= set(required):
         return "required properties that are not listed"
     if "propertyNames" in node and properties:
         return "propertyNames with properties"

@@ -28,6 +28,7 @@ from engine.runtime.device_decode import (
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
 from engine.runtime.logprobs import DecodeReports, PromptTokens
+from engine.runtime.row_processors import RowProcessors
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
@@ -68,6 +69,7 @@ class DeviceSteps(Steps):
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
+        self._processors = RowProcessors(model.processors)
         # All graphs write their logits here; otherwise each would keep its own memory for them.
         self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
@@ -95,6 +97,8 @@ class DeviceSteps(Steps):
         of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
+        if draws.processed:
+            self._processors.apply(draws.processed, scores)
         if draws.ruled:
             self._rules.apply_to_chunks(draws.ruled, scores)
         if num_decodes:

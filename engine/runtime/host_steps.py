@@ -11,6 +11,7 @@ from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.drawing import ChunkDraws, DecodeRows
 from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
+from engine.runtime.row_processors import RowProcessors
 from engine.runtime.rows import Rows
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
@@ -35,6 +36,7 @@ class HostSteps(Steps):
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         vocab_size = model.model.config.vocab_size
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
+        self._processors = RowProcessors(model.processors)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = self._decode_rows_of(())
@@ -66,6 +68,8 @@ class HostSteps(Steps):
         of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or decode.reports.keeps_raw else scores
+        if draws.processed:
+            self._processors.apply(draws.processed, scores)
         self._apply_rules(draws, scores)
         decoded = decode.draw(scores, raw, rows.positions)
         chunks = draws.outputs(draws.draw(scores, raw))

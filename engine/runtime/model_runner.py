@@ -1,9 +1,10 @@
 """`ModelRunner`: executes scheduled batches on a model with a paged KV pool."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -35,6 +36,12 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.logits_processors import (
+    ProcessorContext,
+    check_extra_args,
+    load_processors,
+    make_processors,
+)
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
 from kvstore.mover.pool_objects import view_blocks
@@ -84,6 +91,8 @@ class ModelRunner:
         self._steps_type: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
         if self._is_on_cpu:
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
+        # Before minutes of loading, as an unknown name is an error.
+        processor_classes = load_processors(config.logits_processors)
         used_by_others = used_bytes(self._device)
         loaded = load_model(
             config.model,
@@ -96,6 +105,15 @@ class ModelRunner:
         layer_groups = group_layers(loaded.sliding_windows)
         self._layer_slots = layer_groups.slots
         self.info = _model_info(loaded, layer_groups, config)
+        self._processors = make_processors(
+            processor_classes,
+            ProcessorContext(
+                vocab_size=self.info.vocab_size,
+                device=self._device,
+                max_rows=config.max_running,
+                max_model_len=self.info.max_model_len,
+            ),
+        )
         self._turns = Turns(config.turns_folder if self._is_on_cpu else None)
         with self._turns.wait_for_turn():  # so that no other engine's step distorts the times
             free_bytes = self.profile(used_by_others)
@@ -111,6 +129,10 @@ class ModelRunner:
     def kv_pool(self) -> torch.Tensor:
         """The pool, `[num_blocks, *info.layout.block_shape]`, without spare blocks."""
         return self._kv_pool
+
+    def check_extra_args(self, args: Mapping[str, Any]) -> None:
+        """Refuses `extra_args` that no logits processor applies to. Any thread may call it."""
+        check_extra_args(self._processors, args)
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step: table updates, swaps, block copies, forward pass, draws."""
@@ -295,6 +317,7 @@ class ModelRunner:
                 # A prefill engine hands every request off before it would decode.
                 enforce_eager=config.enforce_eager or config.role == "prefill",
                 reports_processed=config.logprobs_mode == "processed_logprobs",
+                processors=self._processors,
             )
         )
 

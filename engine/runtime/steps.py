@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,6 +11,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
+from engine.runtime.logits_processors import LogitsProcessor
 from kernels import AttentionMetadata, LogitRows, PagedKv
 from kvstore.mover.pool_objects import BlockViews
 
@@ -34,6 +35,7 @@ class StepModel:
         enforce_eager: whether to run without CUDA graphs.
         reports_processed: whether log-probabilities of drawn tokens are those of the
             distributions that they are drawn from, instead of the model's own.
+        processors: the engine's logits processors.
     """
 
     model: CausalModel
@@ -46,6 +48,7 @@ class StepModel:
     max_model_len: int
     enforce_eager: bool
     reports_processed: bool = False
+    processors: Sequence[LogitsProcessor[Any]] = ()
 
     @property
     def max_blocks(self) -> int:

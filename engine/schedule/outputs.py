@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
-from engine.batch import NO_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
+from engine.batch import NO_TOKEN, PROCESSOR_FAILED, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.beam_search import BeamStep
 from engine.constraints.matcher import Constraint
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
@@ -418,7 +418,7 @@ class OutputProcessor:
 
         Args:
             group: the group.
-            token_id: `INVALID_TOKEN` or `NO_TOKEN`, which names the cause.
+            token_id: `INVALID_TOKEN`, `NO_TOKEN` or `PROCESSOR_FAILED`, which names the cause.
         """
         if token_id == NO_TOKEN:
             error = InvalidArgumentError(
@@ -426,6 +426,9 @@ class OutputProcessor:
                 "penalties of this request leave no token to draw next"
             )
             return self.end(group, FinishReason.ERROR, error)
+        if token_id == PROCESSOR_FAILED:
+            failure = InternalError("a logits processor failed on this request")
+            return self.end(group, FinishReason.ERROR, failure)
         return self._end_poisoned(group)
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import (
+    NO_LOGPROBS,
+    ProcessedText,
+    ScheduledBatch,
+    ScheduledChunk,
+    TableUpdate,
+)
 from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
 
@@ -90,6 +96,7 @@ class StepPlan:
             wants_logprobs=spec.params.is_ranked,
             num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
             history=_tokens_before(sequence, start) if rules and rules.reads_history else (),
+            processed=_processed_text(sequence) if draws and spec.params.extra_args else None,
             mask=None if guide is None else guide.mask,
         )
         if group.owes_prompt_logprobs:
@@ -101,7 +108,7 @@ class StepPlan:
         self.num_partial += not ends
         self._chunks.append((sequence, chunk))
         goes_on = sequence is not group.root and len(chunk.draws) == 1 and guide is None
-        if goes_on and end + 1 < sequence.limit:
+        if goes_on and end + 1 < sequence.limit and chunk.processed is None:
             self.entering.append(sequence)
 
     def drop(self, group: SequenceGroup) -> None:
@@ -142,3 +149,14 @@ def _tokens_before(sequence: Sequence, position: int) -> tuple[int, ...]:
     """Returns a sequence's first tokens; if they are the prompt, the request's own tuple."""
     prompt = sequence.group.request.spec.prompt_token_ids
     return prompt if position == len(prompt) else tuple(islice(sequence.token_ids, position))
+
+
+def _processed_text(sequence: Sequence) -> ProcessedText:
+    """Returns the sequence's text, for logits processors."""
+    group, spec = sequence.group, sequence.group.request.spec
+    return ProcessedText(
+        sequence_id=(group.arrival, sequence.index),
+        args=spec.params.extra_args or {},
+        prompt_token_ids=spec.prompt_token_ids,
+        output_token_ids=tuple(sequence.token_ids[group.num_prompt :]),
+    )

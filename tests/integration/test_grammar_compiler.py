@@ -197,7 +197,7 @@ def test_llguidance_compiles_what_xgrammar_does_not_express(compiler):
 
 
 def test_llguidance_compiles_what_takes_xgrammar_too_long(compiler):
-    schema = doubling(7, "anyOf")
+    schema = doubling(8, "anyOf")
     chosen = GrammarCompiler(
         vocabulary_of("byte_level"), backend="xgrammar", limits=CompileLimits(timeout_s=1.0)
     )

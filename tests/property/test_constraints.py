@@ -27,6 +27,8 @@ jsonschema = pytest.importorskip("jsonschema")
 SETTINGS = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
+# Of schemas and of expressions each: 500 texts, a few ms each.
+MANY = settings(SETTINGS, max_examples=250)
 names, kinds, seeds = st.sampled_from(BACKENDS), st.sampled_from(KINDS), st.integers(0, 2**32)
 schemas = st.one_of(SCHEMAS, schemas_with_refs())
 
@@ -45,7 +47,7 @@ def other(name):
 
 
 def check_replays(name, kind, tokens, seed, **fields):
-    """Rollbacks, forks and replays on the way change nothing."""
+    """Forks and replays on the way change nothing."""
     vocabulary = vocabulary_of(kind)
     matcher = new_matcher(name, kind, **fields)
     middle = seed % (len(tokens) + 1)
@@ -54,8 +56,7 @@ def check_replays(name, kind, tokens, seed, **fields):
     twin = matcher.fork()
     assert matcher.replay(tokens[middle:])
     assert matcher.may_stop
-    matcher.rollback(len(tokens) - middle)
-    assert allowed_tokens(matcher, vocabulary) == expected == allowed_tokens(twin, vocabulary)
+    assert expected == allowed_tokens(twin, vocabulary)
     assert twin.replay(tokens[middle:])
     assert twin.is_terminated == (
         set(allowed_tokens(twin, vocabulary)) <= {*vocabulary.eos_token_ids}
@@ -66,20 +67,20 @@ def check_the_other_agrees(name, kind, tokens, **fields):
     """The other backend accepts the text too, unless it refuses the constraint.
 
     xgrammar knows no integer -0, no escapes of characters in constants, and no numbers of many
-    digits between bounds, which llguidance allows.
+    digits between bounds, which llguidance allows. Only xgrammar allows the character DEL.
     """
     try:
         matcher = new_matcher(other(name), kind, **fields)
     except RefusedError:
         return
     text = text_of(vocabulary_of(kind), tokens)
-    if re.search(r"-0\b|\\u|\d{10}", text) is None:
+    if re.search(r"-0\b|\\u|\d{10}|\x7f", text) is None:
         assert matcher.replay(tokens), text
         assert matcher.may_stop
 
 
 @given(name=names, kind=kinds, schema=schemas, seed=seeds, spaces=st.booleans())
-@SETTINGS
+@MANY
 def test_walks_under_a_schema_end_in_its_instances(name, kind, schema, seed, spaces):
     fields = {"json": schema, "disable_any_whitespace": not spaces}
     check_schema(schema, "json")
@@ -93,7 +94,7 @@ def test_walks_under_a_schema_end_in_its_instances(name, kind, schema, seed, spa
 
 
 @given(name=names, kind=kinds, regex=REGEXES, seed=seeds)
-@SETTINGS
+@MANY
 def test_walks_under_an_expression_end_in_its_matches(name, kind, regex, seed):
     matcher = compiled_or_skip(name, kind, regex=regex)
     vocabulary = vocabulary_of(kind)

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from baton.structured_outputs import StructuredOutputs
 from engine.request import EngineRequest, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
@@ -128,6 +129,7 @@ class Cluster(RuleBasedStateMachine):
             early_stopping=st.sampled_from([True, False, "never"]),
         ),
         num_logprobs=st.tuples(*[st.sampled_from([None, None, 0, 1, 2])] * 2),
+        regex=st.sampled_from(["", "", "", "......", "...........", "........................"]),
         num_resumed=st.lists(st.integers(1, 7), max_size=3),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
@@ -145,6 +147,7 @@ class Cluster(RuleBasedStateMachine):
         num_returned: int,
         beam_search: dict[str, object] | None,
         num_logprobs: tuple[int | None, int | None],
+        regex: str,
         num_resumed: list[int],
         priority: int,
         salt: str,
@@ -164,6 +167,7 @@ class Cluster(RuleBasedStateMachine):
                     "best_of": num_candidates,
                     "logprobs": num_logprobs[0],
                     "prompt_logprobs": num_logprobs[1],
+                    "structured_outputs": StructuredOutputs(regex=regex) if regex else None,
                 }
                 if beam_search is None
                 else {"beam_width": num_candidates} | beam_search

@@ -20,6 +20,7 @@ from engine.validation import num_blocks_needed
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from tests.support.fake_connector import FakeWorker, Store
+from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, token_logprobs
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
@@ -176,6 +177,8 @@ class CheckedEngine:
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )
+        self._grammars = FakeGrammars()
+        self.core.scheduler._guides._grammars = self._grammars
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
         self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
@@ -227,6 +230,7 @@ class CheckedEngine:
         if self.runner.fault is not None:
             # With async scheduling the failure is seen later, with the next batch in flight.
             self._num_fallible_steps = 4
+        self._grammars.end_one()
         self.core.run_step(self._on_outputs)
         self._check_runner()
         if not self.core.is_stalled and self.runner.fault is None:

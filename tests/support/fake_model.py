@@ -1,7 +1,7 @@
 """The model of `FakeRunner`: the next token is a hash of the sequence."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -50,7 +50,7 @@ def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) ->
 
 @lru_cache(10_000)
 def _log_probabilities(token_ids: tuple[int, ...], vocab_size: int) -> tuple[float, ...]:
-    scores = [_digest(token_ids, token) / 2**61 for token in range(vocab_size)]
+    scores = [hash_of(token_ids, token) / 2**61 for token in range(vocab_size)]
     total = math.log(sum(math.exp(score) for score in scores))
     return tuple(score - total for score in scores)
 
@@ -76,12 +76,16 @@ def token_logprobs(
 
 
 def next_token(
-    token_ids: Sequence[int], draw: DrawParams = GREEDY, vocab_size: int = VOCAB_SIZE
+    token_ids: Sequence[int],
+    draw: DrawParams = GREEDY,
+    vocab_size: int = VOCAB_SIZE,
+    allowed: Collection[int] | None = None,
 ) -> int:
-    """Returns the token that the fake model draws after a sequence."""
+    """Returns the token that the fake model draws after a sequence, of those that are allowed."""
+    allowed = range(vocab_size) if allowed is None else allowed
     if draw.temperature == 0:
-        return top_tokens(token_ids, 1, vocab_size)[0][0]
-    return _digest(token_ids, draw.seed) % vocab_size
+        return next(t for t, _ in top_tokens(token_ids, vocab_size, vocab_size) if t in allowed)
+    return sorted(allowed)[hash_of(token_ids, draw.seed) % len(allowed)]
 
 
 def expected_tokens(
@@ -96,7 +100,7 @@ def expected_tokens(
     return sequence[len(prompt) :]
 
 
-def _digest(token_ids: Sequence[int], number: int) -> int:
+def hash_of(token_ids: Sequence[int], number: int) -> int:
     """Returns a 64-bit hash."""
     data = bytes(token_ids) + b"|" + number.to_bytes(8, "big")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")

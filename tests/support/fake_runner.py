@@ -8,7 +8,7 @@ of the seed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -123,6 +123,9 @@ class FakeRunner:
         self._late: list[_LateFuture] = []
         self._decode_rows: tuple[int, ...] = ()
         self._broken_rows: set[int] = set()  # rows of the last batch if it raised
+
+    def check_extra_args(self, args: Mapping[str, object]) -> None:
+        """Accepts all; the logits of this runner have no processors."""
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
@@ -327,7 +330,8 @@ class FakeRunner:
         given = chunk.history + chunk.token_ids
         is_right = given == work.sequence if _reads_history(chunk.rules) else not chunk.history
         self._check(is_right, "a chunk has the wrong history")
-        tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
+        allowed = None if chunk.mask is None else _tokens_in(chunk.mask, vocab_size)
+        tokens = tuple(next_token(work.sequence, draw, vocab_size, allowed) for draw in chunk.draws)
         if len(tokens) == 1:
             (work.row.last_token,) = tokens
         every = log_probabilities(work.sequence, vocab_size)
@@ -431,6 +435,11 @@ class _LateFuture(Future[StepOutput]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._runner.run_submitted(self)
         return super().exception(timeout)
+
+
+def _tokens_in(mask: bytes, vocab_size: int) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(vocab_size) if bits >> token & 1]
 
 
 def _reads_history(rules: LogitRules | None) -> bool:

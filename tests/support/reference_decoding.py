@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from engine.batch import DrawParams, TokenLogprobs
 from engine.beam_search import BeamSearch
 from engine.request import CandidateProgress, EngineRequest, FinishReason
+from tests.support.fake_grammar import allowed_tokens, is_complete
 from tests.support.fake_model import (
     VOCAB_SIZE,
     log_probabilities,
@@ -74,11 +75,26 @@ def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expect
     tokens: list[int] = []
     reason = FinishReason.LENGTH
     for _ in range(_max_tokens(request, max_model_len)):
-        tokens.append(next_token((*prompt, *tokens), draw))
-        if tokens[-1] in request.spec.stop_token_ids:
+        allowed = _allowed_after(request, tokens)
+        tokens.append(next_token((*prompt, *tokens), draw, allowed=allowed))
+        if tokens[-1] in request.spec.stop_token_ids or _cannot_go_on(request, tokens):
             reason = FinishReason.STOP
             break
     return Expected(tuple(tokens), reason, _logprob(prompt, tokens) / len(tokens))
+
+
+def _allowed_after(request: EngineRequest, generated: list[int]) -> frozenset[int] | None:
+    """Returns the tokens that the request's constraint allows; None if it has none."""
+    outputs = request.spec.params.structured_outputs
+    if outputs is None:
+        return None
+    stops = request.spec.stop_token_ids if is_complete(outputs, generated) else frozenset()
+    return allowed_tokens(outputs, generated) | stops
+
+
+def _cannot_go_on(request: EngineRequest, generated: list[int]) -> bool:
+    outputs = request.spec.params.structured_outputs
+    return outputs is not None and not allowed_tokens(outputs, generated)
 
 
 def _beam_search(request: EngineRequest, max_model_len: int) -> list[Expected]:

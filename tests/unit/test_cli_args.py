@@ -73,6 +73,7 @@ def test_every_field_can_be_given(tmp_path):
         kv_transfer_layer_slices=3,
         kv_transfer_timeout_s=7.5,
         logprobs_mode="processed_logprobs",
+        logits_processors=("first", "module:Second"),
         structured_outputs_backend="llguidance",
         grammar_timeout_s=2.5,
         grammar_cache_bytes=12345,
@@ -82,8 +83,9 @@ def test_every_field_can_be_given(tmp_path):
     for name, value in dataclasses.asdict(config).items():
         assert value != getattr(default, name), f"{name} is not exercised"
         flag = name.replace("_", "-")
+        text = ",".join(value) if isinstance(value, tuple) else str(value)
         by_value = {False: [f"--no-{flag}"], True: [f"--{flag}"]}
-        arguments += by_value[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        arguments += by_value[value] if isinstance(value, bool) else [f"--{flag}", text]
     assert _parse(*arguments) == config
 
 

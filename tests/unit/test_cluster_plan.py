@@ -95,6 +95,11 @@ def test_defaults_need_no_flags():
     assert engine_flags(EngineConfig(model="m"), omit={"model"}) == []
 
 
+def test_names_are_separated_by_commas():
+    config = EngineConfig(model="m", logits_processors=["a", "b:C"])
+    assert engine_flags(config, omit={"model"}) == ["--logits-processors", "a,b:C"]
+
+
 @pytest.mark.parametrize(
     ("field", "flag"), [("num_prefill", "--prefill"), ("num_decode", "--decode")]
 )

@@ -108,7 +108,7 @@ def test_without_whitespace_json_is_compact(name, kind):
 @each_backend
 @each_kind
 @each_form
-def test_rollback_fork_and_replay_give_the_same_masks(name, kind, form):
+def test_fork_and_replay_give_the_same_masks(name, kind, form):
     vocabulary = vocabulary_of(kind)
     tokens = walk(new_matcher(name, kind, **FORMS[form]), vocabulary, 5, num_free=12)
     matcher, masks, forks = new_matcher(name, kind, **FORMS[form]), [], []
@@ -116,17 +116,11 @@ def test_rollback_fork_and_replay_give_the_same_masks(name, kind, form):
         masks.append(allowed_tokens(matcher, vocabulary))
         forks.append(matcher.fork())
         assert matcher.accept(token_id)
-    for num_kept in range(len(tokens) - 1, -1, -1):
-        matcher.rollback(1)
-        assert matcher.num_tokens == num_kept
-        assert allowed_tokens(matcher, vocabulary) == masks[num_kept]
+    for num_kept in range(len(tokens)):
         assert allowed_tokens(forks[num_kept], vocabulary) == masks[num_kept]
         again = new_matcher(name, kind, **FORMS[form])
         assert again.replay(tokens[:num_kept])
         assert allowed_tokens(again, vocabulary) == masks[num_kept]
-    assert matcher.replay(tokens)
-    matcher.rollback(len(tokens))
-    assert matcher.replay(tokens)
 
 
 @each_backend
@@ -148,10 +142,6 @@ def test_stop_tokens_are_allowed_at_the_end_alone(name, kind):
     assert matcher.accept(padding)
     assert matcher.is_terminated
     assert not matcher.accept(eos)
-    matcher.rollback(2)
-    assert matcher.num_tokens == 1
-    assert not matcher.is_terminated
-    assert eos in allowed_tokens(matcher, vocabulary)
 
 
 @each_backend

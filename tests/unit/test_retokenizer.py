@@ -32,7 +32,7 @@ def test_text_that_ends_the_sequence_is_forced_whole(name, kind):
     tokens = retokenizer_of(kind).forced_tokens(matcher, [])
     assert tokens == encode(kind, '{"name": "Anna"}')
     assert len(tokens) < len('{"name": "Anna"}')
-    assert matcher.num_tokens == 0
+    assert matcher.replay(tokens)
 
 
 @each_backend

@@ -17,8 +17,8 @@ from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime import sampler
 from kernels.reference import sampling
 from kernels.reference.sampling import philox4x32
+from tests.support.distributions import assert_follows
 
-_CHI_SQUARE_P = 1e-6
 _CPU = torch.device("cpu")
 
 
@@ -53,23 +53,6 @@ def _counts(logits, draw, num_draws):
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
-def _assert_follows(counts, probabilities):
-    """Checks counts against `[vocab]` probabilities by chi-square; probability 0 must not occur."""
-    expected = probabilities.double() * counts.sum()
-    assert counts[expected == 0].sum() == 0
-    likely = expected >= 5
-    rest = (counts[~likely].sum(), expected[~likely].sum())
-    observed_all = torch.cat([counts[likely], rest[0][None]]).double()
-    expected_all = torch.cat([expected[likely], rest[1][None]]).clamp(min=1e-9)
-    if rest[1] < 5:
-        assert rest[0] < 40
-        observed_all, expected_all = observed_all[:-1], expected_all[:-1]
-    statistic = float(((observed_all - expected_all) ** 2 / expected_all).sum())
-    degrees = torch.tensor((len(expected_all) - 1) / 2, dtype=torch.float64)
-    tail = torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64))
-    assert tail > _CHI_SQUARE_P
-
-
 def _warped_logits(logits, draw):
     """Returns logits `[1, vocab]` after the warpers of transformers, in its order."""
     scores = TemperatureLogitsWarper(draw.temperature)(None, logits)
@@ -102,7 +85,7 @@ def test_greedy_sampling_draws_the_largest_logit_and_the_lowest_token_of_ties():
 def test_draws_follow_the_warped_softmax(draw):
     logits = _random_logits(1, 23, scale=1.5)
     counts = _counts(logits, draw, 20_000)
-    _assert_follows(counts, _warped_logits(logits, draw).softmax(-1)[0])
+    assert_follows(counts, _warped_logits(logits, draw).softmax(-1)[0])
 
 
 def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
@@ -110,14 +93,14 @@ def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
     draws = [_draw_params(seed=seed * 2**29) for seed in range(20_000)]
     tokens = _draw_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
     counts = torch.bincount(torch.tensor(tokens), minlength=11)
-    _assert_follows(counts, logits.softmax(-1)[0])
+    assert_follows(counts, logits.softmax(-1)[0])
 
 
 def test_draws_at_neighbouring_positions_are_independent():
     logits = torch.zeros(1, 3)
     tokens = _draw_tokens(logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, list(range(9000)))
     pairs = torch.tensor(tokens[::2]) * 3 + torch.tensor(tokens[1::2])
-    _assert_follows(torch.bincount(pairs, minlength=9), torch.full((9,), 1 / 9))
+    assert_follows(torch.bincount(pairs, minlength=9), torch.full((9,), 1 / 9))
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 7, 64, 200])

@@ -1,0 +1,225 @@
+"""OpenAI's `response_format` and tools become `StructuredOutputs`, or are refused by name."""
+
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+
+
+def json_schema(**changes):
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA} | changes}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (json_schema(), StructuredOutputs(json=SCHEMA)),
+        (json_schema(strict=True, description="d"), StructuredOutputs(json=SCHEMA)),
+        (json_schema(strict=None), StructuredOutputs(json=SCHEMA)),
+        (TAG, StructuredOutputs(structural_tag=TAG)),
+        (
+            {"type": "structural_tag", "structures": [], "triggers": []},
+            StructuredOutputs(
+                structural_tag={"type": "structural_tag", "structures": [], "triggers": []}
+            ),
+        ),
+    ],
+)
+def test_each_type_of_response_format_is_a_form(response_format, expected):
+    assert StructuredOutputs.of_response_format(response_format) == expected
+
+
+def nested(depth):
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        (None, "response_format must be a JSON object, not NoneType"),
+        ("json_object", "response_format must be a JSON object, not str"),
+        ({}, "response_format.type is None; it must be one of text, json_object, json_schema, s"),
+        ({"type": "xml"}, "response_format.type is 'xml'"),
+        ({"type": ["text"]}, r"response_format.type is \['text'\]"),
+        ({"type": "text", "schema": {}}, "response_format.schema is unknown; it has type"),
+        ({"type": "json_schema"}, "response_format.json_schema must be a JSON object, not NoneT"),
+        (json_schema(schema=None), "response_format.json_schema.schema must be a JSON object"),
+        (json_schema(schema=[1]), "response_format.json_schema.schema must be a JSON object"),
+        (json_schema(schema=nested(65)), "response_format.json_schema.schema nests more than 64"),
+        (json_schema(schema={"const": "x" * 2**18}), "response_format.json_schema.schema has 26"),
+        (json_schema(strict="yes"), "response_format.json_schema.strict is 'yes'; it must be true"),
+        (json_schema(name=3), "response_format.json_schema.name is 3; it must be a text"),
+        (json_schema(regex="a"), "response_format.json_schema.regex is unknown; it has name, desc"),
+    ],
+)
+def test_malformed_response_formats_are_refused_by_name(response_format, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        StructuredOutputs.of_response_format(response_format)
+
+
+def tool(name="add", **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+NUMBER = {"$ref": "#/$defs/Number"}
+ADD = tool(
+    parameters={
+        "type": "object",
+        "properties": {"left": NUMBER},
+        "required": ["left"],
+        "$defs": {"Number": {"type": "number"}},
+    },
+    description="adds",
+    strict=True,
+)
+STOP = tool("stop")
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_no_form_is_needed_unless_a_call_is_forced(choice):
+    assert StructuredOutputs.of_tools([ADD], choice) is None
+    assert StructuredOutputs.of_tools(None, choice) is None
+
+
+def test_a_named_function_has_the_form_of_its_parameters():
+    outputs = StructuredOutputs.of_tools([STOP, ADD], named("add"))
+    assert outputs == StructuredOutputs(json=ADD["function"]["parameters"])
+    outputs = StructuredOutputs.of_tools([STOP, ADD], named("stop"))
+    assert outputs == StructuredOutputs(json={"type": "object", "properties": {}})
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_valid"),
+    [
+        ([{"name": "add", "parameters": {"left": 1.5}}], True),
+        ([{"name": "stop", "parameters": {}}, {"name": "add", "parameters": {"left": 1}}], True),
+        ([], False),
+        ([{"name": "add", "parameters": {"left": "1"}}], False),
+        ([{"name": "add", "parameters": {}}], False),
+        ([{"name": "sub", "parameters": {}}], False),
+        ([{"name": "stop"}], False),
+        ({"name": "stop", "parameters": {}}, False),
+    ],
+)
+def test_required_is_an_array_of_calls(calls, is_valid):
+    tools = [ADD, STOP, tool("sum", parameters=ADD["function"]["parameters"])]
+    before = json.dumps(tools)
+    schema = json.loads(StructuredOutputs.of_tools(tools, "required").json)
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
+    assert json.dumps(tools) == before
+
+
+OTHER = {"type": "object", "$defs": {"Number": {"type": "string"}}}
+RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        (None, "required", "tools must be a list of tools, not NoneType"),
+        ([], "required", "tools is empty; tool_choice forces a call"),
+        ("add", "required", "tools must be a list of tools, not str"),
+        ([ADD, 3], "required", r"tools\[1\] must be a JSON object, not int"),
+        ([{"type": "web"}], "required", r"tools\[0\].type is 'web'; it must be 'function'"),
+        ([{"type": "function"}], "required", r"tools\[0\].function must be a JSON object"),
+        ([{**ADD, "cache": 1}], "required", r"tools\[0\].cache is unknown"),
+        ([tool("")], "required", r"tools\[0\].function.name is ''; it must be a text that is not"),
+        ([ADD, tool(None)], "required", r"tools\[1\].function.name is None"),
+        ([ADD, ADD], "required", r"tools\[1\].function.name is 'add', the name of an earlier"),
+        ([tool(parameters=[1])], "required", r"tools\[0\].function.parameters must be a JSON obj"),
+        ([tool(arguments={})], "required", r"tools\[0\].function.arguments is unknown; it has na"),
+        (
+            [ADD, tool("b", parameters=OTHER)],
+            "required",
+            r"tools\[1\].function.parameters.\$defs.Number differs from the definition",
+        ),
+        (
+            [ADD, tool("b", parameters=RECURSIVE)],
+            "required",
+            r"tools\[1\].function.parameters has the reference '#'; it must begin with",
+        ),
+        (
+            [tool(parameters={"$defs": 3})],
+            "required",
+            r"tools\[0\].function.parameters.\$defs must be a JSON object, not int",
+        ),
+        ([ADD], "any", "tool_choice is 'any'; it must be none, auto, required, or an object"),
+        ([ADD], {"type": "allowed_tools"}, "tool_choice.type is 'allowed_tools'"),
+        ([ADD], {"type": "function"}, "tool_choice.function must be a JSON object"),
+        ([ADD], named(""), "tool_choice.function.name is ''"),
+        ([ADD, STOP], named("sub"), "tool_choice.function.name is 'sub'; .* tools: add, stop$"),
+    ],
+)
+def test_malformed_tools_are_refused_by_name(tools, choice, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        StructuredOutputs.of_tools(tools, choice)
+
+
+NAMES = [
+    "type",
+    "function",
+    "name",
+    "parameters",
+    "json_schema",
+    "schema",
+    "strict",
+    "$defs",
+    "$ref",
+]
+VALUES = [
+    "text",
+    "json_object",
+    "json_schema",
+    "structural_tag",
+    "function",
+    "add",
+    "#",
+    "required",
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(VALUES),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(ANYTHING, ANYTHING, ANYTHING)
+def test_anything_is_a_form_or_refused(response_format, tools, tool_choice):
+    for make, arguments in (
+        (StructuredOutputs.of_response_format, [response_format]),
+        (StructuredOutputs.of_tools, [tools, tool_choice]),
+        (StructuredOutputs.of_tools, [[{"type": "function", "function": tools}], "required"]),
+        (StructuredOutputs.of_tools, [[tool(parameters=tools), ADD], "required"]),
+    ):
+        message = ""
+        try:
+            make(*arguments)
+        except InvalidArgumentError as error:
+            message = error.message
+        assert not message or message.startswith(("response_format", "tool"))
+
+
+def test_errors_show_values_of_any_size_and_depth():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, "x" * 10**6):
+        with pytest.raises(InvalidArgumentError) as error:
+            StructuredOutputs.of_response_format({"type": value})
+        assert len(error.value.message) < 300
