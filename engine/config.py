@@ -112,7 +112,7 @@ class EngineConfig:
     structured_outputs_backend: str = _flag(
         "auto",
         "library for structured outputs, equal on all workers; auto uses xgrammar for what it "
-        "enforces and llguidance for the rest; the extra `constraints` installs both",
+        "enforces and llguidance for the rest",
         choices=STRUCTURED_OUTPUTS_BACKENDS,
     )
     grammar_timeout_s: float = _flag(

@@ -1,6 +1,5 @@
 """Structured outputs: texts of a given form, from a router.
 
-    pip install 'baton-llm[constraints]'
     baton up                                                  # in another terminal
     python examples/structured_outputs.py 127.0.0.1:8000
 

@@ -13,7 +13,7 @@ __all__ = ["BACKENDS", "Compiled", "check_installed", "compile_with", "installed
 __all__ += ["load_backend"]
 
 BACKENDS = ("xgrammar", "llguidance")
-_INSTALL = "pip install 'baton-llm[constraints]'"
+_INSTALL = "pip install xgrammar llguidance"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from baton import AsyncClient
 from baton.errors import DeadlineExceededError, UnavailableError
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
-from tests.support.jobs import Job, retry_until_served
+from tests.support.jobs import ConstrainedJob, Job, retry_until_served
 from tests.support.redis_server import RedisServer
 
 
@@ -94,7 +94,7 @@ async def check_loss_of_the_only_decode(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_no_token_is_lost_when_replicas_are_killed(tmp_path: Path) -> None:
-    jobs = [Job(seed) for seed in range(8)]
+    jobs = [Job(seed) for seed in range(6)] + [ConstrainedJob(seed) for seed in range(3)]
     async with (
         running_cluster(
             tmp_path,

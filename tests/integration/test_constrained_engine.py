@@ -227,7 +227,7 @@ def test_without_a_backend_constrained_requests_are_refused(monkeypatch) -> None
     monkeypatch.setattr(backends, "installed_backends", lambda: ())
     constrained, plain, *_ = mixed_requests()
     with engine() as core:
-        with pytest.raises(FailedPreconditionError, match="baton-llm\\[constraints\\]"):
+        with pytest.raises(FailedPreconditionError, match="pip install xgrammar"):
             core.check(constrained)
         check_outputs(plain, run_all(core, [plain])[plain.spec.request_id])
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
-from baton import AsyncClient, SamplingParams
+from baton import AsyncClient, SamplingParams, StructuredOutputs
 from baton.errors import UnavailableError
+from baton.request_spec import RequestSpec
+from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.constrained_requests import expected_tokens
 
-__all__ = ["Job", "retry_until_served"]
+__all__ = ["ConstrainedJob", "Job", "retry_until_served"]
 
 NUM_TOKENS = 100
 TIMEOUT_S = 60.0
@@ -31,22 +35,37 @@ class Job:
         self, seed: int, num_tokens: int = NUM_TOKENS, num_prompt_tokens: int | None = None
     ) -> None:
         self.prompt = prompt_of(num_prompt_tokens or 20 + 11 * seed, seed=seed)
-        self.expected = reference_greedy(tiny_checkpoint("llama"), self.prompt, num_tokens)
+        self.params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        self.expected = self.expected_tokens()
         self.tokens: list[int] = []
         self.has_first_token = asyncio.Event()
         self.has_tokens = asyncio.Event()
 
+    def expected_tokens(self) -> list[int]:
+        return reference_greedy(tiny_checkpoint("llama"), self.prompt, self.params.max_tokens)
+
     async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
         """Streams the completion; checks each message against the reference's tokens."""
-        params = SamplingParams(temperature=0, max_tokens=len(self.expected), ignore_eos=True)
         self.tokens = []
-        async for chunk in client.stream(self.prompt, params, timeout_s=timeout_s):
+        async for chunk in client.stream(self.prompt, self.params, timeout_s=timeout_s):
             self.tokens += chunk.token_ids
             assert self.tokens == self.expected[: len(self.tokens)]
             self.has_first_token.set()
             if len(self.tokens) > 1:
                 self.has_tokens.set()
         assert self.tokens == self.expected
+
+
+class ConstrainedJob(Job):
+    """A job whose text must match an expression, some of whose characters are forced."""
+
+    def expected_tokens(self) -> list[int]:
+        outputs = StructuredOutputs(regex="([a-f]{3}-long-){12}[0-9]")
+        self.params = replace(self.params, structured_outputs=outputs)
+        request = EngineRequest(
+            spec=RequestSpec.with_defaults("", tuple(self.prompt), self.params, eos_token_ids=())
+        )
+        return expected_tokens(tiny_checkpoint("llama"), request, 0)
 
 
 async def retry_until_served(job: Job, client: AsyncClient) -> None:
