@@ -27,6 +27,9 @@ _COMMANDS = {
         "benchmarks.kernels_command", "primitives, compared with torch and their limits"
     ),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
+    "constraints": _Command(
+        "benchmarks.constraints_command", "grammars and masks in steps, jump-forward decoding"
+    ),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"

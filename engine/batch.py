@@ -222,7 +222,7 @@ class ScheduledChunk:
         num_prompt_logprobs: number of likeliest tokens in these reports.
         history: the sequence's tokens before `token_ids` if the rules of `draws`, which are the
             same in all of them, read the history; else empty. Candidates of one request may
-            share the tuple.
+            share the tuple, but not the rules: the runner keeps what it has stored for them.
         mask: the tokens that may be drawn after `token_ids`: bit i % 32 of little-endian
             32-bit word i // 32 for token i. None: all. The row must not decode afterwards.
         processed: the sequence with `token_ids`, if logits processors change the logits after

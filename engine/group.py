@@ -55,6 +55,7 @@ class Sequence:
         logprob: sum of the generated tokens' log-probabilities, if candidates are ranked.
         token_logprobs: one per generated token, if candidates are ranked and the request asks
             for them.
+        draws: how its next token is drawn; None until the first chunk that draws one.
         guide: what may follow it; None if every token may. With a guide it does not decode: each
             of its steps is a chunk of known tokens.
         num_saved: leading blocks that its save jobs cover; see `engine.kv_transfer.saves`.
@@ -77,6 +78,7 @@ class Sequence:
     num_scheduled: int = 0
     logprob: float = 0.0
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draws: tuple[DrawParams, ...] | None = None
     guide: Guide | None = None
     num_saved: int = 0
     is_given_up: bool = False
@@ -304,7 +306,9 @@ class SequenceGroup:
             return ()
         spec = self.request.spec
         if sequence is not self.root:
-            return DrawParams.of_candidates(spec, (sequence.index,))
+            if sequence.draws is None:
+                sequence.draws = DrawParams.of_candidates(spec, (sequence.index,))
+            return sequence.draws
         if self.branches:
             return ()
         return DrawParams.of_candidates(spec, range(spec.params.num_candidates))

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 
 __all__ = [
     "Fetched",
+    "copy_rows",
     "current",
     "fetch",
     "resolve_device",
@@ -88,6 +89,18 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor
+
+
+def copy_rows(tensor: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
+    """Writes `values[i]` to `tensor[rows[i]]`, for rows that are all different.
+
+    On a CPU it is no torch operation: its threads would compete with those of the kernels, which
+    takes milliseconds.
+    """
+    if tensor.device.type == "cpu":
+        tensor.numpy()[rows] = values
+    else:
+        tensor.index_copy_(0, to_device(rows, tensor.device), to_device(values, tensor.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 import kernels
 from engine.batch import LogitRules, ScheduledChunk
-from engine.runtime.device import to_device
+from engine.runtime.device import copy_rows, to_device
 from engine.runtime.sampler import Scores
 from kernels import RuleTable
 
@@ -65,6 +65,7 @@ class RowRules:
         self._mask_of: tuple[tuple[int, ...] | None, np.ndarray] | None = None
         self._history_of: tuple[tuple[int, ...], np.ndarray] | None = None
         self._rules_of: list[LogitRules | None] = [None] * num_rows  # those in the table
+        self._num_stored = [0] * num_rows  # first tokens of their sequences in the histories
         self._masked: set[int] = set()  # rows whose allowed tokens in the table are a chunk's mask
 
     @torch.inference_mode()
@@ -144,15 +145,18 @@ class RowRules:
     def _store(self, chunk: ScheduledChunk) -> None:
         """Writes a chunk's rules and its sequence's tokens into the table, if they differ."""
         row, rules = chunk.row, chunk.rules or _NO_RULES
-        is_known = self._rules_of[row] == rules
+        stored = self._rules_of[row]
+        is_known = stored is rules or stored == rules
         if not is_known:
             self._store_lists(row, rules)
+        if stored is not rules:
+            self._rules_of[row], self._num_stored[row] = rules, 0
         if chunk.mask is None and (row in self._masked or not is_known):
             allowed = self._current_table().allowed[row]
             allowed.copy_(to_device(self._mask(rules.allowed), self._device))
             self._masked.discard(row)
         if rules.reads_history:
-            self._store_history(chunk, self._current_table().history[row])
+            self._store_history(chunk)
 
     def _store_lists(self, row: int, rules: LogitRules) -> None:
         """Writes rules into a row of the table, all but the allowed tokens."""
@@ -173,34 +177,35 @@ class RowRules:
         )
         for tensor, values in contents:
             tensor[row].copy_(to_device(values, self._device))
-        self._rules_of[row] = rules
 
     def _store_masks(self, masked: Sequence[ScheduledChunk]) -> None:
         """Writes the masks of chunks into their rows, as far as rules allow their tokens."""
         if not masked:
             return
         rows = np.array([chunk.row for chunk in masked], np.int64)
-        words = np.frombuffer(b"".join([chunk.mask or b"" for chunk in masked]), np.int32)
-        masks = words.reshape(len(masked), -1).copy()
+        words = np.frombuffer(bytearray().join([chunk.mask or b"" for chunk in masked]), np.int32)
+        masks = words.reshape(len(masked), -1)
         for index, chunk in enumerate(masked):
             if chunk.rules is not None and chunk.rules.allowed is not None:
                 masks[index] &= self._mask(chunk.rules.allowed)
         self._masked.update(rows.tolist())
-        sent = to_device(masks, self._device)
-        allowed = self._current_table().allowed
-        allowed.index_copy_(0, to_device(rows, self._device), sent)
+        copy_rows(self._current_table().allowed, rows, masks)
 
-    def _store_history(self, chunk: ScheduledChunk, row: torch.Tensor) -> None:
-        """Writes the tokens of a chunk's sequence into a row of `RuleTable.history`.
+    def _store_history(self, chunk: ScheduledChunk) -> None:
+        """Writes the tokens of a chunk's sequence into its row of `RuleTable.history`; only those
+        of the chunk if the others are there.
 
         The last array is kept for the next call: a request's candidates share the prompt.
         """
         start, end = chunk.start_position, chunk.start_position + chunk.num_tokens
+        row = self._current_table().history[chunk.row]
         assert len(chunk.history) == start, "a chunk whose rules read the history has it"
-        if self._history_of is None or self._history_of[0] is not chunk.history:
-            self._history_of = chunk.history, np.array(chunk.history, np.int32)
-        row[:start].copy_(to_device(self._history_of[1], self._device))
+        if self._num_stored[chunk.row] != start:
+            if self._history_of is None or self._history_of[0] is not chunk.history:
+                self._history_of = chunk.history, np.array(chunk.history, np.int32)
+            row[:start].copy_(to_device(self._history_of[1], self._device))
         row[start:end].copy_(to_device(np.array(chunk.token_ids, np.int32), self._device))
+        self._num_stored[chunk.row] = end
 
     def _mask(self, allowed: tuple[int, ...] | None) -> np.ndarray:
         """Returns a row of `RuleTable.allowed`; kept for the next call, as candidates share it."""

@@ -1,12 +1,14 @@
-"""`baton bench latency` and `throughput`: an engine in this process, on a tiny model."""
+"""`baton bench latency`, `throughput` and others: an engine in this process, on a tiny model."""
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from baton.cli import main
 from benchmarks import ceilings
+from benchmarks.models import RANDOM_MODELS
 from benchmarks.offline.floors import measure_floors
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.offline.step_profile import profile_steps
@@ -16,6 +18,13 @@ from tests.support.checkpoints import prompt_of, tiny_checkpoint
 
 pytestmark = pytest.mark.alone
 
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-override", "64")
 
 
@@ -126,6 +135,27 @@ def test_engine_step_reports_the_time_of_each_phase(tmp_path, capsys):
     assert "A decode step" in capsys.readouterr().out
 
 
+def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(RANDOM_MODELS, "qwen2-0.5b", ("Qwen2", TINY))
+    path = tmp_path / "report.json"
+    sizes = ("--vocab-size", "700", "--batch-size", "1", "3", "--num-steps", "4", "--repeats", "1")
+    jumps = ("--model", str(tiny_checkpoint("llama")), "--jump-batch-size", "2")
+    engine = ("--num-threads", "1", "--max-model-len", "640", "--num-gpu-blocks-override", "96")
+    assert main(["bench", "constraints", *sizes, *jumps, *engine, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    cases = [(each["batch_size"], each["kind"]) for each in report["masks"]]
+    assert cases == list(product((1, 3), ("plain", "masks", "masks and rules")))
+    for each in report["masks"]:
+        is_plain = each["kind"] == "plain"
+        assert (each["guides_ms"] == 0) == (each["rules_ms"] == 0) == is_plain
+        assert each["guides_ms"] + each["rules_ms"] < each["step_ms"]
+        assert each["num_steps"] >= 2
+    (jump,) = report["jump_forward"]
+    assert 0 < jump["num_forced"] < jump["num_tokens"]
+    assert jump["num_steps"][0] < jump["num_steps"][1]
+    assert "speed-up" in capsys.readouterr().out
+
+
 def test_profiling_does_not_change_the_engine(engine):
     scheduler, runner = engine.core.scheduler, engine.core._runner
     profile_steps(engine, [BenchRequest(prompt_of(9), 4)])
@@ -142,6 +172,7 @@ def test_profiling_does_not_change_the_engine(engine):
         ("latency", ("--batch-size", "0"), "--batch-size has 0"),
         ("engine-step", ("--async-scheduling",), "--async-scheduling runs phases side by side"),
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
+        ("constraints", ("--num-steps", "65"), "--num-steps is 65"),
     ],
 )
 def test_bad_flags_are_refused(command, flags, message, capsys):

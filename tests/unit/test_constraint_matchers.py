@@ -1,6 +1,7 @@
 """Masks and positions of the grammar backends, against acceptance token by token."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,7 +218,8 @@ def test_a_vocabulary_that_cannot_write_the_text_is_an_error(name):
 
 def test_a_slow_grammar_ends_its_own_sequence(monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr("engine.constraints.matcher.time.thread_time", lambda: now_s[0])
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], thread_time=lambda: now_s[0])
+    monkeypatch.setattr("engine.constraints.matcher.time", clock)
     matcher = new_matcher("xgrammar", "byte_level", json_object=True)
 
     class SlowState:
