@@ -27,10 +27,10 @@ from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with, load_backend
 from engine.constraints.compile_process import READY, STARTED, read_message, write_message
-from engine.constraints.interface import Backend
+from engine.constraints.interface import Backend, RefusedError
 from engine.constraints.matcher import Constraint
 from engine.constraints.schema import check_schema
-from engine.constraints.structural_tags import schemas_of_tag
+from engine.constraints.structural_tags import schemas_of_tag, tag_with_format
 from engine.constraints.vocabulary import Vocabulary
 from engine.constraints.xgrammar import XGrammarBackend
 
@@ -90,6 +90,8 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
         try_out(Constraint(grammar, vocabulary, field))
     except InvalidArgumentError as error:
         return json.dumps({"error": error.message}).encode()
+    except RefusedError as error:
+        return json.dumps({"error": f"{field} is not supported: {error}"}).encode()
     except (MemoryError, RecursionError):
         return json.dumps({"error": f"{field} is too large to compile; simplify it"}).encode()
     except Exception:
@@ -107,11 +109,16 @@ def _limit(timeout_s: float, memory_bytes: int) -> None:
 
 
 def _check_ends(outputs: StructuredOutputs, field: str, backends: Mapping[str, Backend]) -> None:
-    """Refuses schemas and grammars that no backend refuses, though no text obeys them."""
+    """Refuses schemas and grammars that no backend refuses, though no text obeys them.
+
+    Raises:
+        InvalidArgumentError: says why.
+        RefusedError: a structural tag is malformed.
+    """
     if outputs.json is not None:
         check_schema(json.loads(str(outputs.json)), field)
     if outputs.structural_tag is not None:
-        for schema in schemas_of_tag(json.loads(str(outputs.structural_tag))):
+        for schema in schemas_of_tag(tag_with_format(json.loads(str(outputs.structural_tag)))):
             check_schema(schema, field)
     xgrammar = backends.get("xgrammar")
     if outputs.grammar is None or not isinstance(xgrammar, XGrammarBackend):

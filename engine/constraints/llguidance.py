@@ -104,11 +104,14 @@ class LLGuidanceBackend:
         tags = form.get("tags")
         if form.get("type") != "triggered_tags" or not isinstance(tags, list) or not tags:
             raise RefusedError("a structural tag other than triggered_tags")
-        parts = [self._struct_tag(one, form["triggers"], outputs) for one in tags]
+        triggers = form.get("triggers")
+        if not isinstance(triggers, list):
+            raise RefusedError("triggered_tags needs a list of triggers")
+        parts = [self._struct_tag(one, triggers, outputs) for one in tags]
         source = str(self._library.StructTag.to_grammar(parts, assume_special=False))
         return source.replace("%llguidance {}", _OPTIONS, 1)
 
-    def _struct_tag(self, tag: Any, triggers: Any, outputs: StructuredOutputs) -> Any:
+    def _struct_tag(self, tag: Any, triggers: list[Any], outputs: StructuredOutputs) -> Any:
         content = tag.get("content") if isinstance(tag, dict) else None
         if not isinstance(content, dict) or content.get("type") != "json_schema":
             raise RefusedError("a tag whose content is not a json_schema")

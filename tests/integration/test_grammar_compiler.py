@@ -169,6 +169,44 @@ HOSTILE = {
         }
     },
     "an unknown structural tag": {"structural_tag": {"format": {"type": "bogus"}}},
+    "triggered tags without triggers": {
+        "structural_tag": {
+            "format": {
+                "type": "triggered_tags",
+                "tags": [
+                    {"begin": "<f>", "content": {"type": "json_schema", "json_schema": FINE}}
+                    | {"type": "tag", "end": "</f>"}
+                ],
+            }
+        }
+    },
+    "bounds past 64 bits in a tag with structures": {
+        "structural_tag": {
+            "structures": [
+                {"begin": "<f>", "schema": {"type": "integer", "minimum": 10**20}, "end": ""}
+            ],
+            "triggers": ["<f>"],
+        }
+    },
+    "bounds past 64 bits in a tag with a format": {
+        "structural_tag": {
+            "format": {
+                "type": "tag",
+                "begin": "<f>",
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": {"type": "integer", "minimum": 10**20},
+                },
+                "end": "",
+            }
+        }
+    },
+    "an endless schema in a tag with structures": {
+        "structural_tag": {
+            "structures": [{"begin": "<f>", "schema": {"$ref": "#"}, "end": ""}],
+            "triggers": ["<f>"],
+        }
+    },
     "a structural tag of nothing": {"structural_tag": {}},
 }
 # These must not pass.
@@ -201,7 +239,11 @@ REFUSED = {
     "a tag with numbers for texts": "structural_tag is not supported",
     "a tag of tags": "structural_tag is not supported",
     "an unknown structural tag": "structural_tag is not supported: .*bogus",
-    "a structural tag of nothing": "structural_tag is not supported",
+    "a structural tag of nothing": "structural_tag is not supported: it has neither format",
+    "triggered tags without triggers": "triggered_tags needs a list of triggers",
+    "bounds past 64 bits in a tag with structures": "has a minimum past 64 bits at #",
+    "bounds past 64 bits in a tag with a format": "has a minimum past 64 bits at #",
+    "an endless schema in a tag with structures": "structural_tag has no finite instance: #",
 }
 
 
