@@ -1,6 +1,7 @@
 """`Guide`: which tokens may follow a sequence, and which follow it without a draw.
 
-Combines a request's constraint with the reasoning part that may come before the constrained text.
+It combines a request's constraint with the reasoning part that may come before the constrained
+text.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ __all__ = ["Guide", "ReasoningPart"]
 
 
 class ReasoningPart:
-    """Where a generated text is with regard to its reasoning part.
+    """The position of a generated text relative to its reasoning part.
 
     The part is open if the prompt's last mark is the one that starts it. It is over if that is
     the one that ends it. If the prompt has no mark, the part exists only if the generated text
@@ -51,7 +52,7 @@ class ReasoningPart:
         return start[: len(start) - len(self.opening)] if self.opening else ()
 
     @property
-    def only_token(self) -> int | None:
+    def required_token(self) -> int | None:
         """The token that must come next, of the end mark, as the budget is used up; else None."""
         if self.is_over or self.opening or self._budget is None or self._num_tokens < self._budget:
             return None
@@ -59,16 +60,25 @@ class ReasoningPart:
         width = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
         return end[width]
 
-    def accept(self, token_id: int) -> None:
-        """Moves on by a generated token; the part must not be over."""
+    def accept(self, token_id: int) -> tuple[int, ...]:
+        """Moves on by a generated token; the part must not be over.
+
+        Returns:
+            The generated tokens if this one shows that the text begins otherwise than with the
+            start mark, so that they are constrained text; else none.
+        """
         if self.opening:
-            self.is_over = token_id != self.opening[0]
-            self.opening = () if self.is_over else self.opening[1:]
-            return
+            if token_id == self.opening[0]:
+                self.opening = self.opening[1:]
+                return ()
+            text = (*self.opened, token_id)
+            self.is_over, self.opening = True, ()
+            return text
         self._num_tokens += 1
         end = self._marks.end_token_ids
         self._latest = [*self._latest, token_id][-len(end) :]
         self.is_over = self._ends_with(end)
+        return ()
 
     def fork(self) -> "ReasoningPart":
         """Returns an independent copy."""
@@ -89,9 +99,6 @@ class Guide:
         unsent: the sequence's last tokens if no output has had them yet.
     """
 
-    mask: bytes | None = None
-    unsent: tuple[int, ...] = ()
-
     def __init__(
         self,
         vocab_size: int,
@@ -103,6 +110,8 @@ class Guide:
         self._matcher = matcher
         self._reasoning = reasoning
         self._retokenizer = retokenizer
+        self.mask: bytes | None = None
+        self.unsent: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -112,7 +121,7 @@ class Guide:
         constraint: Constraint | None,
         retokenizer: Retokenizer | None,
     ) -> "Guide":
-        """Returns the guide of a request that `needs_guide`.
+        """Returns the guide of a request that has a constraint or a budget.
 
         Args:
             spec: the request.
@@ -179,10 +188,9 @@ class Guide:
             probe = self._matcher.fork()
             is_text = probe.replay(part.opened)
             self.mask = self._mask_with(part.opening[0], self._mask_of(probe) if is_text else None)
-        elif part.only_token is not None:
-            self.mask = self._mask_with(part.only_token, None)
         else:
-            self.mask = None
+            token = part.required_token
+            self.mask = None if token is None else self._mask_with(token, None)
 
     def fork(self) -> "Guide":
         """Returns an independent copy, for another candidate that has the same tokens."""
@@ -197,14 +205,11 @@ class Guide:
 
     def _text_of(self, token_id: int) -> tuple[int, ...]:
         """Moves the reasoning part on by a token; returns the tokens that are constrained text."""
-        part = self._reasoning
-        if part is None:
+        if self._reasoning is None:
             return (token_id,)
-        opened, was_opening = part.opened, bool(part.opening)
-        part.accept(token_id)
+        text = self._reasoning.accept(token_id)
         self._drop_reasoning()
-        has_begun_otherwise = was_opening and part.is_over
-        return (*opened, token_id) if has_begun_otherwise else ()
+        return text
 
     def _accept_text(self, token_ids: Sequence[int]) -> bool:
         return self._matcher is None or self._matcher.replay(token_ids)

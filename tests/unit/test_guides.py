@@ -35,9 +35,9 @@ def test_the_last_mark_of_a_prompt_decides(prompt, is_over, opening):
 
 def test_a_text_that_begins_otherwise_has_no_reasoning_part():
     tracked = part()
-    tracked.accept(7)
+    assert tracked.accept(7) == ()
     assert tracked.opened == (7,)
-    tracked.accept(1)
+    assert tracked.accept(1) == (7, 1)
     assert tracked.is_over
 
 
@@ -54,11 +54,11 @@ def test_the_end_mark_ends_the_part_however_it_is_begun():
 def test_a_used_up_budget_completes_the_end_mark(generated):
     tracked = part((7, 8), budget=len(generated))
     for token in generated:
-        assert tracked.only_token is None
+        assert tracked.required_token is None
         tracked.accept(token)
     appended = []
     while not tracked.is_over:
-        appended.append(tracked.only_token)
+        appended.append(tracked.required_token)
         tracked.fork().accept(1)  # another candidate changes nothing here
         tracked.accept(appended[-1])
     assert (*generated, *appended)[-3:] == (9, 9, 5)
