@@ -65,7 +65,6 @@ class Matcher:
         self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
         self._meaningless_bits = vocabulary.meaningless_bits
         self._row: Mask | None = None  # of this state, if `is_terminated` needed it
-        self._is_stopped = False  # whether a stop token was accepted
         self._allowance_s = _BURST_S
         # CPU time takes a system call. It is measured once a call was slow, as that may have been
         # because of other processes.
@@ -74,13 +73,11 @@ class Matcher:
     @property
     def may_stop(self) -> bool:
         """Whether the sequence may end here."""
-        return self._is_stopped or self._state.is_complete()
+        return self._state.is_complete()
 
     @property
     def is_terminated(self) -> bool:
-        """Whether nothing but a stop token can follow, or one was accepted."""
-        if self._is_stopped:
-            return True
+        """Whether nothing but a stop token can follow."""
         if not self._state.is_complete():
             return False
         if self._row is None:
@@ -97,9 +94,7 @@ class Matcher:
         Raises:
             InvalidArgumentError: no token may come next, or the grammar takes too long.
         """
-        if self._is_stopped:
-            row.fill(0)
-        elif self._row is not None:
+        if self._row is not None:
             row[:] = self._row
         else:
             self._fill_from_state(row)
@@ -110,16 +105,14 @@ class Matcher:
             raise self._error("allows no token of this model's vocabulary here")
 
     def accept(self, token_id: int) -> bool:
-        """Moves on by a token; returns False, and stays, if the token may not come next.
+        """Moves on by a token of the text, as which a stop token does not count.
+
+        Returns:
+            Whether the token may come next; if not, the matcher stays where it is.
 
         Raises:
             InvalidArgumentError: the grammar takes too long.
         """
-        if self._is_stopped:
-            return False
-        if token_id in self._stop_token_ids and self._state.is_complete():
-            self._is_stopped = True
-            return True
         started = self._clock()
         try:
             is_accepted = self._has_text(token_id) and self._state.accept(token_id)
@@ -136,14 +129,13 @@ class Matcher:
 
     def forced_text(self) -> bytes:
         """Returns the bytes that come next in every continuation; empty if there is a choice."""
-        if self._is_stopped or self._state.is_complete():
+        if self._state.is_complete():
             return b""
         return self._state.forced_text()
 
     def fork(self) -> "Matcher":
         """Returns an independent copy, for another candidate that has the same tokens."""
         twin = Matcher(self._constraint, self._state.fork(), self._stop_token_ids)
-        twin._is_stopped = self._is_stopped
         twin._allowance_s, twin._clock = self._allowance_s, self._clock
         return twin
 

@@ -111,7 +111,7 @@ def expected_tokens(path: Path, request: EngineRequest, index: int) -> list[int]
         matcher.fill_mask(mask)
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
         token = choose(logits.where(torch.from_numpy(bits == 1), -torch.inf), tokens)
-        assert matcher.accept(token)
+        assert token in request.spec.stop_token_ids or matcher.accept(token)
         return token
 
     return generate(path, request, choose_allowed, lambda: matcher.is_terminated)
