@@ -32,7 +32,7 @@ from engine.constraints.matcher import Constraint
 from engine.constraints.schema import check_schema
 from engine.constraints.structural_tags import schemas_of_tag, tag_with_format
 from engine.constraints.vocabulary import Vocabulary
-from engine.constraints.xgrammar import XGrammarBackend
+from engine.constraints.xgrammar import endless_rule_of
 
 __all__ = ["main", "try_out"]
 
@@ -120,10 +120,9 @@ def _check_ends(outputs: StructuredOutputs, field: str, backends: Mapping[str, B
     if outputs.structural_tag is not None:
         for schema in schemas_of_tag(tag_with_format(json.loads(str(outputs.structural_tag)))):
             check_schema(schema, field)
-    xgrammar = backends.get("xgrammar")
-    if outputs.grammar is None or not isinstance(xgrammar, XGrammarBackend):
+    if outputs.grammar is None or "xgrammar" not in backends:
         return
-    if rule := xgrammar.endless_rule(outputs.grammar):
+    if rule := endless_rule_of(outputs.grammar):
         raise InvalidArgumentError(f"{field} has no finite text: the rule {rule} has none")
 
 

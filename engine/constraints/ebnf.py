@@ -1,7 +1,7 @@
 """Whether a grammar has any finite text, from the EBNF that xgrammar writes it as."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 __all__ = ["endless_rule"]
 
@@ -37,10 +37,8 @@ def endless_rule(ebnf: str) -> str | None:
     finite: set[str] = set()
     while found := {n for n, body in rules.items() if n not in finite and _ends(body, finite)}:
         finite |= found
-    return None if not rules or "root" in finite else _culprit(rules, finite)
-
-
-def _culprit(rules: Mapping[str, _Body], finite: set[str]) -> str | None:
+    if "root" in finite:
+        return None
     return next((name for name in rules if name not in finite), None)
 
 

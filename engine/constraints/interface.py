@@ -5,7 +5,9 @@ from typing import Protocol
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.vocabulary import Mask
 
-__all__ = ["Backend", "Grammar", "GrammarState", "RefusedError", "TooComplexError"]
+__all__ = ["Backend", "Grammar", "GrammarState", "RefusedError", "TooComplexError", "first_line"]
+
+_MAX_REASON_CHARS = 300
 
 
 class RefusedError(Exception):
@@ -65,3 +67,9 @@ class Backend(Protocol):
 
     def load(self, data: bytes) -> Grammar:
         """Returns the grammar that `compile` returned."""
+
+
+def first_line(message: str) -> str:
+    """Returns the first line of a library's error message, shortened, for an error to users."""
+    lines = message.strip().splitlines()
+    return lines[0][:_MAX_REASON_CHARS] if lines else "it gives no reason"

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
-from engine.constraints.interface import Grammar, GrammarState, RefusedError, TooComplexError
+from engine.constraints.interface import (
+    Grammar,
+    GrammarState,
+    RefusedError,
+    TooComplexError,
+    first_line,
+)
 from engine.constraints.schema import close_objects, subschemas
 from engine.constraints.structural_tags import tag_with_format
 from engine.constraints.vocabulary import Mask, Vocabulary
@@ -51,10 +57,10 @@ class LLGuidanceBackend:
         except RefusedError:
             raise
         except Exception as error:  # its converter of GBNF raises several types
-            raise RefusedError(_first_line(str(error))) from None
+            raise RefusedError(first_line(str(error))) from None
         matcher = self._compile(source)
         if matcher.is_error():
-            raise RefusedError(_first_line(matcher.get_error()))
+            raise RefusedError(first_line(matcher.get_error()))
         return source
 
     def load(self, data: bytes) -> Grammar:
@@ -193,14 +199,9 @@ class _LLGuidanceState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise TooComplexError(_first_line(self._matcher.get_error()))
+            raise TooComplexError(first_line(self._matcher.get_error()))
 
 
 def _literal(text: str) -> str:
     """A text as a literal of Lark, which does not take the character DEL as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else "it gives no reason"

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["check_schema", "close_objects", "endless_part", "subschemas"]
+__all__ = ["BOUNDS", "check_schema", "close_objects", "endless_part", "subschemas"]
 
 _IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -18,7 +18,7 @@ _DIRECT = (
 _OF_OBJECTS = ("properties", "required", "patternProperties", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems")
 _OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[0-3]/")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def check_schema(schema: Any, field: str) -> None:
@@ -39,7 +39,7 @@ def check_schema(schema: Any, field: str) -> None:
             raise InvalidArgumentError(f"{field} is of {node['$schema']}; use draft 4 or later")
         if node.get("type") == []:
             raise InvalidArgumentError(f"{field} has an empty type at {path}")
-        for keyword in _BOUNDS:
+        for keyword in BOUNDS:
             bound = node.get(keyword)
             if isinstance(bound, int) and not -(2**63) < bound < 2**63:
                 raise InvalidArgumentError(f"{field} has a {keyword} past 64 bits at {path}")
@@ -60,8 +60,7 @@ def _children(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]
     for keyword in _IN_MAPPING:
         if isinstance(schema.get(keyword), Mapping):
             for name, child in schema[keyword].items():
-                step = name.replace("~", "~0").replace("/", "~1")
-                yield f"{path}/{keyword}/{step}", child
+                yield f"{path}/{keyword}/{_pointer_step(name)}", child
     for keyword in (*_IN_LIST, "items"):
         if isinstance(schema.get(keyword), list):
             for index, child in enumerate(schema[keyword]):
@@ -69,6 +68,11 @@ def _children(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]
     for keyword in _DIRECT:
         if isinstance(schema.get(keyword), Mapping):
             yield f"{path}/{keyword}", schema[keyword]
+
+
+def _pointer_step(name: str) -> str:
+    """Returns a property's name as a step of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def close_objects(schema: Any) -> Any:
@@ -122,12 +126,8 @@ def endless_part(schema: Mapping[str, Any]) -> str | None:
         if not found:
             break
         finite |= found
-    return None if "#" in finite else _first_endless(schema, nodes, finite)
-
-
-def _first_endless(
-    schema: Mapping[str, Any], nodes: Mapping[str, Any], finite: set[str]
-) -> str | None:
+    if "#" in finite:
+        return None
     recursive = {_target(node["$ref"]) for node in nodes.values() if "$ref" in node}
     return next((path for path in nodes if path not in finite and path in recursive), "#")
 
@@ -173,8 +173,8 @@ def _object_ends(path: str, node: Mapping[str, Any], child_ends: Any) -> bool:
     names = required if isinstance(required, list) else []
     for name in names:
         if isinstance(name, str) and name in properties:
-            step = name.replace("~", "~0").replace("/", "~1")
-            if not child_ends(f"{path}/properties/{step}", properties[name]):
+            path_of_property = f"{path}/properties/{_pointer_step(name)}"
+            if not child_ends(path_of_property, properties[name]):
                 return False
     return True
 

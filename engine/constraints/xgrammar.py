@@ -9,13 +9,13 @@ from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.ebnf import endless_rule
-from engine.constraints.interface import Grammar, GrammarState, RefusedError
+from engine.constraints.interface import Grammar, GrammarState, RefusedError, first_line
 from engine.constraints.schema import close_objects, subschemas
 from engine.constraints.structural_tags import schemas_of_tag, tag_with_format
 from engine.constraints.vocabulary import Mask, Vocabulary
 from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal
 
-__all__ = ["XGrammarBackend"]
+__all__ = ["XGrammarBackend", "endless_rule_of"]
 
 _NUM_COMPILER_THREADS = 2
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Warning: )?")
@@ -64,19 +64,6 @@ class XGrammarBackend:
                 raise RefusedError(_reason(warning))
         return data
 
-    def endless_rule(self, grammar: str) -> str | None:
-        """Returns a rule because of which a grammar has no finite text; None if there is none,
-        or if xgrammar cannot read the grammar.
-        """
-        library = self._library.Grammar
-        read = library.from_ebnf if "::=" in grammar else library.from_lark
-        with _native_warnings():
-            try:
-                ebnf = str(read(grammar))
-            except Exception:  # its parsers raise several types
-                return None
-        return endless_rule(ebnf)
-
     def load(self, data: bytes) -> Grammar:
         """Returns the grammar that `compile` serialized."""
         compiled = self._library.CompiledGrammar.deserialize_json(data.decode(), self._info)
@@ -107,6 +94,21 @@ class XGrammarBackend:
         if "::=" in text:
             return lambda: compiler.compile_grammar(text)
         return lambda: compiler.compile_lark(text)
+
+
+def endless_rule_of(grammar: str) -> str | None:
+    """Returns a rule because of which a grammar has no finite text; None if there is none,
+    or if xgrammar cannot read the grammar.
+    """
+    import xgrammar
+
+    read = xgrammar.Grammar.from_ebnf if "::=" in grammar else xgrammar.Grammar.from_lark
+    with _native_warnings():
+        try:
+            ebnf = str(read(grammar))
+        except Exception:  # its parsers raise several types
+            return None
+    return endless_rule(ebnf)
 
 
 class _XGrammar:
@@ -186,5 +188,4 @@ def _reason(message: str) -> str:
     """The first line of a message, without the time and the place in xgrammar's source."""
     if "bad_alloc" in message:
         return "it needs too much memory to compile"
-    lines = message.strip().splitlines()
-    return _SOURCE_PLACE.sub("", lines[0])[:300] if lines else "it gives no reason"
+    return first_line(_SOURCE_PLACE.sub("", message.strip()))

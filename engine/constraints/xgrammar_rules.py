@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from engine.constraints.schema import BOUNDS
+
 __all__ = ["regex_refusal", "schema_refusal"]
 
 _ANNOTATIONS = frozenset(
@@ -23,8 +25,8 @@ _ANNOTATIONS = frozenset(
 _KEYWORDS: dict[str, frozenset[str]] = {
     "null": frozenset(),
     "boolean": frozenset(),
-    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
-    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "integer": frozenset(BOUNDS),
+    "number": frozenset(BOUNDS),
     "string": frozenset(("pattern",)),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")),
     "object": frozenset(
@@ -41,7 +43,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
 }
 _ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _SMALLEST_BOUND, _LARGEST_BOUND = 1e-4, 1e15
 # Literals that JSON need not escape, classes of them, groups, repetitions.
 _ESCAPED = r"\\[dw.*+?()\[\]{}|/-]"
@@ -97,7 +98,7 @@ def _is_of(kind: Any, value: Any) -> bool:
 def _value_refusal(node: Mapping[str, Any], has_integers: bool) -> str | None:
     if "pattern" in node and not _is_plain_pattern(node["pattern"]):
         return "pattern"
-    for bound in _BOUNDS:
+    for bound in BOUNDS:
         if bound in node and not _is_plain_bound(node[bound], has_integers):
             return bound
     properties, required = node.get("properties", {}), node.get("required", [])
