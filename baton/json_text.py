@@ -46,8 +46,8 @@ def check_text(field: str, text: Any, most_bytes: int) -> int:
     """Returns how many bytes of UTF-8 a text has.
 
     Raises:
-        InvalidArgumentError: it is no text, empty, too large, or has characters that no text
-            of a model has.
+        InvalidArgumentError: it is not a str, is empty or too large, or has NUL or a lone
+            surrogate.
     """
     if not isinstance(text, str):
         raise InvalidArgumentError(f"{field} must be a text, not {type(text).__name__}")
@@ -69,7 +69,7 @@ def check_text(field: str, text: Any, most_bytes: int) -> int:
 
 def _parsed(field: str, text: str) -> Any:
     def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON value")
+        raise ValueError(f"{name} is not a JSON value")
 
     try:
         return json.loads(text, parse_constant=refuse_constant)

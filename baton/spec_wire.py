@@ -6,6 +6,7 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 `structured_outputs`, which have messages of their own, and `extra_args`, which is a JSON text.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +16,8 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.json_text import compact_json
 from baton.request_spec import ReasoningMarks, RequestSpec
-from baton.sampling_params import MAX_EXTRA_ARGS_BYTES, SamplingParams, over_defaults
+from baton.sampling_params import SamplingParams, over_defaults
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 
@@ -79,8 +79,9 @@ def sampling_to_proto(
         form = {name: getattr(outputs, name) or None for name in _OUTPUTS_FIELDS}
         message.structured_outputs.MergeFrom(common_pb2.StructuredOutputs(**form))
     if params.extra_args is not None and "extra_args" in only:
-        message.extra_args_json = compact_json(
-            "extra_args", params.extra_args, MAX_EXTRA_ARGS_BYTES
+        # Without whitespace, as the receiver limits the text's bytes.
+        message.extra_args_json = json.dumps(
+            params.extra_args, ensure_ascii=False, separators=(",", ":")
         )
     return message
 

@@ -64,7 +64,7 @@ class StructuredOutputs:
                 f"structured_outputs sets {', '.join(given) or 'no form'}; "
                 f"set exactly one of {', '.join(_FORMS)}"
             )
-        _CHECKS[given[0]](self)
+        self._check_form()
         self._check_whitespace()
 
     @classmethod
@@ -135,23 +135,19 @@ class StructuredOutputs:
         content = [[field.name, getattr(self, field.name)] for field in fields(self)]
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
-    def _check_json(self) -> None:
-        text = compact_json(_name("json"), self.json)
-        object.__setattr__(self, "json", text)
-
-    def _check_structural_tag(self) -> None:
-        text = compact_json(_name("structural_tag"), self.structural_tag)
-        object.__setattr__(self, "structural_tag", text)
-
-    def _check_json_object(self) -> None:
-        if self.json_object is not True:
-            raise _error("json_object", f"is {self.json_object!r}; it must be true")
-
-    def _check_regex(self) -> None:
-        check_text(_name("regex"), self.regex, MAX_REGEX_BYTES)
-
-    def _check_grammar(self) -> None:
-        check_text(_name("grammar"), self.grammar, MAX_SOURCE_BYTES)
+    def _check_form(self) -> None:
+        match form := self.form:
+            case "json" | "structural_tag":
+                object.__setattr__(self, form, compact_json(_name(form), getattr(self, form)))
+            case "json_object":
+                if self.json_object is not True:
+                    raise _error(form, f"is {self.json_object!r}; it must be true")
+            case "regex":
+                check_text(_name(form), self.regex, MAX_REGEX_BYTES)
+            case "grammar":
+                check_text(_name(form), self.grammar, MAX_SOURCE_BYTES)
+            case "choice":
+                self._check_choice()
 
     def _check_choice(self) -> None:
         choices = self.choice
@@ -178,16 +174,6 @@ class StructuredOutputs:
             raise _error("whitespace_pattern", "is set with disable_any_whitespace; unset one")
         if self.form not in ("json", "json_object"):
             raise _error("whitespace_pattern", f"has no meaning for {self.form}; unset it")
-
-
-_CHECKS = {
-    "json": StructuredOutputs._check_json,
-    "json_object": StructuredOutputs._check_json_object,
-    "regex": StructuredOutputs._check_regex,
-    "choice": StructuredOutputs._check_choice,
-    "grammar": StructuredOutputs._check_grammar,
-    "structural_tag": StructuredOutputs._check_structural_tag,
-}
 
 
 def _error(field: str, problem: str) -> InvalidArgumentError:

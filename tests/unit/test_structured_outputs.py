@@ -72,7 +72,7 @@ def test_keys_differ_with_the_content():
     ("fields", "message"),
     [
         ({"json": "{"}, "json is not JSON: Expecting property name"),
-        ({"json": '{"a": NaN}'}, "json is not JSON: NaN is no JSON value"),
+        ({"json": '{"a": NaN}'}, "json is not JSON: NaN is not a JSON value"),
         ({"json": '{"a": 1e999}'}, "json is not JSON: Out of range float values"),
         ({"json": {"a": {1: 2}}}, "json has the key 1; keys must be texts"),
         ({"json": {"a": {1, 2}}}, "json is not JSON: .*set"),
