@@ -202,10 +202,10 @@ class SamplingParams(google.protobuf.message.Message):
     whatever caches hold. At most 20. Unset: none.
     """
     thinking_token_budget: builtins.int
-    """The most tokens of the reasoning part; then the mark that ends it is
-    appended. Unset: no limit. Refused with FAILED_PRECONDITION if the router
-    knows no marks (--reasoning-start-str, --reasoning-end-str). Excludes
-    beam_search.
+    """The most tokens of the reasoning part; then only the tokens of its end
+    mark can be drawn. Unset: no limit. Refused with FAILED_PRECONDITION if
+    the router knows no marks (--reasoning-start-str, --reasoning-end-str).
+    Excludes beam_search.
     """
     extra_args_json: builtins.str
     """A JSON object with values for the workers' logits processors

@@ -97,8 +97,8 @@ class DeviceSteps(Steps):
         of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
-        if draws.processed:
-            self._processors.apply(draws.processed, scores)
+        if draws.with_processors:
+            self._processors.apply(draws.with_processors, scores)
         if draws.ruled:
             self._rules.apply_to_chunks(draws.ruled, scores)
         if num_decodes:

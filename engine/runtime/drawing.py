@@ -126,7 +126,7 @@ class ChunkDraws:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
         ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask.
-        processed: (row of the scores, chunk) of the chunks that draw and whose logits logits
+        with_processors: (row of the scores, chunk) of the chunks that draw and whose logits logits
             processors change.
         keeps_raw: whether rules, masks or processors change logits that are reported as the model
             computed them.
@@ -144,7 +144,7 @@ class ChunkDraws:
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
         self.ruled = [entry for entry in self._drawing if entry[1].changes_logits]
-        self.processed = [entry for entry in self._drawing if entry[1].processed is not None]
+        self.with_processors = [entry for entry in self._drawing if entry[1].processed is not None]
         self.keeps_raw = self._keeps_raw()
 
     def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ class ChunkDraws:
         return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
 
     def _keeps_raw(self) -> bool:
-        changed = [chunk for _, chunk in (*self.ruled, *self.processed)]
+        changed = [chunk for _, chunk in (*self.ruled, *self.with_processors)]
         if not changed:
             return False
         wants_logprobs = np.array([chunk.wants_logprobs for chunk in changed])

@@ -68,8 +68,8 @@ class HostSteps(Steps):
         of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or decode.reports.keeps_raw else scores
-        if draws.processed:
-            self._processors.apply(draws.processed, scores)
+        if draws.with_processors:
+            self._processors.apply(draws.with_processors, scores)
         self._apply_rules(draws, scores)
         decoded = decode.draw(scores, raw, rows.positions)
         chunks = draws.outputs(draws.draw(scores, raw))

@@ -38,10 +38,10 @@ __all__ = [
     "LogitsProcessor",
     "ProcessedRow",
     "ProcessorContext",
-    "applying",
     "check_extra_args",
     "load_processors",
     "make_processors",
+    "processors_for",
 ]
 
 _GROUP = "baton.logits_processors"
@@ -183,7 +183,9 @@ def make_processors(
     return tuple([_make(cls, context) for cls in classes])
 
 
-def applying(processors: Sequence[AnyProcessor], args: Mapping[str, Any]) -> list[AnyProcessor]:
+def processors_for(
+    processors: Sequence[AnyProcessor], args: Mapping[str, Any]
+) -> list[AnyProcessor]:
     """Returns the processors that apply to requests with these `extra_args`, in their order."""
     return [processor for processor in processors if processor.applies_to(args)]
 
@@ -196,7 +198,7 @@ def check_extra_args(processors: Sequence[AnyProcessor], args: Mapping[str, Any]
         InternalError: a processor raised something else than a ValueError.
     """
     try:
-        found = applying(processors, args)
+        found = processors_for(processors, args)
     except ValueError as error:
         raise InvalidArgumentError(f"extra_args: {error}") from error
     except Exception as error:

@@ -15,7 +15,7 @@ import torch
 import kernels
 from engine.batch import PROCESSOR_FAILED, ProcessedText, ScheduledChunk
 from engine.runtime.device import to_device
-from engine.runtime.logits_processors import LogitsProcessor, ProcessedRow, applying
+from engine.runtime.logits_processors import LogitsProcessor, ProcessedRow, processors_for
 from engine.runtime.sampler import Scores
 
 __all__ = ["RowProcessors"]
@@ -35,7 +35,7 @@ class _RunningSequence:
     text: ProcessedText
     rows: dict[LogitsProcessor[Any], ProcessedRow[Any]] = field(default_factory=dict)
 
-    def may_become(self, text: ProcessedText) -> bool:
+    def precedes(self, text: ProcessedText) -> bool:
         """Returns whether the states are those before `text`.
 
         They are not if a preempted sequence draws a token again.
@@ -57,7 +57,7 @@ class RowProcessors:
 
     @torch.inference_mode()
     def apply(self, processed: Sequence[tuple[int, ScheduledChunk]], scores: Scores) -> None:
-        """Changes the logits of chunks in place, and finds their maxima again.
+        """Changes the logits of chunks in place, and recomputes their maxima.
 
         If a processor fails on a row, the row's likeliest token is `PROCESSOR_FAILED`.
 
@@ -72,8 +72,10 @@ class RowProcessors:
         has_failed = self._apply([chunk for _, chunk in processed], logits)
         maxima, likeliest = kernels.row_maxima(logits)
         is_valid = (likeliest >= 0) & ~to_device(has_failed, device)
-        of_model = scores.likeliest.index_select(0, places)
-        likeliest = likeliest.where(is_valid, PROCESSOR_FAILED).where(of_model >= 0, of_model)
+        model_likeliest = scores.likeliest.index_select(0, places)
+        likeliest = likeliest.where(is_valid, PROCESSOR_FAILED).where(
+            model_likeliest >= 0, model_likeliest
+        )
         _put_back(scores.logits, places, logits)
         scores.maxima.index_copy_(0, places, maxima)
         scores.likeliest.index_copy_(0, places, likeliest)
@@ -103,7 +105,7 @@ class RowProcessors:
         text = chunk.processed
         assert text is not None
         sequence = self._sequences.get(chunk.row)
-        if sequence is None or not sequence.may_become(text):
+        if sequence is None or not sequence.precedes(text):
             self._sequences.pop(chunk.row, None)
             try:
                 sequence = self._new_sequence(chunk.row, text)
@@ -118,7 +120,7 @@ class RowProcessors:
 
     def _new_sequence(self, index: int, text: ProcessedText) -> _RunningSequence:
         sequence = _RunningSequence(text)
-        for processor in applying(self._processors, text.args):
+        for processor in processors_for(self._processors, text.args):
             row = ProcessedRow[Any](
                 index, text.args, text.prompt_token_ids, text.output_token_ids, state=None
             )

@@ -214,7 +214,9 @@ class RowRules:
         return self._mask_of[1]
 
     def _current_table(self) -> RuleTable:
-        """Returns the table; makes it if no chunk has stored rules, as its step has failed."""
+        """Returns the table; allocates it if no chunk has stored rules yet, such as after a
+        failed step.
+        """
         if self._table is None:
             self._table = self._table_for(0, 0, (0, 0))
         return self._table

@@ -21,7 +21,7 @@ class GrammarSource(Protocol):
         """Of the model's tokenizer; there once a constraint has been compiled."""
 
     def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
-        """Returns at once; the engine is woken when the future ends. It ends in time."""
+        """Returns at once; the engine is woken when the future ends."""
 
 
 class Guides:
@@ -43,7 +43,8 @@ class Guides:
         return sum(group.state is GroupState.COMPILING for group in self._compiling)
 
     def start_compiling(self, group: SequenceGroup, outputs: StructuredOutputs) -> None:
-        """Starts to compile the constraint of a new group."""
+        """Starts to compile the constraint of a new group, which waits for it."""
+        group.state = GroupState.COMPILING
         self._compiling[group] = self._grammars.compile(outputs)
 
     def take_compiled(self) -> list[tuple[SequenceGroup, Constraint | BatonError]]:
@@ -72,9 +73,9 @@ class Guides:
             constraint: that of its request, if it has one.
 
         Returns:
-            The tokens that were appended, by branch, to those that end with them. Others send
-            theirs with the first token that they draw: the first output of a request that was
-            handed over says that its prompt is loaded.
+            By branch, the appended tokens of branches that these tokens end. The other branches
+            send theirs with their next drawn token, because a handed-over request's first output
+            means that its prompt is loaded.
 
         Raises:
             FailedPreconditionError: the grammar does not allow the tokens that they came with.

@@ -88,7 +88,7 @@ class OutputProcessor:
             return [self.end(group, FinishReason.ERROR, error)]
         outputs = self.take_progress(group, appended)
         if group.state is GroupState.COMPILING:
-            self._queues.wait_compiled(group)
+            self._queues.wait_for_admission(group)
         return outputs
 
     def take_load(self, load: FinishedLoad) -> Outputs:
@@ -422,8 +422,9 @@ class OutputProcessor:
         """
         if token_id == NO_TOKEN:
             error = InvalidArgumentError(
-                "structured_outputs, logit_bias, allowed_token_ids, bad_words, min_tokens and the "
-                "penalties of this request leave no token to draw next"
+                "structured_outputs, thinking_token_budget, logit_bias, allowed_token_ids, "
+                "bad_words, min_tokens and the penalties of this request leave no token to draw "
+                "next"
             )
             return self.end(group, FinishReason.ERROR, error)
         if token_id == PROCESSOR_FAILED:

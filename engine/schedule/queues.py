@@ -82,16 +82,12 @@ class GroupQueues:
 
     # Towards running.
 
-    def enqueue(self, group: SequenceGroup, *, needs_grammar: bool = False) -> None:
-        """Adds a new group, to the waiting ones unless it waits for its grammar first."""
+    def add(self, group: SequenceGroup) -> None:
+        """Adds a new group, which does not wait for admission yet."""
         self.groups[group.request_id] = group
-        if needs_grammar:
-            group.state = GroupState.COMPILING
-            return
-        insort(self._waiting, group, key=order_of)
 
-    def wait_compiled(self, group: SequenceGroup) -> None:
-        """Makes a group wait for admission that has waited for its grammar."""
+    def wait_for_admission(self, group: SequenceGroup) -> None:
+        """Makes a group wait for blocks in the pool."""
         group.state = GroupState.WAITING
         insort(self._waiting, group, key=order_of)
 

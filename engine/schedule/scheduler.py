@@ -216,13 +216,14 @@ class Scheduler:
         """
         group, params = self._new_group(request), request.spec.params
         outputs = params.structured_outputs
-        self._queues.enqueue(group, needs_grammar=outputs is not None)
+        self._queues.add(group)
         self._transfers.loads.accept(group)
         if request.spec.deadline is not None:
             self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
         if outputs is not None:
             self._guides.start_compiling(group, outputs)
             return self.take_compiled()
+        self._queues.wait_for_admission(group)
         if params.thinking_token_budget is not None:
             return self._outputs.start_guided(group, None)
         return self._outputs.take_progress(group)

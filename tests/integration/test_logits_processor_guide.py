@@ -35,9 +35,12 @@ def test_the_guides_processors_do_what_they_say():
 
     plain = tokens_with(None)
     cooled, bigrams = tokens_with({"cooldown": 8}), tokens_with({"no_repeat_ngram_size": 2})
-    for size in (0, -2):
+    for size in (0, -2, 2.0, True):
         with pytest.raises(InvalidArgumentError, match="must be an integer above 1"):
             tokens_with({"no_repeat_ngram_size": size})
+    for count in (0, 1000, 8.0, True):
+        with pytest.raises(InvalidArgumentError, match="must be an integer from 1 to 999"):
+            tokens_with({"cooldown": count})
     llm.close()
     assert _repeats_within(plain, 8)
     assert not _repeats_within(cooled, 8)
