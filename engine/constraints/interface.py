@@ -35,9 +35,6 @@ class GrammarState(Protocol):
     def is_complete(self) -> bool:
         """Whether the text so far belongs to the grammar."""
 
-    def forced_text(self) -> bytes:
-        """Returns the bytes that every text of the grammar has next."""
-
     def fork(self) -> "GrammarState":
         """Returns an independent copy."""
 

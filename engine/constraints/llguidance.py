@@ -191,9 +191,6 @@ class _LLGuidanceState:
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())
 
-    def forced_text(self) -> bytes:
-        return bytes(self._matcher.compute_ff_bytes())
-
     def fork(self) -> GrammarState:
         return _LLGuidanceState(self._matcher.deep_copy())
 

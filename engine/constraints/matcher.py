@@ -21,6 +21,9 @@ __all__ = ["Constraint", "Matcher"]
 _BURST_S = 0.5
 _STEADY_S = 0.01
 
+_MAX_FORCED_BYTES = 128  # found at once; the rest is found after the next token
+_MAX_FORCED_CHOICES = 64  # where more tokens may come next, their bytes are not compared
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -64,11 +67,8 @@ class Matcher:
         vocabulary = constraint.vocabulary
         self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
         self._meaningless_bits = vocabulary.meaningless_bits
-        self._row: Mask | None = None  # of this state, if `is_terminated` needed it
+        self._row: Mask | None = None  # the state's mask, once it was needed; never changed
         self._allowance_s = _BURST_S
-        # CPU time takes a system call. It is measured once a call was slow, as that may have been
-        # because of other processes.
-        self._clock = time.perf_counter
 
     @property
     def may_stop(self) -> bool:
@@ -78,13 +78,7 @@ class Matcher:
     @property
     def is_terminated(self) -> bool:
         """Whether nothing but a stop token can follow."""
-        if not self._state.is_complete():
-            return False
-        if self._row is None:
-            row = np.empty(self._constraint.vocabulary.num_mask_words, dtype=np.int32)
-            self._fill_from_state(row)
-            self._row = row
-        return not self._row.any()
+        return self._state.is_complete() and not self._current_row().any()
 
     def fill_mask(self, row: Mask) -> None:
         """Writes which tokens may come next into a row of `vocabulary.num_mask_words` words.
@@ -94,10 +88,7 @@ class Matcher:
         Raises:
             InvalidArgumentError: no token may come next, or the grammar takes too long.
         """
-        if self._row is not None:
-            row[:] = self._row
-        else:
-            self._fill_from_state(row)
+        row[:] = self._current_row()
         if self.may_stop:
             words, bits = self._stop_bits
             row[words] |= bits
@@ -113,7 +104,7 @@ class Matcher:
         Raises:
             InvalidArgumentError: the grammar takes too long.
         """
-        started = self._clock()
+        started = time.thread_time()
         try:
             is_accepted = self._has_text(token_id) and self._state.accept(token_id)
         except TooComplexError as error:
@@ -128,20 +119,59 @@ class Matcher:
         return all(self.accept(token_id) for token_id in token_ids)
 
     def forced_text(self) -> bytes:
-        """Returns the bytes that come next in every continuation; empty if there is a choice."""
-        if self._state.is_complete():
+        """Returns bytes that come next in every continuation; empty if there is a choice.
+
+        It looks at one byte after the other, and not further than 128, because the libraries have
+        no bound: the text of `a{100000000}` would fill the memory.
+
+        Raises:
+            InvalidArgumentError: the grammar takes too long.
+        """
+        byte = self._only_first_byte()
+        if byte is None:
             return b""
-        return self._state.forced_text()
+        started, text, ahead = time.thread_time(), bytearray(), self.fork()
+        byte_tokens = self._constraint.vocabulary.byte_tokens
+        while byte in byte_tokens and ahead.accept(byte_tokens[byte]):
+            text.append(byte)
+            byte = ahead._only_first_byte()
+            if byte is None or len(text) == _MAX_FORCED_BYTES:
+                break
+        self._spend(time.thread_time() - started)
+        return bytes(text)
 
     def fork(self) -> "Matcher":
         """Returns an independent copy, for another candidate that has the same tokens."""
         twin = Matcher(self._constraint, self._state.fork(), self._stop_token_ids)
-        twin._allowance_s, twin._clock = self._allowance_s, self._clock
+        twin._row, twin._allowance_s = self._row, self._allowance_s
         return twin
 
+    def _only_first_byte(self) -> int | None:
+        """Returns the byte that all tokens begin with that may come next; None if they differ, or
+        if the text may end.
+        """
+        if self._state.is_complete():
+            return None
+        row = self._current_row()
+        if np.bitwise_count(row.view(np.uint32)).sum() > _MAX_FORCED_CHOICES:
+            return None
+        tokens = self._constraint.vocabulary.tokens
+        bits = np.unpackbits(row[(words := np.flatnonzero(row))].view(np.uint8), bitorder="little")
+        places = np.flatnonzero(bits)
+        ids = words[places // 32] * 32 + places % 32
+        first = {tokens[token_id][0] for token_id in ids.tolist()}
+        return first.pop() if len(first) == 1 else None
+
+    def _current_row(self) -> Mask:
+        """Returns which tokens with text may come next."""
+        if self._row is None:
+            row = np.empty(self._constraint.vocabulary.num_mask_words, dtype=np.int32)
+            self._fill_from_state(row)
+            self._row = row
+        return self._row
+
     def _fill_from_state(self, row: Mask) -> None:
-        """Writes which tokens with text may come next."""
-        started = self._clock()
+        started = time.thread_time()
         try:
             self._state.fill_mask(row)
         except TooComplexError as error:
@@ -155,11 +185,13 @@ class Matcher:
         return 0 <= token_id < len(tokens) and bool(tokens[token_id])
 
     def _charge(self, started: float) -> None:
+        """Takes the time of one call from the grammar's allowance."""
+        self._allowance_s = min(self._allowance_s + _STEADY_S, _BURST_S)
+        self._spend(time.thread_time() - started)
+
+    def _spend(self, used_s: float) -> None:
         """Refuses a grammar that has used up its time."""
-        used_s = self._clock() - started
-        if self._clock is not time.thread_time and used_s > _STEADY_S:
-            self._clock, used_s = time.thread_time, 0.0
-        self._allowance_s = min(self._allowance_s + _STEADY_S, _BURST_S) - used_s
+        self._allowance_s -= used_s
         if self._allowance_s < 0:
             limit = f"it may take {_STEADY_S * 1e3:.0f} ms on average"
             raise self._error(f"took {used_s * 1e3:.0f} ms for one token; {limit}")

@@ -96,6 +96,15 @@ class Vocabulary:
         return bits_of((*self.eos_token_ids, *range(self.size, 32 * self.num_mask_words)))
 
     @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """For each byte that is a token's whole text, the first such token."""
+        found: dict[int, int] = {}
+        for token_id, text in enumerate(self.tokens):
+            if len(text) == 1:
+                found.setdefault(text[0], token_id)
+        return found
+
+    @cached_property
     def sorted_tokens(self) -> list[bytes]:
         """All different token bytes, in order, to look up extensions of a text."""
         return sorted(set(self.tokens) - {b""})

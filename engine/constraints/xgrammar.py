@@ -137,12 +137,6 @@ class _XGrammarState:
     def is_complete(self) -> bool:
         return bool(self._matcher.is_completed())
 
-    def forced_text(self) -> bytes:
-        try:
-            return str(self._matcher.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # it begins or ends within a character
-            return bytes(error.object)
-
     def fork(self) -> GrammarState:
         return _XGrammarState(self._matcher.fork())
 

@@ -1,9 +1,13 @@
 """`Guides`: gives sequences their guides once their requests' grammars are compiled. Pure."""
 
+import logging
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Protocol
 
 from baton.errors import BatonError, FailedPreconditionError, InternalError
+from baton.request_spec import RequestSpec
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.guide import Guide
 from engine.constraints.matcher import Constraint
@@ -11,6 +15,8 @@ from engine.constraints.retokenizer import Retokenizer
 from engine.group import GroupState, Sequence, SequenceGroup
 
 __all__ = ["GrammarSource", "Guides"]
+
+_logger = logging.getLogger("baton.engine")
 
 
 class GrammarSource(Protocol):
@@ -40,18 +46,20 @@ class Guides:
     @property
     def num_compiling(self) -> int:
         """Requests that wait for their grammars."""
-        return sum(group.state is GroupState.COMPILING for group in self._compiling)
+        return len(self._compiling)
 
     def start_compiling(self, group: SequenceGroup, outputs: StructuredOutputs) -> None:
         """Starts to compile the constraint of a new group, which waits for it."""
         group.state = GroupState.COMPILING
         self._compiling[group] = self._grammars.compile(outputs)
 
-    def take_compiled(self) -> list[tuple[SequenceGroup, Constraint | BatonError]]:
-        """Returns the groups whose grammars are compiled or refused; each only once.
+    def forget(self, group: SequenceGroup) -> None:
+        """Stops waiting for the grammar of a group that ends."""
+        if (future := self._compiling.pop(group, None)) is not None:
+            future.cancel()
 
-        Groups that have ended meanwhile are left out.
-        """
+    def take_compiled(self) -> list[tuple[SequenceGroup, Constraint | BatonError]]:
+        """Returns the groups whose grammars are compiled or refused; each only once."""
         ended = [group for group, future in self._compiling.items() if future.done()]
         results = []
         for group in ended:
@@ -59,8 +67,7 @@ class Guides:
             error = future.exception()
             if error is not None and not isinstance(error, BatonError):
                 raise error  # a bug: futures end with typed errors
-            if group.state is GroupState.COMPILING:
-                results.append((group, error or future.result()))
+            results.append((group, error or future.result()))
         return results
 
     def attach(
@@ -80,26 +87,23 @@ class Guides:
         Raises:
             FailedPreconditionError: the grammar does not allow the tokens that they came with.
             InvalidArgumentError: no token may follow, or the grammar takes too long.
+            InternalError: a library failed.
         """
         spec = group.request.spec
-        # Log-probabilities of tokens that no draw needs are not computed.
-        is_scored = spec.params.logprobs is not None or spec.params.is_ranked
-        draws_all = constraint is None or is_scored or group.hands_over
+        draws_all = constraint is None or group.hands_over or _draws_every_token(spec)
         retokenizer = None if draws_all else self._grammars.retokenizer
-        first = Guide.of(spec, self._vocab_size, constraint, retokenizer)
         appended = {}
-        for sequence in group.branches or group.running:
-            sequence.guide = guide = first.fork()
-            generated = sequence.token_ids[group.num_prompt :]
-            if generated and generated[-1] not in sequence.stop_token_ids:
-                if not guide.accept(generated):
-                    raise FailedPreconditionError(
-                        "structured_outputs does not allow the tokens that another replica has "
-                        "generated; it may have another version or --structured-outputs-backend"
-                    )
-                guide.unsent = self._append_forced(sequence, guide)
-                if sequence.finish_reason is not None:
-                    appended[sequence] = guide.unsent
+        with _typed_errors():
+            first = Guide.of(spec, self._vocab_size, constraint, retokenizer)
+            for sequence in group.branches or group.running:
+                sequence.guide = guide = first.fork()
+                generated = sequence.token_ids[group.num_prompt :]
+                if generated and generated[-1] not in sequence.stop_token_ids:
+                    if not guide.accept(generated):
+                        raise FailedPreconditionError(_OTHER_TOKENS)
+                    guide.unsent = self._append_forced(sequence, guide)
+                    if sequence.finish_reason is not None:
+                        appended[sequence] = guide.unsent
         return appended
 
     def advance(self, sequence: Sequence) -> tuple[int, ...]:
@@ -110,7 +114,7 @@ class Guides:
 
         Raises:
             InvalidArgumentError: no token may follow, or the grammar takes too long.
-            InternalError: the grammar does not allow the drawn token, which is a bug.
+            InternalError: a library failed, or the grammar does not allow the drawn token.
         """
         guide, drawn = sequence.guide, sequence.token_ids[-1]
         if guide is None:
@@ -118,9 +122,10 @@ class Guides:
         before, guide.unsent = guide.unsent, ()
         if drawn in sequence.stop_token_ids:
             return (*before, drawn)
-        if not guide.accept((drawn,)):
-            raise InternalError("a token was drawn that the grammar does not allow")
-        return (*before, drawn, *self._append_forced(sequence, guide))
+        with _typed_errors():
+            if not guide.accept((drawn,)):
+                raise InternalError("a token was drawn that the grammar does not allow")
+            return (*before, drawn, *self._append_forced(sequence, guide))
 
     def _append_forced(self, sequence: Sequence, guide: Guide) -> tuple[int, ...]:
         """Appends the tokens that follow without a draw, and returns them.
@@ -140,3 +145,35 @@ class Guides:
         elif sequence.finish_reason is None:
             guide.update_mask()
         return tuple(forced)
+
+
+_OTHER_TOKENS = (
+    "structured_outputs does not allow the tokens that another replica has generated; it may have "
+    "another version or --structured-outputs-backend"
+)
+
+
+def _draws_every_token(spec: RequestSpec) -> bool:
+    """Returns whether tokens that the grammar forces must be drawn too.
+
+    That is so if their log-probabilities are needed, or if other rules may forbid them.
+    """
+    params = spec.params
+    is_scored = params.logprobs is not None or params.is_ranked
+    may_forbid = params.allowed_token_ids or params.bad_words or params.extra_args
+    return is_scored or bool(may_forbid) or params.min_tokens > 0
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Turns errors of libraries into InternalError, so that they end one request alone.
+
+    Panics of libraries in Rust are no `Exception`.
+    """
+    try:
+        yield
+    except (BatonError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        _logger.exception("a library of structured outputs failed")
+        raise InternalError("structured_outputs failed on this request") from error

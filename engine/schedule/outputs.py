@@ -143,7 +143,7 @@ class OutputProcessor:
         self._branches.register(sequence)
         if sequence is group.lead:
             self._transfers.saves.save_computed(group)
-        if sequence.guide is not None and sequence.num_computed > group.num_prompt:
+        if sequence.num_computed > group.num_prompt:
             self._transfers.saves.save_filled(sequence)
         self._branches.release_behind(sequence)
         if result is None:
@@ -316,7 +316,7 @@ class OutputProcessor:
         """Ends a request, with all candidates that have not ended."""
         self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
-        self._queues.forget(group)
+        self._forget(group)
         return output
 
     def _end_handed_over(self, group: SequenceGroup) -> RequestOutput:
@@ -327,7 +327,7 @@ class OutputProcessor:
             is_last=True,
             handoff=self._transfers.saves.commit_handoff(group),
         )
-        self._queues.forget(group)
+        self._forget(group)
         return output
 
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
@@ -389,7 +389,7 @@ class OutputProcessor:
             is_last=is_last,
         )
         if is_last:
-            self._queues.forget(group)
+            self._forget(group)
         return [output]
 
     def _end_ranked(
@@ -410,7 +410,7 @@ class OutputProcessor:
             )
             for index, candidate in enumerate(best)
         ]
-        self._queues.forget(group)
+        self._forget(group)
         return outputs
 
     def _end_without_token(self, group: SequenceGroup, token_id: int) -> RequestOutput:
@@ -458,6 +458,11 @@ class OutputProcessor:
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
         return [first, *self.report_saved(group)]
+
+    def _forget(self, group: SequenceGroup) -> None:
+        """Removes a request that has its last output."""
+        self._guides.forget(group)
+        self._queues.forget(group)
 
     def _save_ended(self, sequence: Sequence) -> None:
         """Saves a sequence's blocks by policy, before it ends."""

@@ -55,16 +55,6 @@ class _State:
     def is_complete(self) -> bool:
         return is_complete(self._outputs, self._generated)
 
-    def forced_text(self) -> bytes:
-        text, generated = b"", self._generated
-        while not is_complete(self._outputs, generated):
-            tokens = allowed_tokens(self._outputs, generated)
-            if len(tokens) > 1:
-                break
-            generated += tuple(tokens)
-            text += b"%d" % generated[-1]
-        return text
-
     def fork(self) -> "_State":
         return _State(self._outputs, self._generated)
 
@@ -105,4 +95,5 @@ class FakeGrammars:
         if not self._pending:
             return
         outputs, future = self._pending.pop(0)
-        future.set_result(Constraint(_Grammar(outputs), VOCABULARY, "structured_outputs.regex"))
+        if future.set_running_or_notify_cancel():
+            future.set_result(Constraint(_Grammar(outputs), VOCABULARY, "structured_outputs.regex"))

@@ -219,7 +219,7 @@ def test_a_vocabulary_that_cannot_write_the_text_is_an_error(name):
 
 def test_a_slow_grammar_ends_its_own_sequence(monkeypatch):
     now_s = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now_s[0], thread_time=lambda: now_s[0])
+    clock = SimpleNamespace(thread_time=lambda: now_s[0])
     monkeypatch.setattr("engine.constraints.matcher.time", clock)
     matcher = new_matcher("xgrammar", "byte_level", json_object=True)
 
@@ -237,6 +237,7 @@ def test_a_slow_grammar_ends_its_own_sequence(monkeypatch):
 
     def fill(times):
         for _ in range(times):
+            matcher._row = None  # as after a token
             matcher.fill_mask(row)
 
     fill(times=20)  # the burst allows it
@@ -248,3 +249,19 @@ def test_compiled_grammars_are_the_same_in_another_process():
     backend = backend_of("xgrammar", "byte_level")
     data = backend.compile(StructuredOutputs(json=PERSON))
     assert data == backend.compile(StructuredOutputs(json=PERSON))
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("regex", ["a{2000}[a-z]+", "(The quick ){90}[a-z]"])
+def test_forced_text_is_bounded(name, kind, regex):
+    matcher = new_matcher(name, kind, regex=regex)
+    text, num_calls = b"", 0
+    while forced := matcher.forced_text():
+        assert len(forced) <= 128
+        byte_tokens = vocabulary_of(kind).byte_tokens
+        assert matcher.replay(byte_tokens[byte] for byte in forced)
+        text += forced
+        num_calls += 1
+    assert num_calls == -(-len(text) // 128)
+    assert text == (b"a" * 2000 if regex[0] == "a" else b"The quick " * 90)
