@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 
-__all__ = ["DTYPES", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
+__all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
@@ -23,7 +23,7 @@ LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "llguidance")
+GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -113,7 +113,7 @@ class EngineConfig:
         "auto",
         "library for structured outputs, equal on all workers; auto uses xgrammar for what it "
         "enforces and llguidance for the rest",
-        choices=STRUCTURED_OUTPUTS_BACKENDS,
+        choices=("auto", *GRAMMAR_BACKENDS),
     )
     grammar_timeout_s: float = _flag(
         10.0, "longest time for compiling one grammar; a request with a slower one is refused"
@@ -230,7 +230,7 @@ _CHOICES = {
     "kv_load_failure_policy": LOAD_FAILURE_POLICIES,
     "preemption_mode": PREEMPTION_MODES,
     "logprobs_mode": LOGPROBS_MODES,
-    "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
+    "structured_outputs_backend": ("auto", *GRAMMAR_BACKENDS),
 }
 _POSITIVE = (
     "num_threads",

@@ -1,18 +1,18 @@
-"""Which grammar backends there are, and which of them compiles a constraint."""
+"""Which grammar backends are installed, and which of them compiles a constraint."""
 
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
+from engine.config import GRAMMAR_BACKENDS
 from engine.constraints.interface import Backend, RefusedError
 from engine.constraints.vocabulary import Vocabulary
 
-__all__ = ["BACKENDS", "Compiled", "check_installed", "compile_with", "installed_backends"]
-__all__ += ["load_backend"]
+__all__ = ["Compiled", "check_installed", "compile_with", "installed_backends", "load_backend"]
 
-BACKENDS = ("xgrammar", "llguidance")
 _INSTALL = "pip install xgrammar llguidance"
 
 
@@ -29,9 +29,10 @@ class Compiled:
     data: bytes
 
 
+@cache
 def installed_backends() -> tuple[str, ...]:
-    """Returns the names of the backends that can be imported."""
-    return tuple(name for name in BACKENDS if importlib.util.find_spec(name) is not None)
+    """Returns the names of the backends that can be imported; looks for them once."""
+    return tuple(name for name in GRAMMAR_BACKENDS if importlib.util.find_spec(name) is not None)
 
 
 def check_installed(choice: str) -> None:
@@ -43,12 +44,9 @@ def check_installed(choice: str) -> None:
     Raises:
         ConfigurationError: names the command that installs it.
     """
-    if choice not in ("auto", *BACKENDS):
-        names = ", ".join(("auto", *BACKENDS))
-        raise ConfigurationError(f"no grammar backend is called {choice!r}; choose one of {names}")
     installed = installed_backends()
     if not installed or choice not in ("auto", *installed):
-        missing = " or ".join(BACKENDS) if choice == "auto" else choice
+        missing = " or ".join(GRAMMAR_BACKENDS) if choice == "auto" else choice
         raise ConfigurationError(
             f"structured outputs need {missing}, which is not installed; run: {_INSTALL}"
         )
@@ -94,5 +92,5 @@ def _candidates(
     if choice != "auto":
         return [choice]
     is_lark = outputs.grammar is not None and "::=" not in outputs.grammar
-    order = reversed(BACKENDS) if is_lark else BACKENDS
+    order = reversed(GRAMMAR_BACKENDS) if is_lark else GRAMMAR_BACKENDS
     return [name for name in order if name in backends]

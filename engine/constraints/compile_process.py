@@ -1,4 +1,4 @@
-"""`CompileProcess`: the engine's side of the process that compiles grammars."""
+"""`CompileProcess`: the engine's side of the compile process, which compiles grammars."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from baton.errors import UnavailableError
@@ -17,72 +17,63 @@ __all__ = ["READY", "STARTED", "CompileProcess", "JobLostError", "JobTimeoutErro
 __all__ += ["read_message", "write_message"]
 
 READY = b"R"
-"""The process takes jobs."""
+"""The compile process takes jobs."""
 STARTED = b"S"
 """A job runs in a process of its own."""
 _HEADER_BYTES = 8
 
-# The process imports the backends first, and xgrammar imports torch.
+# The compile process imports the backends first, and xgrammar imports torch.
 _START_TIMEOUT_S = 120.0
 # The kernel ends a job at its deadline; the parent waits this much longer.
 _MARGIN_S = 5.0
 
 
 class JobTimeoutError(Exception):
-    """The job's time was over."""
+    """The job took longer than its timeout."""
 
 
 class JobLostError(Exception):
-    """The job's process died: out of memory, or of a full stack."""
+    """The job's process died: out of memory or stack overflow."""
 
 
 class CompileProcess:
     """Starts `engine.constraints.compile_server` and sends it jobs. Thread-safe.
 
     Args:
-        vocabulary: the token table that it compiles for.
-        backends: the names of the backends that it loads.
-
-    Attributes:
-        backends: those names.
+        get_vocabulary: returns the token table to compile for; called when the process starts.
+        backends: the names of the backends that the compile process loads.
     """
 
-    def __init__(self, vocabulary: Vocabulary, backends: Sequence[str]) -> None:
-        self._vocabulary = vocabulary
-        self.backends = tuple(backends)
+    def __init__(self, get_vocabulary: Callable[[], Vocabulary], backends: Sequence[str]) -> None:
+        self._get_vocabulary = get_vocabulary
+        self._backends = tuple(backends)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_closed = False
 
-    def start(self) -> None:
-        """Starts the process unless it runs, and waits until it takes jobs.
+    def run_job(self, job: bytes, timeout_s: float) -> bytes:
+        """Returns the answer to a job. Several threads may run one each.
 
-        Raises:
-            UnavailableError: it did not start, or `close` was called.
-        """
-        with self._lock:
-            self._start()
-
-    def run(self, job: bytes, timeout_s: float) -> bytes:
-        """Returns the answer to a job. Several threads may have one each.
+        The first job starts the compile process.
 
         Raises:
             JobTimeoutError: the job took longer than `timeout_s`.
             JobLostError: its process died.
-            UnavailableError: the server could not be started.
+            UnavailableError: the compile process did not start, or `close` was called.
         """
-        process, answer = self._try(job, timeout_s)
+        process, answer = self._run_once(job, timeout_s)
         if answer is None and not self._is_alive(process):
-            process, answer = self._try(job, timeout_s)  # it died with the server, of another
+            # Another job ended the compile process, and this job with it.
+            process, answer = self._run_once(job, timeout_s)
         if answer is None:
             raise JobLostError
         return answer
 
-    def _try(
+    def _run_once(
         self, job: bytes, timeout_s: float
     ) -> tuple["subprocess.Popen[bytes] | None", bytes | None]:
-        """Returns the server, and its answer to a job; None if the job's process died."""
+        """Returns the compile process, and its answer to a job; None if the job's process died."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -91,7 +82,8 @@ class CompileProcess:
             try:
                 return process, _talk(ours, job, timeout_s)
             except TimeoutError:
-                self.kill()
+                with self._lock:
+                    self._kill()
                 raise JobTimeoutError from None
             except OSError:
                 return process, None
@@ -100,20 +92,16 @@ class CompileProcess:
         with self._lock:
             return process is not None and self._process is process and process.poll() is None
 
-    def kill(self) -> None:
-        """Ends the process and all its jobs at once; the next job starts it anew."""
-        with self._lock:
-            self._kill()
-
     def close(self) -> None:
-        """Ends the process for good, even while it starts. Idempotent."""
+        """Ends the compile process for good, even while it starts. Idempotent."""
         self._is_closed = True
         if (process := self._process) is not None:
             process.kill()  # then a thread that waits for it releases the lock
         with self._lock:
             self._kill()
 
-    def _start(self) -> socket.socket:
+    def _ensure_started(self) -> socket.socket:
+        """Returns the control socket of the compile process; starts the process unless it runs."""
         if self._is_closed:
             raise UnavailableError("the worker is stopping")
         if self._process is not None and self._process.poll() is not None:
@@ -123,21 +111,22 @@ class CompileProcess:
         return self._control
 
     def _send(self, channel: socket.socket) -> "subprocess.Popen[bytes] | None":
-        """Gives the process the channel of a job; starts it anew if it has died."""
+        """Sends the channel of a job to the compile process; restarts it if it has died."""
         try:
-            socket.send_fds(self._start(), [b"J"], [channel.fileno()])
+            socket.send_fds(self._ensure_started(), [b"J"], [channel.fileno()])
         except OSError:
             self._kill()
-            socket.send_fds(self._start(), [b"J"], [channel.fileno()])
+            socket.send_fds(self._ensure_started(), [b"J"], [channel.fileno()])
         return self._process
 
     def _launch(self) -> socket.socket:
+        vocabulary = self._get_vocabulary()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - a module of this package
                 [
                     *(sys.executable, "-m", "engine.constraints.compile_server"),
-                    *(str(theirs.fileno()), *self.backends),
+                    *(str(theirs.fileno()), *self._backends),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -149,7 +138,9 @@ class CompileProcess:
             )
         try:
             ours.settimeout(_START_TIMEOUT_S)
-            write_message(ours, self._vocabulary.to_json().encode())
+            if self._is_closed:  # `close` may have been called just before the process existed
+                raise ConnectionError("the worker is stopping")
+            write_message(ours, vocabulary.to_json().encode())
             if ours.recv(1) != READY:
                 raise ConnectionError("it ended")
             ours.settimeout(None)
@@ -162,6 +153,7 @@ class CompileProcess:
         return ours
 
     def _kill(self) -> None:
+        """Ends the compile process and all its jobs at once; the next job starts it anew."""
         control, self._control = self._control, None
         if control is not None:
             control.close()
@@ -173,7 +165,7 @@ class CompileProcess:
 
 
 def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:
-    """Sends a job and returns its answer; None if its process died before its time was over."""
+    """Sends a job and returns its answer; None if the job's process died before its timeout."""
     if channel.recv(1) != STARTED:
         return None
     started = time.monotonic()
@@ -194,7 +186,7 @@ def write_message(channel: socket.socket, message: bytes) -> None:
 
 
 def read_message(channel: socket.socket) -> bytes | None:
-    """Returns the next message; None if the other side has gone."""
+    """Returns the next message; None if the other side has closed the channel."""
     header = _read_bytes(channel, _HEADER_BYTES)
     return None if header is None else _read_bytes(channel, int.from_bytes(header, "big"))
 

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 
 from baton.errors import (
     BatonError,
+    ConfigurationError,
+    FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
 from baton.structured_outputs import StructuredOutputs
-from engine.constraints.backends import check_installed, installed_backends, load_backend
+from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint
@@ -54,33 +56,29 @@ class GrammarCompiler:
     """Compiles constraints. Thread-safe.
 
     Grammars are compiled in a process of their own (`engine.constraints.compile_server`), which
-    starts with the first of them or with `start`. A grammar is compiled once, however many
-    requests wait for it, and kept while the cache has room.
+    starts with the first of them. A grammar is compiled once, however many requests wait for it,
+    and kept while the cache has room.
 
     Args:
-        vocabulary: the model's token table.
+        load_vocabulary: reads the model's token table; called by a worker thread with the first
+            constraint. After a ConfigurationError, it is not called again.
         backend: "xgrammar", "llguidance", or "auto", which is xgrammar for all that it can
-            express and llguidance for the rest.
+            express and llguidance for the rest. `check_installed` must have accepted it.
         limits: bounds.
         clock: monotonic seconds.
-
-    Raises:
-        ConfigurationError: the backend is unknown or not installed; names the command that
-            installs it.
     """
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        load_vocabulary: Callable[[], Vocabulary],
         *,
         backend: str = "auto",
         limits: CompileLimits = CompileLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_installed(backend)
-        self._vocabulary = vocabulary
+        names = installed_backends() if backend == "auto" else (backend,)
         # What takes xgrammar too long is often quick in llguidance.
-        is_double = backend == "auto" and "llguidance" in installed_backends()
+        is_double = backend == "auto" and "llguidance" in names
         self._choices = ("auto", "llguidance") if is_double else (backend,)
         self._limits = limits
         self._clock = clock
@@ -89,34 +87,22 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
         self._pending: dict[bytes, Future[Constraint]] = {}
-        self._process = CompileProcess(
-            vocabulary, installed_backends() if backend == "auto" else [backend]
-        )
+        self._process = CompileProcess(self._loaded_vocabulary, names)
         self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
+        self._load_vocabulary = load_vocabulary
         self._load_lock = threading.Lock()
-        self._loaded: dict[str, Backend] = {}
+        self._vocabulary: Vocabulary | FailedPreconditionError | None = None
+        self._backends: dict[str, Backend] = {}
         self._is_closed = False
-
-    @property
-    def num_cached_bytes(self) -> int:
-        """About how much memory the cached grammars take."""
-        return self._num_cached_bytes
-
-    def start(self) -> None:
-        """Starts the process and loads the backends in the background, so that the first request
-        need not wait for them. Problems show with the first request.
-        """
-        self._workers.submit(self._process.start)
-        for name in self._process.backends:
-            self._workers.submit(self._backend_called, name)
 
     def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
         """Returns the constraint's future; done already if it is cached.
 
         The future may be shared and cannot be cancelled. Its exception is an
         InvalidArgumentError that names the field if the constraint is malformed, unsupported,
-        too large or too slow, a ResourceExhaustedError if too many grammars wait, or an
-        UnavailableError after `close`.
+        too large or too slow, a ResourceExhaustedError if too many grammars wait, a
+        FailedPreconditionError if the model's token table cannot be loaded, an UnavailableError
+        if the compile process does not start or after `close`, or an InternalError for a bug.
         """
         key = outputs.key
         with self._lock:
@@ -142,7 +128,7 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """Ends the process; pending futures fail. Idempotent."""
+        """Ends the compile process; pending futures fail. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._process.close()
@@ -166,6 +152,7 @@ class GrammarCompiler:
         """Compiles with each choice of backend in turn until one has neither run out of time
         nor of memory; together they have the time of one grammar.
         """
+        vocabulary = self._loaded_vocabulary()
         field = f"structured_outputs.{outputs.form}"
         timeout_s = self._limits.timeout_s / len(self._choices)
         problem = ""
@@ -177,21 +164,21 @@ class GrammarCompiler:
             except JobLostError:
                 problem = "needs too much memory, or nests too deeply, to compile"
             else:
-                grammar = self._backend_called(report["backend"]).load(data)
-                return Constraint(grammar, self._vocabulary, field)
+                grammar = self._loaded_backend(report["backend"], vocabulary).load(data)
+                return Constraint(grammar, vocabulary, field)
         raise InvalidArgumentError(f"{field} {problem}; simplify it")
 
     def _run_job(
         self, outputs: StructuredOutputs, choice: str, timeout_s: float
     ) -> tuple[dict[str, str], bytes]:
-        """Returns the process's report on a grammar, and the compiled grammar."""
+        """Returns the compile process's report on a grammar, and the compiled grammar."""
         job = {
             "outputs": asdict(outputs),
             "backend": choice,
             "timeout_s": timeout_s,
             "memory_bytes": self._limits.memory_bytes,
         }
-        answer = self._process.run(json.dumps(job).encode(), timeout_s)
+        answer = self._process.run_job(json.dumps(job).encode(), timeout_s)
         header, _, data = answer.partition(b"\n")
         report = json.loads(header)
         if "error" in report:
@@ -200,12 +187,28 @@ class GrammarCompiler:
             raise RuntimeError(report["bug"])
         return report, data
 
-    def _backend_called(self, name: str) -> Backend:
+    def _loaded_vocabulary(self) -> Vocabulary:
+        """Returns the model's token table; the first call loads it.
+
+        Raises:
+            FailedPreconditionError: the table cannot be loaded.
+        """
+        with self._load_lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._load_vocabulary()
+                except ConfigurationError as error:
+                    self._vocabulary = FailedPreconditionError(str(error))
+            if isinstance(self._vocabulary, FailedPreconditionError):
+                raise self._vocabulary.with_traceback(None)
+            return self._vocabulary
+
+    def _loaded_backend(self, name: str, vocabulary: Vocabulary) -> Backend:
         """Returns a backend of this process; the first call loads it."""
         with self._load_lock:
-            if name not in self._loaded:
-                self._loaded[name] = load_backend(name, self._vocabulary)
-            return self._loaded[name]
+            if name not in self._backends:
+                self._backends[name] = load_backend(name, vocabulary)
+            return self._backends[name]
 
     def _end(
         self, key: bytes, future: "Future[Constraint]", result: Constraint | BatonError

@@ -1,7 +1,9 @@
 """Grammars compile beside each other, once each, and hostile ones hurt no neighbour."""
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +13,8 @@ import pytest
 
 from baton.errors import (
     ConfigurationError,
+    FailedPreconditionError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
@@ -247,21 +251,23 @@ REFUSED = {
 }
 
 
+def load_vocabulary():
+    return vocabulary_of("byte_level")
+
+
 @pytest.fixture(scope="module")
 def compiler():
     limits = CompileLimits(timeout_s=TIMEOUT_S, num_workers=2)
-    compiler = GrammarCompiler(vocabulary_of("byte_level"), limits=limits)
-    compiler.start()
-    compiler.compile(StructuredOutputs(json=FINE)).result(RESULT_S)
+    compiler = GrammarCompiler(load_vocabulary, limits=limits)
+    for outputs in (StructuredOutputs(json=FINE), StructuredOutputs(grammar='start: "a"')):
+        compiler.compile(outputs).result(RESULT_S)  # loads xgrammar, then llguidance
     yield compiler
     compiler.close()
 
 
 def new_compiler(**limits):
     """A compiler that starts quickly: xgrammar imports torch."""
-    return GrammarCompiler(
-        vocabulary_of("byte_level"), backend="llguidance", limits=CompileLimits(**limits)
-    )
+    return GrammarCompiler(load_vocabulary, backend="llguidance", limits=CompileLimits(**limits))
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -298,7 +304,7 @@ def test_compiling_hungry_grammars_leaves_no_memory_behind(compiler):
     assert not alive
     assert server.memory_info().rss < before + 2**25
     small = GrammarCompiler(
-        vocabulary_of("byte_level"), backend="xgrammar", limits=CompileLimits(memory_bytes=2**26)
+        load_vocabulary, backend="xgrammar", limits=CompileLimits(memory_bytes=2**26)
     )
     try:
         with pytest.raises(InvalidArgumentError, match=r"too much memory|too large"):
@@ -335,7 +341,7 @@ def test_llguidance_compiles_what_xgrammar_does_not_express(compiler):
 def test_llguidance_compiles_what_takes_xgrammar_too_long(compiler):
     schema = doubling(8, "anyOf")
     chosen = GrammarCompiler(
-        vocabulary_of("byte_level"), backend="xgrammar", limits=CompileLimits(timeout_s=1.0)
+        load_vocabulary, backend="xgrammar", limits=CompileLimits(timeout_s=1.0)
     )
     try:
         with pytest.raises(InvalidArgumentError, match=r"json took more than 1 s to compile"):
@@ -360,7 +366,7 @@ def test_lark_is_compiled_by_llguidance_and_gbnf_by_xgrammar(compiler):
 def test_a_chosen_backend_refuses_what_it_does_not_enforce():
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     for name in ("xgrammar", "llguidance"):
-        compiler = GrammarCompiler(vocabulary_of("byte_level"), backend=name)
+        compiler = GrammarCompiler(load_vocabulary, backend=name)
         try:
             with pytest.raises(InvalidArgumentError, match=rf"uniqueItems.* \({name}\)$"):
                 compiler.compile(StructuredOutputs(json=schema)).result(RESULT_S)
@@ -384,7 +390,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last():
     try:
         constraint = small.compile(StructuredOutputs(regex="small")).result(RESULT_S)
         assert constraint.grammar.num_bytes > 1
-        assert small.num_cached_bytes == 0
+        assert small._num_cached_bytes == 0
         assert not small.compile(StructuredOutputs(regex="small")).done()
         num_bytes = constraint.grammar.num_bytes
     finally:
@@ -394,7 +400,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last():
         for regex in ("one", "two", "one", "six"):
             room.compile(StructuredOutputs(regex=regex)).result(RESULT_S)
         assert room.compile(StructuredOutputs(regex="one")).done()
-        assert room.num_cached_bytes <= 2.5 * num_bytes
+        assert room._num_cached_bytes <= 2.5 * num_bytes
         assert not room.compile(StructuredOutputs(regex="two")).done()
     finally:
         room.close()
@@ -402,9 +408,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last():
 
 def test_a_refusal_is_remembered_for_a_while():
     now_s = [0.0]
-    compiler = GrammarCompiler(
-        vocabulary_of("byte_level"), backend="llguidance", clock=lambda: now_s[0]
-    )
+    compiler = GrammarCompiler(load_vocabulary, backend="llguidance", clock=lambda: now_s[0])
     try:
         bad = StructuredOutputs(regex="([")
         with pytest.raises(InvalidArgumentError):
@@ -434,7 +438,7 @@ def test_too_many_waiting_grammars_are_refused():
 def test_the_process_is_started_anew_after_it_died():
     compiler = new_compiler()
     compiler.compile(StructuredOutputs(regex="before")).result(RESULT_S)
-    compiler._process.kill()
+    os.killpg(compiler._process._process.pid, signal.SIGKILL)
     constraint = compiler.compile(StructuredOutputs(regex="after a death")).result(RESULT_S)
     assert constraint.field == "structured_outputs.regex"
     compiler._process._process.kill()
@@ -455,13 +459,58 @@ def test_closing_ends_what_waits():
         compiler.compile(StructuredOutputs(regex="late")).result(0)
 
 
+def test_closing_while_the_vocabulary_loads_ends_what_waits(monkeypatch):
+    is_loading, may_load, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def load_slowly():
+        is_loading.set()
+        may_load.wait(RESULT_S)
+        return load_vocabulary()
+
+    limits = CompileLimits(num_workers=1, max_waiting=2)
+    compiler = GrammarCompiler(load_slowly, backend="llguidance", limits=limits)
+    waiting = [compiler.compile(StructuredOutputs(regex=f"w{i}")) for i in range(2)]
+    assert is_loading.wait(RESULT_S)
+    with pytest.raises(ResourceExhaustedError, match="2 grammars wait"):
+        compiler.compile(StructuredOutputs(regex="w9")).result(0)
+    close_process = compiler._process.close
+    monkeypatch.setattr(compiler._process, "close", lambda: (close_process(), is_closed.set()))
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    assert is_closed.wait(RESULT_S)
+    with pytest.raises(UnavailableError):
+        compiler.compile(StructuredOutputs(regex="late")).result(0)
+    may_load.set()
+    for future in waiting:
+        with pytest.raises(UnavailableError):
+            future.result(RESULT_S)
+    closing.join(RESULT_S)
+    assert not closing.is_alive()
+    assert compiler._process._process is None
+
+
+def test_a_vocabulary_that_cannot_be_loaded_is_tried_once_and_a_bug_again():
+    problems = [KeyError("a bug"), ConfigurationError("no bytes")]
+
+    def fail():
+        raise problems.pop(0)
+
+    compiler = GrammarCompiler(fail, backend="llguidance")
+    try:
+        with pytest.raises(InternalError, match="could not be compiled"):
+            compiler.compile(StructuredOutputs(regex="a")).result(RESULT_S)
+        for regex in ("a", "a", "b"):
+            with pytest.raises(FailedPreconditionError, match="no bytes"):
+                compiler.compile(StructuredOutputs(regex=regex)).result(RESULT_S)
+    finally:
+        compiler.close()
+
+
 def test_a_missing_backend_names_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(grammar_backends, "installed_backends", lambda: ("llguidance",))
     with pytest.raises(ConfigurationError, match=r"xgrammar, which is not installed; run: pip ins"):
-        GrammarCompiler(vocabulary_of("byte_level"), backend="xgrammar")
-    GrammarCompiler(vocabulary_of("byte_level"), backend="auto").close()
+        grammar_backends.check_installed("xgrammar")
+    grammar_backends.check_installed("auto")
     monkeypatch.setattr(grammar_backends, "installed_backends", lambda: ())
     with pytest.raises(ConfigurationError, match=r"xgrammar or llguidance, which is not installed"):
-        GrammarCompiler(vocabulary_of("byte_level"))
-    with pytest.raises(ConfigurationError, match="no grammar backend is called 'outlines'"):
-        GrammarCompiler(vocabulary_of("byte_level"), backend="outlines")
+        grammar_backends.check_installed("auto")
