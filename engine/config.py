@@ -116,7 +116,9 @@ class EngineConfig:
         choices=("auto", *GRAMMAR_BACKENDS),
     )
     grammar_timeout_s: float = _flag(
-        10.0, "longest time for compiling one grammar; a request with a slower one is refused"
+        10.0,
+        "CPU seconds for compiling one grammar, or thrice that on the clock; a request with a "
+        "slower one is refused",
     )
     grammar_cache_bytes: int = _flag(
         256 * 2**20, "bytes for compiled grammars that are kept, such as 256MiB", parse="bytes"

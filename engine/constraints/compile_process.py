@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from baton.errors import UnavailableError
 from engine.constraints.vocabulary import Vocabulary
 
-__all__ = ["READY", "STARTED", "CompileProcess", "JobLostError", "JobTimeoutError"]
+__all__ = ["READY", "STARTED", "WALL_TIMES", "CompileProcess", "JobLostError", "JobTimeoutError"]
 __all__ += ["read_message", "write_message"]
 
 READY = b"R"
@@ -24,6 +25,10 @@ _HEADER_BYTES = 8
 
 # The compile process imports the backends first, and xgrammar imports torch.
 _START_TIMEOUT_S = 120.0
+WALL_TIMES = 3
+"""A job ends after its timeout in CPU time, or after so many times that on the clock: engines that
+use all cores slow it down.
+"""
 # The kernel ends a job at its deadline; the parent waits this much longer.
 _MARGIN_S = 5.0
 
@@ -53,7 +58,8 @@ class CompileProcess:
         self._is_closed = False
 
     def run_job(self, job: bytes, timeout_s: float) -> bytes:
-        """Returns the answer to a job. Several threads may run one each.
+        """Returns the answer to a job, which may take `timeout_s` of CPU time. Several threads may
+        run one each.
 
         The first job starts the compile process.
 
@@ -78,7 +84,7 @@ class CompileProcess:
         with ours:
             with theirs, self._lock:
                 process = self._send(theirs)
-            ours.settimeout(timeout_s + _MARGIN_S)
+            ours.settimeout(WALL_TIMES * timeout_s + _MARGIN_S)
             try:
                 return process, _talk(ours, job, timeout_s)
             except TimeoutError:
@@ -125,7 +131,7 @@ class CompileProcess:
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - a module of this package
                 [
-                    *(sys.executable, "-m", "engine.constraints.compile_server"),
+                    *(sys.executable, "-P", "-m", "engine.constraints.compile_server"),
                     *(str(theirs.fileno()), *self._backends),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -133,8 +139,7 @@ class CompileProcess:
                 stdout=subprocess.DEVNULL,
                 # Its children are killed with it, as one group.
                 start_new_session=True,
-                # A process with threads must not be forked.
-                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+                env=_environment(),
             )
         try:
             ours.settimeout(_START_TIMEOUT_S)
@@ -164,6 +169,14 @@ class CompileProcess:
             process.wait()
 
 
+def _environment() -> dict[str, str]:
+    """Returns the environment of the compile process, which imports what this process would."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    # A process with threads must not be forked.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return os.environ | single | {"PYTHONPATH": path}
+
+
 def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:
     """Sends a job and returns its answer; None if the job's process died before its timeout."""
     if channel.recv(1) != STARTED:
@@ -173,7 +186,7 @@ def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:
     answer = read_message(channel)
     if answer is not None:
         return answer
-    # The clocks of the two processes start within a fork of each other.
+    # A job's CPU time is at most the time on the clock.
     if time.monotonic() - started > 0.95 * timeout_s:
         raise JobTimeoutError
     return None

@@ -26,7 +26,13 @@ import numpy as np
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with, load_backend
-from engine.constraints.compile_process import READY, STARTED, read_message, write_message
+from engine.constraints.compile_process import (
+    READY,
+    STARTED,
+    WALL_TIMES,
+    read_message,
+    write_message,
+)
 from engine.constraints.interface import Backend, RefusedError
 from engine.constraints.matcher import Constraint
 from engine.constraints.schema import check_schema
@@ -101,8 +107,12 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
 
 def _limit(timeout_s: float, memory_bytes: int) -> None:
     """Makes the kernel end this process at its deadline, and limits its memory."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    for kind, timer, limit_s in (
+        (signal.SIGPROF, signal.ITIMER_PROF, timeout_s),
+        (signal.SIGALRM, signal.ITIMER_REAL, WALL_TIMES * timeout_s),
+    ):
+        signal.signal(kind, signal.SIG_DFL)
+        signal.setitimer(timer, limit_s)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = num_pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -35,7 +35,8 @@ class CompileLimits:
     """Bounds of a `GrammarCompiler`.
 
     Attributes:
-        timeout_s: the longest that one grammar may compile, once it has begun.
+        timeout_s: the most CPU time for compiling one grammar. On the clock it may take three
+            times that, once it has begun.
         memory_bytes: the most memory that compiling one grammar may take.
         cache_bytes: the most memory of cached grammars. What sequences use stays besides.
         num_workers: grammars that compile at the same time.
@@ -86,7 +87,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[bytes, Constraint] = OrderedDict()
         self._num_cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
-        self._pending: dict[bytes, Future[Constraint]] = {}
+        self._pending: dict[bytes, list[Future[Constraint]]] = {}  # one future per call
         self._process = CompileProcess(self._loaded_vocabulary, names)
         self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
         self._load_vocabulary = load_vocabulary
@@ -98,19 +99,18 @@ class GrammarCompiler:
     def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
         """Returns the constraint's future; done already if it is cached.
 
-        The future may be shared and cannot be cancelled. Its exception is an
-        InvalidArgumentError that names the field if the constraint is malformed, unsupported,
-        too large or too slow, a ResourceExhaustedError if too many grammars wait, a
-        FailedPreconditionError if the model's token table cannot be loaded, an UnavailableError
-        if the compile process does not start or after `close`, or an InternalError for a bug.
+        A grammar whose futures are all cancelled before it begins to compile is not compiled. The
+        exception of a future is an InvalidArgumentError that names the field if the constraint is
+        malformed, unsupported, too large or too slow, a ResourceExhaustedError if too many
+        grammars wait, a FailedPreconditionError if the model's token table cannot be loaded, an
+        UnavailableError if the compile process does not start or after `close`, or an
+        InternalError for a bug.
         """
-        key = outputs.key
+        key, future = outputs.key, Future[Constraint]()
         with self._lock:
             if (pending := self._pending.get(key)) is not None:
-                return pending
-            future: Future[Constraint] = Future()
-            future.set_running_or_notify_cancel()
-            if self._is_closed:
+                pending.append(future)
+            elif self._is_closed:
                 future.set_exception(UnavailableError("the worker is stopping"))
             elif (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
@@ -123,8 +123,8 @@ class GrammarCompiler:
                     ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
                 )
             else:
-                self._pending[key] = future
-                self._workers.submit(self._compile, key, outputs, future)
+                self._pending[key] = [future]
+                self._workers.submit(self._compile, key, outputs)
         return future
 
     def close(self) -> None:
@@ -134,19 +134,21 @@ class GrammarCompiler:
         self._process.close()
         self._workers.shutdown(wait=True)
 
-    def _compile(
-        self, key: bytes, outputs: StructuredOutputs, future: "Future[Constraint]"
-    ) -> None:
-        """Runs in a worker thread; the future always ends."""
+    def _compile(self, key: bytes, outputs: StructuredOutputs) -> None:
+        """Runs in a worker thread; the futures always end."""
+        with self._lock:
+            if all(future.cancelled() for future in self._pending[key]):
+                del self._pending[key]
+                return
         try:
             constraint = self._compile_in_process(outputs)
         except BatonError as error:
-            self._end(key, future, error)
+            self._end(key, error)
         except BaseException:
             _logger.exception("compiling a grammar failed")
-            self._end(key, future, InternalError("the grammar could not be compiled"))
+            self._end(key, InternalError("the grammar could not be compiled"))
         else:
-            self._end(key, future, constraint)
+            self._end(key, constraint)
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
         """Compiles with each choice of backend in turn until one has neither run out of time
@@ -210,22 +212,22 @@ class GrammarCompiler:
                 self._backends[name] = load_backend(name, vocabulary)
             return self._backends[name]
 
-    def _end(
-        self, key: bytes, future: "Future[Constraint]", result: Constraint | BatonError
-    ) -> None:
+    def _end(self, key: bytes, result: Constraint | BatonError) -> None:
         with self._lock:
-            del self._pending[key]
+            futures = self._pending.pop(key)
             if isinstance(result, Constraint):
                 self._keep(key, result)
             elif isinstance(result, InvalidArgumentError):
                 self._refusals[key] = (self._clock() + self._limits.refusal_s, result)
                 while len(self._refusals) > self._limits.max_waiting:
                     self._refusals.popitem(last=False)
-        # Callbacks run here, without the lock.
-        if isinstance(result, Constraint):
-            future.set_result(result)
-        else:
-            future.set_exception(result)
+        for future in futures:  # callbacks run here, without the lock
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Constraint):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
 
     def _keep(self, key: bytes, constraint: Constraint) -> None:
         """Caches a grammar; drops those that were used the longest ago."""

@@ -24,7 +24,7 @@ class GrammarSource(Protocol):
 
     @property
     def retokenizer(self) -> Retokenizer:
-        """Of the model's tokenizer; there once a constraint has been compiled."""
+        """The model's retokenizer; available once a constraint has been compiled."""
 
     def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
         """Returns at once; the engine is woken when the future ends."""

@@ -377,12 +377,39 @@ def test_a_chosen_backend_refuses_what_it_does_not_enforce():
 def test_one_content_compiles_once_however_many_wait(compiler):
     outputs = StructuredOutputs(regex="once{1,200}")
     futures = [compiler.compile(StructuredOutputs(regex="once{1,200}")) for _ in range(20)]
-    assert len(set(map(id, futures))) == 1
-    assert not futures[0].cancel()
-    assert compiler.compile(outputs).result(RESULT_S) is futures[0].result(RESULT_S)
+    assert len(compiler._pending) == 1
+    assert futures[0].cancel()  # the others still wait
+    assert compiler.compile(outputs).result(RESULT_S) is futures[1].result(RESULT_S)
     cached = compiler.compile(outputs)
     assert cached.done()
-    assert cached.result() is futures[0].result()
+    assert cached.result() is futures[1].result()
+
+
+def test_a_grammar_that_no_request_waits_for_any_more_is_not_compiled(monkeypatch):
+    compiler = new_compiler(num_workers=1)
+    begun, go_on = threading.Event(), threading.Event()
+    compiled = []
+
+    def compile_slowly(outputs):
+        begun.set()
+        assert go_on.wait(RESULT_S)
+        compiled.append(outputs.regex)
+        return CompileStandIn
+
+    monkeypatch.setattr(compiler, "_compile_in_process", compile_slowly)
+    monkeypatch.setattr(compiler, "_keep", lambda key, constraint: None)
+    try:
+        first = compiler.compile(StructuredOutputs(regex="first"))
+        assert begun.wait(RESULT_S)
+        cancelled = [compiler.compile(StructuredOutputs(regex="second")) for _ in range(3)]
+        last = compiler.compile(StructuredOutputs(regex="last"))
+        assert all(future.cancel() for future in cancelled)
+        go_on.set()
+        assert {first.exception(RESULT_S), last.exception(RESULT_S)} == {CompileStandIn}
+        assert compiled == ["first", "last"]
+        assert not compiler._pending
+    finally:
+        compiler.close()
 
 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last():
