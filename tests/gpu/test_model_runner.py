@@ -1,15 +1,19 @@
-"""`ModelRunner` on a GPU, compared with `transformers`: chunks, decoding, sampling, swaps."""
+"""`ModelRunner` on a GPU, compared with `transformers`: chunks, decoding, sampling, masks, logits
+processors, swaps.
+"""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from engine.batch import DrawParams, ScheduledBatch
+from engine.batch import DrawParams, ProcessedText, ScheduledBatch
 from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import (
+    VOCAB_SIZE,
     prompt_of,
     reference_greedy,
     reference_model,
@@ -17,6 +21,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.devices import DEVICE, IS_CUDA
 from tests.support.driven_requests import DrivenRequest, generate, run_step, scattered_tables
+from tests.support.logits_processors import FLAG, processed_logits
 
 _NUM_TOKENS = 6
 _NUM_BLOCKS = 96
@@ -73,6 +78,62 @@ def test_graphs_and_eager_steps_draw_the_same(make_runner):
         requests = _requests(runner, (9, 20, 31), draw=DrawParams(0.9, 20, 0.95, 11))
         drawn.append(generate(runner, requests, _NUM_TOKENS))
     assert drawn[0] == drawn[1]
+
+
+def _logits_after(token_ids):
+    """Returns the `[vocab]` logits of the llama checkpoint after some tokens."""
+    with torch.inference_mode():
+        return reference_model(tiny_checkpoint("llama"))(torch.tensor([token_ids])).logits[0, -1]
+
+
+def _next_chunk(request, **fields):
+    """Returns the next chunk of a request that never decodes: its prompt or its last token."""
+    known = (*request.prompt, *request.drawn)
+    new = known[request.num_computed :]
+    return replace(request.next_chunk(), token_ids=new, draws=(request.draw,), **fields)
+
+
+def _run_beside_a_decoding_row(runner, step, request, chunk, decoding):
+    """Runs a step of one chunk and one row that decodes."""
+    updates = request.table_updates() if chunk.start_position == 0 else ()
+    batch = ScheduledBatch(step, (chunk,), (decoding.row,), table_updates=updates)
+    output = runner.execute(batch)
+    request.take_chunk(chunk, output.chunks[0])
+    decoding.take_token(output.decoded[0], None)
+
+
+def _mask_of(allowed):
+    words = [0] * -(-VOCAB_SIZE // 32)
+    for token in allowed:
+        words[token // 32] |= 1 << token % 32
+    return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+def test_masked_chunks_draw_the_likeliest_allowed_tokens(make_runner):
+    runner = make_runner()
+    decoding, masked = _requests(runner, (9, 33))
+    run_step(runner, 1, [decoding])
+    for step in range(2, _NUM_TOKENS + 1):
+        logits = _logits_after([*masked.prompt, *masked.drawn])
+        allowed = logits.argsort()[step : 40 + step].tolist()
+        chunk = _next_chunk(masked, mask=_mask_of(allowed))
+        _run_beside_a_decoding_row(runner, step, masked, chunk, decoding)
+        assert masked.drawn[-1] == max(allowed, key=logits.tolist().__getitem__)
+    assert decoding.drawn == _reference("llama", 9)
+
+
+def test_logits_processors_change_the_logits_of_their_own_chunks(make_runner):
+    runner, args = make_runner(logits_processors=FLAG), {"steer": 5, "count_penalty": 2.0}
+    decoding, processed = _requests(runner, (9, 33))
+    run_step(runner, 1, [decoding])
+    for step in range(2, _NUM_TOKENS + 1):
+        output = tuple(processed.drawn)
+        logits = _logits_after([*processed.prompt, *output])
+        text = ProcessedText((0, 0), args, processed.prompt, output)
+        chunk = _next_chunk(processed, processed=text)
+        _run_beside_a_decoding_row(runner, step, processed, chunk, decoding)
+        assert processed.drawn[-1] == int(processed_logits(logits, args, output).argmax())
+    assert decoding.drawn == _reference("llama", 9)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])

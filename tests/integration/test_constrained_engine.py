@@ -1,5 +1,6 @@
 """Constrained output through engines: whole and split, resumed, preempted, overlapped."""
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -159,18 +160,22 @@ def test_forced_tokens_are_not_drawn_one_by_one_unless_they_are_scored() -> None
         assert all(len(output.logprobs) == 1 for output in results["b"])
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, 26])
-def test_the_limit_of_tokens_cuts_forced_tokens(max_tokens: int) -> None:
+def test_the_limit_of_tokens_cuts_forced_tokens() -> None:
     outputs = StructuredOutputs(regex="<a-long-forced-beginning>[0-9]{9}")
-    request = engine_request(
-        "a", tuple(prompt_of(9)), max_tokens=max_tokens, structured_outputs=outputs
-    )
+    requests = [
+        engine_request(
+            str(limit), tuple(prompt_of(9)), max_tokens=limit, structured_outputs=outputs
+        )
+        for limit in (1, 2, 5, 26)
+    ]
     with engine() as core:
-        (*_, last) = run_all(core, [request])["a"]
-        assert last.finish_reason is FinishReason.LENGTH
-        tokens = tokens_of(run_all(core, [request])["a"])
+        results = run_all(core, requests)
+    for request in requests:
+        of_request = results[request.spec.request_id]
+        assert of_request[-1].finish_reason is FinishReason.LENGTH
+        tokens = tokens_of(of_request)
         assert tokens == expected_tokens(tiny_checkpoint("llama"), request, 0)
-        assert len(tokens) == max_tokens
+        assert len(tokens) == request.spec.params.max_tokens
 
 
 def test_a_forced_stop_token_ends_the_text() -> None:
@@ -263,7 +268,7 @@ def held(monkeypatch) -> Iterator[tuple[EngineCore, HeldGrammars]]:
         yield core, grammars
 
 
-def test_a_request_that_waits_for_its_grammar_holds_nobody_up(held) -> None:
+def test_a_request_that_waits_for_its_grammar_delays_no_other(held) -> None:
     core, grammars = held
     constrained, plain, *_ = mixed_requests()
     waiting = [changed(constrained, request_id=f"c{index}") for index in range(20)]
@@ -306,9 +311,12 @@ def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
 MARKS = ReasoningMarks(tuple(b"<t>"), tuple(b"</t>"))
 
 
-def reasoning_request(prompt: bytes, **fields: object) -> EngineRequest:
+DIGITS = StructuredOutputs(regex="[0-9]{4}")
+
+
+def reasoning_request(request_id: str, prompt: bytes, **fields: object) -> EngineRequest:
     return engine_request(
-        "a",
+        request_id,
         (*prompt_of(12), *prompt),
         max_tokens=40,
         temperature=1.0,
@@ -320,44 +328,50 @@ def reasoning_request(prompt: bytes, **fields: object) -> EngineRequest:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("budget", [0, 1, 7])
-@pytest.mark.parametrize("constraint", [None, StructuredOutputs(regex="[0-9]{4}")])
-def test_the_reasoning_part_ends_at_its_budget(
-    constraint: StructuredOutputs | None, budget: int, overlap: bool
-) -> None:
-    request = reasoning_request(b"<t>", thinking_token_budget=budget, structured_outputs=constraint)
+def test_reasoning_parts_end_at_their_budgets(overlap: bool) -> None:
+    requests = [
+        reasoning_request(
+            f"{budget}, {constraint}",
+            b"<t>",
+            thinking_token_budget=budget,
+            structured_outputs=constraint,
+        )
+        for budget, constraint in itertools.product((0, 1, 7), (None, DIGITS))
+    ]
+    free = changed(requests[0], request_id="free", thinking_token_budget=40)
     with engine(async_scheduling=overlap) as core:
-        tokens = bytes(t % 256 for t in tokens_of(run_all(core, [request])["a"]))
-        assert tokens[budget : budget + 4] == b"</t>"
-        free = run_all(core, [changed(request, thinking_token_budget=40)])["a"]
-        assert tokens[:budget] == bytes(t % 256 for t in tokens_of(free)[:budget])
-        if constraint is not None:
-            assert re.fullmatch(rb"[0-9]{4}", tokens[budget + 4 :])
+        outputs = run_all(core, [*requests, free])
+    free_bytes = bytes(t % 256 for t in tokens_of(outputs["free"]))
+    for request in requests:
+        params = request.spec.params
+        text = bytes(t % 256 for t in tokens_of(outputs[request.spec.request_id]))
+        reasoning, mark, answer = text.partition(b"</t>")
+        assert (reasoning, mark) == (free_bytes[: params.thinking_token_budget], b"</t>")
+        if params.structured_outputs is not None:
+            assert re.fullmatch(rb"[0-9]{4}", answer)
         else:
-            assert len(tokens) == 40
+            assert len(text) == 40
 
 
-@pytest.mark.parametrize(
-    ("prompt", "pattern"),
-    [(b"", rb"[0-9]{4}"), (b"<t></t>", rb"[0-9]{4}"), (b"</t>x", rb"[0-9]{4}")],
-)
-def test_without_a_reasoning_part_the_constraint_begins_at_once(
-    prompt: bytes, pattern: bytes
-) -> None:
-    request = reasoning_request(
-        prompt,
-        structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
-        logit_bias={ord("<"): -100.0},
-    )
+def test_without_a_reasoning_part_the_constraint_begins_at_once() -> None:
+    requests = [
+        reasoning_request(
+            prompt.decode(), prompt, structured_outputs=DIGITS, logit_bias={ord("<"): -100.0}
+        )
+        for prompt in (b"", b"<t></t>", b"</t>x")
+    ]
     with engine() as core:
-        assert re.fullmatch(pattern, bytes(tokens_of(run_all(core, [request])["a"])))
+        outputs = run_all(core, requests)
+    for of_request in outputs.values():
+        assert re.fullmatch(rb"[0-9]{4}", bytes(tokens_of(of_request)))
 
 
 def test_a_generated_start_mark_opens_the_reasoning_part() -> None:
     request = reasoning_request(
+        "a",
         b"",
         thinking_token_budget=5,
-        structured_outputs=StructuredOutputs(regex="[0-9]{4}"),
+        structured_outputs=DIGITS,
         logit_bias={ord("<"): 100.0, ord("t"): 60.0, ord(">"): 60.0, ord("x"): 20.0},
     )
     with engine() as core:

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 import transformers
@@ -20,8 +21,6 @@ from baton.tokenizer_files import load_tokenizer
 from engine.request import FinishReason
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
-
-jsonschema = pytest.importorskip("jsonschema")
 
 FOLDER = Path(os.environ.get("BATON_SMOLLM2", "/nonexistent"))
 pytestmark = [

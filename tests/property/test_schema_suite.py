@@ -8,6 +8,7 @@ import json
 import random
 from collections import Counter
 
+import jsonschema
 import pytest
 
 from baton.errors import InvalidArgumentError
@@ -19,10 +20,6 @@ from engine.constraints.schema import check_schema, close_objects
 from tests.support.constraints import BACKENDS, backend_of, vocabulary_of
 from tests.support.json_schemas import text_of, walk
 from tests.support.schema_suite import DRAFTS, mixed_schema, suite_cases, suite_files
-
-pytest.importorskip("xgrammar")
-pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
 
 KIND = "byte_level"
 # Values that a schema accepts and no text under its masks has, by a part of the case's name.
@@ -134,7 +131,6 @@ def check_case(case):
 
 @pytest.mark.parametrize(("draft", "least"), [("draft2020-12", 150), ("draft7", 45)])
 def test_every_schema_of_the_suite_is_enforced_or_refused(draft, least):
-    """Of 453 schemas, xgrammar compiles 54, llguidance 159; 240 are refused."""
     files = [file for file in suite_files() if file[0] == draft]
     counts = Counter(check_case(case) for file in files for case in suite_cases(*file))
     assert counts["xgrammar"] > 0

@@ -15,15 +15,11 @@ from engine.constraints.vocabulary import Vocabulary
 from tests.support.constraints import (
     BACKENDS,
     KINDS,
-    backend_of,
     constraint_of,
     new_matcher,
     vocabulary_of,
 )
 from tests.support.json_schemas import allowed_tokens, text_of, walk
-
-pytest.importorskip("xgrammar")
-pytest.importorskip("llguidance")
 
 PERSON = {
     "type": "object",
@@ -91,10 +87,12 @@ def test_choices_are_the_only_texts(name, kind):
 @each_kind
 def test_a_json_object_is_an_object(name, kind):
     vocabulary = vocabulary_of(kind)
-    for seed in range(10):
-        tokens = walk(new_matcher(name, kind, json_object=True), vocabulary, seed)
-        if tokens is not None:
-            assert isinstance(json.loads(text_of(vocabulary, tokens)), dict)
+    matchers = [new_matcher(name, kind, json_object=True) for _ in range(10)]
+    walks = [walk(matcher, vocabulary, seed) for seed, matcher in enumerate(matchers)]
+    complete = [tokens for tokens in walks if tokens is not None]
+    assert len(complete) >= 5
+    for tokens in complete:
+        assert isinstance(json.loads(text_of(vocabulary, tokens)), dict)
 
 
 @each_backend
@@ -243,12 +241,6 @@ def test_a_slow_grammar_ends_its_own_sequence(monkeypatch):
     fill(times=20)  # the burst allows it
     with pytest.raises(InvalidArgumentError, match=r"json_object took 30 ms for one token"):
         fill(times=10)
-
-
-def test_compiled_grammars_are_the_same_in_another_process():
-    backend = backend_of("xgrammar", "byte_level")
-    data = backend.compile(StructuredOutputs(json=PERSON))
-    assert data == backend.compile(StructuredOutputs(json=PERSON))
 
 
 @each_backend

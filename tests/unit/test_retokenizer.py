@@ -6,9 +6,6 @@ from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import Vocabulary
 from tests.support.constraints import BACKENDS, KINDS, new_matcher, tokenizer_of, vocabulary_of
 
-pytest.importorskip("xgrammar")
-pytest.importorskip("llguidance")
-
 each_backend = pytest.mark.parametrize("name", BACKENDS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
