@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from baton.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
@@ -228,6 +230,44 @@ def test_rules_that_leave_no_allowed_token_end_their_own_request() -> None:
         check_outputs(plain, outputs[plain.spec.request_id])
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"allowed_token_ids": [*b"xyab", EOS_TOKEN_ID]},
+        {"bad_words": ["c"], "bad_words_token_ids": ((ord("c"),),)},
+        {"min_tokens": 8, "stop_token_ids": frozenset(b"c")},
+    ],
+    ids=["allowed tokens", "bad words", "least tokens"],
+)
+def test_forced_tokens_obey_other_rules(rules: dict[str, object]) -> None:
+    choice = StructuredOutputs(choice=["xabcdefgh1", "yabcdefgh2"])
+    request = engine_request("a", tuple(prompt_of(9)), structured_outputs=choice, **rules)
+    with engine() as core:
+        (*_, last) = run_all(core, [request])["a"]
+        assert isinstance(last.error, InvalidArgumentError)
+
+
+def test_a_library_that_fails_ends_one_request(monkeypatch) -> None:
+    constrained, plain, *_ = mixed_requests()
+    with engine() as core:
+        received: list[RequestOutput] = [*core.add_request(constrained), *core.add_request(plain)]
+        while not any(output.token_ids for output in received if output.request_id == "0"):
+            core.wait()
+            core.run_step(received.extend)
+        (sequence,) = core.scheduler._groups["0"].branches
+
+        def fail(token_id: int) -> bool:
+            raise RuntimeError("std::bad_alloc")
+
+        monkeypatch.setattr(sequence.guide._matcher, "_state", SimpleNamespace(accept=fail))
+        while core.has_unfinished:
+            core.run_step(received.extend)
+        own = [output for output in received if output.request_id == "0"]
+        assert isinstance(own[-1].error, InternalError)
+        others = [output for output in received if output.request_id != "0"]
+        check_outputs(plain, others)
+
+
 def test_without_a_backend_constrained_requests_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(backends, "installed_backends", lambda: ())
     constrained, plain, *_ = mixed_requests()
@@ -301,8 +341,7 @@ def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
     core.run_step(received.extend)
     assert isinstance(received[-1].error, DeadlineExceededError)
     assert not core.has_unfinished
-    for future in grammars.futures:
-        future.set_exception(ResourceExhaustedError("too late"))
+    assert all(future.cancelled() for future in grammars.futures)
     core.run_step(received.extend)
     assert len(received) == 2
     assert core.load().num_waiting == 0
