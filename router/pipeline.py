@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.errors import UnavailableError
+from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
 from router.completion import Completion
@@ -27,7 +28,7 @@ from router.progress import Progress
 from router.reasoning import encode_marks
 from router.replica import DecodeReplica, HeldHandoff
 from router.request import RoutedRequest, prepare_request
-from router.tokenizer import Tokenizer
+from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import validate_generate_request
 
 __all__ = ["Pipeline"]
@@ -81,7 +82,7 @@ class Pipeline:
             BatonError: one of those that `GenerationService` documents.
         """
         arrival = asyncio.get_running_loop().time()
-        params = validate_generate_request(message, self._config.model_name, self._default_params)
+        params = await self._validated(message)
         with self._admission.admit(message.request_id):
             model, limits = self._fleet.require_model()
             request = await prepare_request(
@@ -97,6 +98,13 @@ class Pipeline:
                         yield response
                     if completion.is_over:
                         return
+
+    async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
+        """Checks a message; a thread parses large schemas, which would delay other requests."""
+        arguments = message, self._config.model_name, self._default_params
+        if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
+            return validate_generate_request(*arguments)
+        return await asyncio.to_thread(validate_generate_request, *arguments)
 
     async def _outputs(
         self, request: RoutedRequest, completion: Completion, progress: Progress
