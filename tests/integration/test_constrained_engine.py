@@ -87,12 +87,18 @@ def check_outputs(
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_change_no_token(feature: str) -> None:
+    is_tight = "num_gpu_blocks_override" in FEATURES[feature]
+    requests = [
+        changed(request, request_id=f"{request.spec.request_id}/{copy}")
+        for copy in range(3 if is_tight else 1)
+        for request in mixed_requests()
+    ]
     with engine(**FEATURES[feature]) as core:
         for _ in range(2):  # the second run uses the prefix cache and the cached grammars
-            outputs = run_all(core, mixed_requests())
-            for request in mixed_requests():
+            outputs = run_all(core, requests)
+            for request in requests:
                 check_outputs(request, outputs[request.spec.request_id])
-        if "num_gpu_blocks_override" in FEATURES[feature]:
+        if is_tight:
             assert core.load().num_preemptions > 0
 
 
