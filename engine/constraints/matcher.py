@@ -64,9 +64,7 @@ class Matcher:
         self._constraint = constraint
         self._state = state
         self._stop_token_ids = stop_token_ids
-        vocabulary = constraint.vocabulary
-        self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
-        self._meaningless_bits = vocabulary.meaningless_bits
+        self._stop_bits = bits_of(i for i in stop_token_ids if i < constraint.vocabulary.size)
         self._row: Mask | None = None  # the state's mask, once it was needed; never changed
         self._allowance_s = _BURST_S
 
@@ -163,22 +161,20 @@ class Matcher:
         return first.pop() if len(first) == 1 else None
 
     def _current_row(self) -> Mask:
-        """Returns which tokens with text may come next."""
-        if self._row is None:
-            row = np.empty(self._constraint.vocabulary.num_mask_words, dtype=np.int32)
-            self._fill_from_state(row)
-            self._row = row
-        return self._row
-
-    def _fill_from_state(self, row: Mask) -> None:
-        started = time.thread_time()
+        """Returns which tokens with text may come next; computed once per state."""
+        if self._row is not None:
+            return self._row
+        started, vocabulary = time.thread_time(), self._constraint.vocabulary
+        row = np.empty(vocabulary.num_mask_words, dtype=np.int32)
         try:
             self._state.fill_mask(row)
         except TooComplexError as error:
             raise self._error(f"is too complex: {error}") from None
-        words, bits = self._meaningless_bits
+        words, bits = vocabulary.meaningless_bits
         row[words] &= ~bits
         self._charge(started)
+        self._row = row
+        return row
 
     def _has_text(self, token_id: int) -> bool:
         tokens = self._constraint.vocabulary.tokens
