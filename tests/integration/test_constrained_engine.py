@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ from tests.support.constrained_requests import (
     mixed_requests,
     text_of,
 )
-from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
+from tests.support.real_engines import SplitRun, build_core, engine, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
 
@@ -42,16 +41,6 @@ FEATURES = {
     "overlap, recompute": {"async_scheduling": True, "preemption_mode": "recompute", **TIGHT},
     "llguidance": {"structured_outputs_backend": "llguidance"},
 }
-
-
-@contextmanager
-def engine(variant: str = "llama", **flags: object) -> Iterator[EngineCore]:
-    defaults = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 12}
-    core = build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
-    try:
-        yield core
-    finally:
-        core.close()
 
 
 def check_outputs(

@@ -1,21 +1,19 @@
 """Log-probabilities of drawn tokens and of prompts equal those of `transformers`, float32."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.batch import TokenLogprobs
-from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineRequest, RequestOutput
 from engine.runtime import logprobs as logprobs_module
 from engine.runtime.recorded_steps import RecordedSteps
 from tests.support.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, prompt_of, tiny_checkpoint
 from tests.support.logprob_checks import check_details, check_tokens, reference_logprobs
 from tests.support.pairs import pairs
-from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
+from tests.support.real_engines import SplitRun, build_core, engine, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
 
@@ -64,16 +62,6 @@ def mixed_requests() -> list[EngineRequest]:
         )
         for index, (length, fields) in enumerate(zip(lengths, asked, strict=True))
     ]
-
-
-@contextmanager
-def engine(variant: str, **flags: object) -> Iterator[EngineCore]:
-    defaults = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 12}
-    core = build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
-    try:
-        yield core
-    finally:
-        core.close()
 
 
 def details_of(outputs: Sequence[RequestOutput], index: int) -> list[TokenLogprobs]:

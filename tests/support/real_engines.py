@@ -1,7 +1,8 @@
 """Real engines on tiny checkpoints, stepped in the test's thread: undivided or split in two."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
+from tests.support.checkpoints import tiny_checkpoint
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
@@ -27,6 +29,17 @@ def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
         "num_gpu_blocks_override": 64,
     }
     return EngineCore.build(EngineConfig(**(settings | overrides)))
+
+
+@contextmanager
+def engine(variant: str = "llama", **flags: object) -> Iterator[EngineCore]:
+    """An undivided engine with blocks of eight tokens; closes it."""
+    defaults = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 12}
+    core = build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
+    try:
+        yield core
+    finally:
+        core.close()
 
 
 def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
