@@ -21,7 +21,7 @@ from baton.sampling_params import SamplingParams, over_defaults, stated_params
 from baton.wire import Params
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from router.generation_config import load_default_params
 from router.reasoning import encode_marks, marks_for
 from router.request import truncate_prompt
@@ -205,7 +205,7 @@ class LLM:
                     self._core.wait()
 
     def _deliver(
-        self, outputs: Iterable[RequestOutput], unfinished: dict[str, OfflineRequest]
+        self, outputs: Iterable[EngineOutput], unfinished: dict[str, OfflineRequest]
     ) -> None:
         """Adds each output to its request; removes the requests that ended."""
         for output in outputs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.request_spec import RequestSpec
 from baton.results import Completion, Generation, Logprobs, Timings, Usage, logprobs_of
 from engine.batch import TokenLogprobs
-from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.request import EngineOutput, FinishReason, StageTimings
 from router.text_stream import TextPiece, TextStream
 from router.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class OfflineRequest:
         """Whether `result` may be called."""
         return all(candidate.is_finished for candidate in self._candidates)
 
-    def add(self, output: RequestOutput) -> bool:
+    def add(self, output: EngineOutput) -> bool:
         """Adds an output of the engine.
 
         Returns:
@@ -104,7 +104,7 @@ class OfflineRequest:
             if not candidate.is_finished:
                 candidate.end(reason)
 
-    def _add_usage(self, output: RequestOutput) -> None:
+    def _add_usage(self, output: EngineOutput) -> None:
         if output.token_ids and self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._cached_tokens = output.cached_tokens
@@ -142,7 +142,7 @@ class _Candidate:
         self._matched_stop: str | int | None = None
         self._score: float | None = None
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: EngineOutput) -> None:
         """Adds the candidate's next tokens."""
         piece = self._stream.push(output.token_ids)
         self._token_ids += output.token_ids[: piece.num_tokens]

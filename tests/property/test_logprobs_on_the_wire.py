@@ -9,7 +9,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2
 from baton.wire import parse_chunk, parse_generation
 from engine.batch import TokenLogprobs
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
 from router.completion import Completion, WholeGeneration
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -87,7 +87,7 @@ def outputs_of(candidates, prompt, data):
         nexts[index] += 1
         if is_over:
             del nexts[index]
-        yield RequestOutput(
+        yield EngineOutput(
             request_id="r/1",
             index=index,
             token_ids=(token_ids[place],),

@@ -5,7 +5,7 @@ import pytest
 from baton.offline_request import OfflineRequest
 from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from tests.support.running_router import script_of, tokenizer
 
 EOS = 2
@@ -19,9 +19,9 @@ def finished(token_ids, num_first, **params):
         stop_token_ids=frozenset({EOS}),
     )
     request = OfflineRequest(spec, tokenizer())
-    request.add(RequestOutput("r", token_ids=tuple(token_ids[:num_first])))
+    request.add(EngineOutput("r", token_ids=tuple(token_ids[:num_first])))
     request.add(
-        RequestOutput(
+        EngineOutput(
             "r",
             token_ids=tuple(token_ids[num_first:]),
             finish_reason=FinishReason.STOP,
