@@ -12,15 +12,15 @@ from typing import Self, Unpack
 import grpc
 
 from baton.errors import InternalError
-from baton.results import CompletionChunk, Generation, ModelDescription
+from baton.results import CompletionChunk, ModelDescription, RequestOutput
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import (
     Params,
     RequestOptions,
     build_request,
     parse_chunk,
-    parse_generation,
     parse_model,
+    parse_output,
 )
 from rpc.channels import CHANNEL_OPTIONS, open_channel
 from rpc.errors import from_rpc_error
@@ -68,7 +68,7 @@ class Client:
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generation:
+    ) -> RequestOutput:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
         `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
@@ -76,7 +76,7 @@ class Client:
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
             response = self._stub.Generate(request, timeout=timeout_s)
-        return parse_generation(response, prompt)
+        return parse_output(response, prompt)
 
     def stream(
         self,
@@ -175,7 +175,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generation:
+    ) -> RequestOutput:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
         `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
@@ -183,7 +183,7 @@ class AsyncClient:
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
             response = await self._stub.Generate(request, timeout=timeout_s)
-        return parse_generation(response, prompt)
+        return parse_output(response, prompt)
 
     def stream(
         self,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.offline_request import OfflineRequest
 from baton.request_spec import RequestSpec
-from baton.results import Generation
+from baton.results import RequestOutput
 from baton.sampling_params import SamplingParams, over_defaults, stated_params
 from baton.wire import Params
 from engine.config import EngineConfig
@@ -79,7 +79,7 @@ class LLM:
         *,
         params: Params | Sequence[Params] = None,
         use_tqdm: bool = True,
-    ) -> list[Generation]:
+    ) -> list[RequestOutput]:
         """Completes the prompts together and returns the results in their order.
 
         A prompt that can never fit the KV pool gets one empty completion with

@@ -9,11 +9,11 @@ from typing import Any, TypedDict
 
 from baton.errors import InternalError, InvalidArgumentError
 from baton.results import (
-    Completion,
     CompletionChunk,
-    Generation,
+    CompletionOutput,
     Logprobs,
     ModelDescription,
+    RequestOutput,
     Timings,
     Usage,
     logprobs_of,
@@ -27,8 +27,8 @@ __all__ = [
     "RequestOptions",
     "build_request",
     "parse_chunk",
-    "parse_generation",
     "parse_model",
+    "parse_output",
 ]
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -40,7 +40,7 @@ as fit); None states no field. Fields that are not stated take the server's defa
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORTED: "aborted",
+    common_pb2.FINISH_REASON_ABORTED: "abort",
 }
 
 
@@ -108,38 +108,39 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[
         request.token_ids.ids.extend(prompt)
 
 
-def parse_generation(
+def parse_output(
     response: generation_pb2.GenerateResponse, prompt: str | Sequence[int]
-) -> Generation:
+) -> RequestOutput:
     """The public form of a whole completion.
 
     Args:
         response: the server's.
-        prompt: the request's; used if the response has no token ids of the prompt.
+        prompt: the request's. Its token ids are used if the response has none.
     """
     if not response.completions:
         raise InternalError("the server answered without a completion")
-    return Generation(
+    text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+    return RequestOutput(
         request_id=response.request_id,
-        outputs=tuple(
-            Completion(
-                index=completion.index,
-                text=completion.text,
-                token_ids=tuple(completion.token_ids),
-                finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
-                matched_stop=_parse_matched_stop(completion.matched_stop),
-                score=completion.score if completion.HasField("score") else None,
-                logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
-            )
-            for completion in response.completions
-        ),
+        outputs=[_parse_completion(completion) for completion in response.completions],
         usage=_parse_usage(response.usage),
         timings=_parse_timings(response.timings),
+        prompt=text,
         # With `truncate_prompt_tokens`, the server's differ from the caller's.
-        prompt_token_ids=(
-            tuple(response.prompt_token_ids) or (None if isinstance(prompt, str) else tuple(prompt))
-        ),
+        prompt_token_ids=list(response.prompt_token_ids) or token_ids,
         prompt_logprobs=_parse_prompt_logprobs(response),
+    )
+
+
+def _parse_completion(completion: generation_pb2.Completion) -> CompletionOutput:
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=list(completion.token_ids),
+        finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
+        stop_reason=_parse_stop_reason(completion.matched_stop),
+        score=completion.score if completion.HasField("score") else None,
+        logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
     )
 
 
@@ -151,16 +152,16 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         request_id=response.request_id,
         index=response.index,
         text=response.text,
-        token_ids=tuple(response.token_ids),
+        token_ids=list(response.token_ids),
         finish_reason=(
             _FINISH_REASONS.get(response.finish_reason, "unknown") if is_finished else None
         ),
-        matched_stop=_parse_matched_stop(response.matched_stop),
+        stop_reason=_parse_stop_reason(response.matched_stop),
         score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
         timings=_parse_timings(response.timings) if is_last else None,
         logprobs=_parse_logprobs(response.token_ids, response.logprobs),
-        prompt_token_ids=tuple(response.prompt_token_ids) or None,
+        prompt_token_ids=list(response.prompt_token_ids) or None,
         prompt_logprobs=_parse_prompt_logprobs(response),
     )
 
@@ -179,31 +180,31 @@ def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
 
 def _parse_logprobs(
     token_ids: Sequence[int], messages: Sequence[common_pb2.TokenLogprobs]
-) -> tuple[Logprobs, ...] | None:
+) -> list[Logprobs] | None:
     """The log-probabilities of tokens; None if the request did not ask for them."""
     if not messages:
         return None
-    return tuple(
+    return [
         logprobs_of(
             token_id, message.logprob, message.rank, message.top_token_ids, message.top_logprobs
         )
         for token_id, message in zip(token_ids, messages, strict=True)
-    )
+    ]
 
 
 def _parse_prompt_logprobs(
     response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
-) -> tuple[Logprobs | None, ...] | None:
+) -> list[Logprobs | None] | None:
     """The log-probabilities of the prompt's tokens; None for the first token, and None if the
     request did not ask for them or ended before they were computed.
     """
     later = response.prompt_token_ids[1:]
     if not response.prompt_token_ids or len(later) != len(response.prompt_logprobs):
         return None
-    return (None, *(_parse_logprobs(later, response.prompt_logprobs) or ()))
+    return [None, *(_parse_logprobs(later, response.prompt_logprobs) or ())]
 
 
-def _parse_matched_stop(stop: common_pb2.MatchedStop) -> str | int | None:
+def _parse_stop_reason(stop: common_pb2.MatchedStop) -> str | int | None:
     match stop.WhichOneof("match"):
         case "text":
             return stop.text

@@ -20,8 +20,8 @@ from tests.support.fake_generation import running_fake_generation
 USAGE = Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
 TIMINGS = Timings(route_ms=1.5, first_token_ms=20.0, total_ms=30.0)
 CHUNKS = [
-    CompletionChunk("r", 0, "Hello", (5,)),
-    CompletionChunk("r", 0, ", world", (6, 7), "stop", "!", USAGE, TIMINGS),
+    CompletionChunk("r", 0, "Hello", [5]),
+    CompletionChunk("r", 0, ", world", [6, 7], "stop", "!", USAGE, TIMINGS),
 ]
 
 
@@ -36,8 +36,8 @@ def test_generate_returns_the_whole_result(server):
         result = client.generate("hi", request_id="mine")
     assert result.request_id == "mine"
     assert result.text == result.outputs[0].text == "Hello, world"
-    assert result.token_ids == (5, 6, 7)
-    assert (result.finish_reason, result.matched_stop) == ("stop", 7)
+    assert result.token_ids == [5, 6, 7]
+    assert (result.finish_reason, result.stop_reason) == ("stop", 7)
     assert (result.usage, result.timings) == (USAGE, TIMINGS)
     assert result.prompt_token_ids is None
 
@@ -47,7 +47,7 @@ async def test_async_generate_returns_the_same(server):
         expected = client.generate([1, 2, 3], request_id="mine")
     async with AsyncClient(server.address) as client:
         assert await client.generate([1, 2, 3], request_id="mine") == expected
-    assert expected.prompt_token_ids == (1, 2, 3)
+    assert expected.prompt_token_ids == [1, 2, 3]
 
 
 def test_every_parameter_reaches_the_server(server):

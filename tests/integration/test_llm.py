@@ -48,9 +48,9 @@ def test_results_are_those_of_transformers_in_the_prompts_order(llm, path):
     prompts = [prompt_of(length, seed=length) for length in (33, 1, 16, 7, 50, 17)]
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.prompt_token_ids == tuple(prompt)
+        assert result.prompt_token_ids == prompt
         assert list(result.outputs[0].token_ids) == reference_greedy(path, prompt, 12)
-        assert (result.finish_reason, result.matched_stop) == ("length", None)
+        assert (result.finish_reason, result.stop_reason) == ("length", None)
         assert result.usage.prompt_tokens == len(prompt)
         assert result.usage.completion_tokens == 12
         assert 0 < result.timings.first_token_ms <= result.timings.total_ms
@@ -60,7 +60,7 @@ def test_a_text_is_tokenized_into_its_bytes(llm):
     (from_text,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     (from_ids,) = llm.generate(list(b"Hello"), GREEDY, use_tqdm=False)
     assert from_text.token_ids == from_ids.token_ids
-    assert from_text.prompt_token_ids == tuple(b"Hello")
+    assert from_text.prompt_token_ids == list(b"Hello")
     expected = bytes(token for token in from_text.token_ids if token < 256)
     assert from_text.text == expected.decode(errors="replace")
 
@@ -228,7 +228,7 @@ def test_a_stop_text_ends_the_generation_before_it(llm, finished):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     assert result.token_ids == whole.token_ids[: index + 1]
-    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
     assert stop not in result.text
     assert whole.text.startswith(result.text + stop)
     assert finished == [0], "the engine finishes the candidate and keeps its blocks"
@@ -240,7 +240,7 @@ def test_a_stop_token_ends_the_generation(llm):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     assert result.token_ids == whole.token_ids[: index + 1]
-    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
 
 
 def test_each_candidate_draws_with_its_own_seed(llm):
@@ -304,7 +304,7 @@ def test_a_stop_text_ends_only_its_candidate(llm, finished):
     (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
     assert finished == [1]  # the engine continues the other candidates
     assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
-    assert stopped.outputs[1].matched_stop == stop
+    assert stopped.outputs[1].stop_reason == stop
     assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)
     assert [stopped.outputs[i] for i in (0, 2)] == [whole.outputs[i] for i in (0, 2)]
 
@@ -315,7 +315,7 @@ def test_a_prompt_that_never_fits_is_ignored_and_the_others_run(llm, caplog):
     assert (before.finish_reason, after.finish_reason) == ("length", "length")
     (completion,) = ignored.outputs
     assert (completion.finish_reason, completion.text) == ("ignored", "")
-    assert (completion.token_ids, completion.matched_stop) == ((), None)
+    assert (completion.token_ids, completion.stop_reason) == ([], None)
     assert ignored.usage.prompt_tokens == 60
     assert ignored.timings.total_ms == 0
     (record,) = caplog.records
@@ -430,5 +430,5 @@ def test_a_stop_text_cuts_the_log_probabilities_with_the_tokens(llm):
 def test_an_ignored_prompt_has_no_log_probabilities(llm, caplog):
     params = replace(GREEDY, n=4, max_tokens=100, logprobs=1, prompt_logprobs=1)
     (ignored,) = llm.generate(["b" * 60], params, use_tqdm=False)
-    assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, ())
+    assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, [])
     assert ignored.outputs[0].cumulative_logprob == 0

@@ -7,7 +7,7 @@ from baton.request_spec import RequestSpec
 from baton.results import Logprob, logprobs_of
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2
-from baton.wire import parse_chunk, parse_generation
+from baton.wire import parse_chunk, parse_output
 from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
@@ -45,10 +45,10 @@ def test_the_prompt_of_a_generation_is_what_the_server_used():
     response = generation_pb2.GenerateResponse(
         completions=[generation_pb2.Completion()], prompt_token_ids=[6, 7]
     )
-    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (6, 7)
+    assert parse_output(response, [5, 6, 7]).prompt_token_ids == [6, 7]
     del response.prompt_token_ids[:]
-    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (5, 6, 7)
-    assert parse_generation(response, "text").prompt_token_ids is None
+    assert parse_output(response, [5, 6, 7]).prompt_token_ids == [5, 6, 7]
+    assert parse_output(response, "text").prompt_token_ids is None
 
 
 @settings(deadline=None)
@@ -101,10 +101,10 @@ def outputs_of(candidates, prompt, data):
 
 def check(whole, responses, candidates, prompt):
     chunks = [parse_chunk(response) for response in responses]
-    parsed = parse_generation(whole.response(), "text")
-    expected_prompt = (None, *by_token(PROMPT[1:], prompt))
+    parsed = parse_output(whole.response(), "text")
+    expected_prompt = [None, *by_token(PROMPT[1:], prompt)]
     assert parsed.prompt_logprobs == chunks[0].prompt_logprobs == expected_prompt
-    assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == PROMPT
+    assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == list(PROMPT)
     assert not any(chunk.prompt_logprobs or chunk.prompt_token_ids for chunk in chunks[1:])
     for completion in parsed.outputs:
         token_ids, found = candidates[completion.index]
@@ -114,14 +114,14 @@ def check(whole, responses, candidates, prompt):
         assert completion.cumulative_logprob == sum(each.logprob for each in found[:num_tokens])
         streamed = [chunk for chunk in chunks if chunk.index == completion.index]
         joined = [each for chunk in streamed for each in chunk.logprobs or ()]
-        assert tuple(joined) == completion.logprobs
+        assert joined == completion.logprobs
 
 
 def by_token(token_ids, found):
-    return tuple(
+    return [
         logprobs_of(token_id, one.logprob, one.rank, one.top_token_ids, one.top_logprobs)
         for token_id, one in zip(token_ids, found, strict=True)
-    )
+    ]
 
 
 def test_the_drawn_token_comes_first_and_once():
