@@ -98,7 +98,7 @@ class OfflineRequest:
         prompt_token_ids = list(self.spec.prompt_token_ids)
         num_generated = sum(candidate.num_tokens for candidate in self._candidates)
         return RequestOutput(
-            request_id=self.spec.client_id,
+            request_id=self.spec.request_id,
             outputs=outputs,
             usage=Usage(len(prompt_token_ids), self._cached_tokens, num_generated),
             timings=self._timings(),

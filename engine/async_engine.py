@@ -218,10 +218,21 @@ class AsyncEngine:
 
         Requests that have not ended do so with `UnavailableError`.
         """
+        await asyncio.to_thread(self._stop_thread)
+        self._end_all()
+
+    def shutdown(self) -> None:
+        """Like `close`, but blocks the event loop until the current step has ended. The event
+        loop may have been closed.
+        """
+        self._stop_thread()
+        if not self._loop.is_closed():
+            self._end_all()
+
+    def _stop_thread(self) -> None:
         self._closing = True
         self._thread.stop()
-        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        self._end_all()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     # Calls from the engine's thread (`EngineListener`).
 

@@ -9,6 +9,7 @@ import torch
 
 from baton import LLM, SamplingParams, StructuredOutputs
 from baton.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
+from baton.prompts import parse_prompts
 from engine.batch import candidate_seed
 from router.reasoning import encode_marks
 from tests.support.checkpoints import (
@@ -34,6 +35,11 @@ def llm(path):
     arguments = {"dtype": "float32", "max_num_seqs": 4, "num_gpu_blocks_override": NUM_BLOCKS}
     with LLM(str(path), max_model_len=200, num_threads=1, **arguments) as made:
         yield made
+
+
+def made(llm, prompt, params):
+    (parsed,) = parse_prompts(prompt)
+    return llm._requests.make("r", parsed, params)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_no_max_tokens_means_as_many_as_fit(llm):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (result,) = llm.generate([prompt_of(150)], params, use_tqdm=False)
     assert (len(result.token_ids), result.finish_reason) == (50, "length")
-    fitting = llm._make_request(prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
+    fitting = made(llm, prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
     assert (fitting.max_tokens, fitting.min_tokens) == (50, 50)
 
 
@@ -137,7 +143,7 @@ def test_the_text_may_include_what_ended_it(llm):
 
 
 def test_bad_words_are_recorded_as_tokens(llm):
-    request = llm._make_request("abc", replace(GREEDY, bad_words=["no"]))
+    request = made(llm, "abc", replace(GREEDY, bad_words=["no"]))
     assert request.spec.bad_words_token_ids == (tuple(b"no"),)
 
 
@@ -145,23 +151,23 @@ def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkey
     limited = replace(GREEDY, thinking_token_budget=3)
     with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no marks"):
         llm.generate("abc", limited, use_tqdm=False)
-    marks = encode_marks(llm._tokenizer, "<t>", "</t>")
-    monkeypatch.setattr(llm, "_marks", marks)
-    assert llm._make_request("abc", limited).spec.reasoning == marks
+    marks = encode_marks(llm.get_tokenizer(), "<t>", "</t>")
+    monkeypatch.setattr(llm._requests, "_marks", marks)
+    assert made(llm, "abc", limited).spec.reasoning == marks
     assert marks.end_token_ids == tuple(b"</t>")
     formed = replace(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
-    assert llm._make_request("abc", formed).spec.reasoning == marks
-    assert llm._make_request("abc", GREEDY).spec.reasoning is None
+    assert made(llm, "abc", formed).spec.reasoning == marks
+    assert made(llm, "abc", GREEDY).spec.reasoning is None
 
 
 def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_limits", replace(llm._limits, vocab_size=100))
+    monkeypatch.setattr(llm._requests, "_limits", replace(llm._requests._limits, vocab_size=100))
     with pytest.raises(InvalidArgumentError, match=r"^bad_words is 110; .* vocabulary size 100$"):
         llm.generate([[5]], replace(GREEDY, bad_words=["n"]), use_tqdm=False)
 
 
 def test_a_mapping_states_some_parameters(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_default_params", {"max_tokens": 5, "min_p": 0.5})
+    monkeypatch.setattr(llm._requests, "_default_params", {"max_tokens": 5, "min_p": 0.5})
     stated = {"temperature": 0, "ignore_eos": True}
     (one,) = llm.generate("abc", {**stated, "min_p": None}, use_tqdm=False)
     (full,) = llm.generate("abc", replace(GREEDY, max_tokens=5), use_tqdm=False)
@@ -171,7 +177,7 @@ def test_a_mapping_states_some_parameters(llm, monkeypatch):
     assert 1 <= len(results[1].token_ids) <= 5
     (beams,) = llm.generate("abc", {"beam_width": 2}, use_tqdm=False)
     assert 1 <= len(beams.token_ids) <= 5
-    assert llm._complete({"temperature": 0}) == SamplingParams(
+    assert llm._requests.complete({"temperature": 0}) == SamplingParams(
         temperature=0, max_tokens=5, min_p=0.5
     )
     with pytest.raises(TypeError, match="topp"):
