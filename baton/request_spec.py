@@ -42,7 +42,7 @@ class RequestSpec:
         params: how tokens are drawn and when to stop; `seed` is set.
         stop_token_ids: token ids that end a candidate: those of `params` and, unless
             `params.ignore_eos`, the model's end-of-sequence ids.
-        priority: larger is scheduled first.
+        priority: lower is scheduled first.
         cache_salt: separates prefix caches.
         deadline: `time.monotonic()` of this process at which the request must have
             ended; None for no deadline. Workers receive the time that is left.
@@ -85,7 +85,7 @@ class RequestSpec:
             prompt_token_ids: the prompt.
             params: the user's; `seed` may be None.
             eos_token_ids: the model's end-of-sequence ids.
-            priority: larger is scheduled first.
+            priority: lower is scheduled first.
             cache_salt: separates prefix caches.
             deadline: when the request must have ended.
             bad_words_token_ids: the token sequences of `params.bad_words`.

@@ -49,7 +49,7 @@ class RequestOptions(TypedDict, total=False):
 
     Attributes:
         request_id: names the request in logs; default: the router chooses one.
-        priority: larger is scheduled first; default 0.
+        priority: lower is scheduled first; default 0.
         cache_salt: requests share cached prefixes only under the same salt.
     """
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from baton.errors import FailedPreconditionError, UnavailableError
 from baton.v1 import worker_pb2
-from router.config import RouterConfig
+from router.config import ModelConfig
 from router.discovery import Discovery
 from router.policy import PrefixIndex
 from router.replica import DecodeReplica, PrefillReplica, Replica
@@ -25,15 +25,19 @@ class Fleet:
     first and differs is dropped.
 
     Args:
-        config: names the targets.
+        config: names the model and its targets.
         prefix_index: forgets replicas that restart or leave.
+        dns_interval_s: seconds between two look-ups of `dns:///` targets.
 
     Raises:
         ConfigurationError: a target is malformed.
     """
 
-    def __init__(self, config: RouterConfig, prefix_index: PrefixIndex) -> None:
-        self._config = config
+    def __init__(
+        self, config: ModelConfig, prefix_index: PrefixIndex, dns_interval_s: float
+    ) -> None:
+        self._model_name = config.names[0]
+        self._dns_interval_s = dns_interval_s
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._prefix_index = prefix_index
@@ -108,7 +112,7 @@ class Fleet:
             check=partial(self._check, role),
             on_change=self._notify,
             on_forget=self._prefix_index.forget,
-            dns_interval_s=self._config.dns_interval_s,
+            dns_interval_s=self._dns_interval_s,
         )
 
     def _check(self, role: "worker_pb2.WorkerRole.ValueType", replica: Replica) -> None:
@@ -117,7 +121,7 @@ class Fleet:
         Raises:
             FailedPreconditionError: names the differences.
         """
-        info, name = replica.info, self._config.model_name
+        info, name = replica.info, self._model_name
         if info.role != role:
             raise FailedPreconditionError(f"its role is {worker_pb2.WorkerRole.Name(info.role)}")
         if info.model != name:

@@ -10,7 +10,7 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -19,26 +19,28 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
 from router.completion import Completion
-from router.config import RouterConfig
+from router.config import ModelConfig, RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
+from router.prompts import run_together
 from router.reasoning import encode_marks
 from router.replica import DecodeReplica, HeldHandoff
 from router.request import RoutedRequest, prepare_request
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
-from router.validation import validate_generate_request
+from router.validation import prompts_of, validate_generate_request
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Runs requests from validation to the last message.
+    """Runs requests of one model from validation to the last message.
 
     Args:
         config: the router's.
+        model: the model's.
         tokenizer: the model's.
         default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
@@ -52,6 +54,7 @@ class Pipeline:
     def __init__(
         self,
         config: RouterConfig,
+        model: ModelConfig,
         tokenizer: Tokenizer,
         default_params: Mapping[str, Any],
         fleet: Fleet,
@@ -61,32 +64,60 @@ class Pipeline:
         self._config = config
         self._tokenizer = tokenizer
         self._default_params = default_params
-        self._marks = encode_marks(tokenizer, config.reasoning_start_str, config.reasoning_end_str)
+        self._marks = encode_marks(tokenizer, model.reasoning_start_str, model.reasoning_end_str)
         self._fleet = fleet
         self._admission = admission
         self._prefill = PrefillStage(fleet, prefix_index)
         self._decode = DecodeStage(fleet, prefix_index, config.resume_timeout_s)
 
-    async def generate(
+    async def open(
         self, message: generation_pb2.GenerateRequest, deadline: float
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Yields messages up to the one with usage and timings. The caller closes the generator.
+        """Validates a message; returns its messages up to the one with usage and timings.
 
-        While the caller handles one message, new tokens are merged into the next.
+        The caller closes the generator. While it handles one message, new tokens are merged
+        into the next.
 
         Args:
-            message: the client's request.
+            message: the client's request, with a request id.
             deadline: `time.monotonic()` at which the request must have ended.
 
         Raises:
-            BatonError: one of those that `GenerationService` documents.
+            BatonError: one of those that `GenerationService` documents; also the generator.
         """
-        arrival = asyncio.get_running_loop().time()
         params = await self._validated(message)
-        with self._admission.admit(message.request_id):
+        prompts = prompts_of(message)
+        if message.WhichOneof("prompt") != "prompts":
+            return self._generate(message, message.request_id, prompts[0], params, deadline)
+        return run_together(
+            [
+                self._generate(message, f"{message.request_id}-{i}", prompt, params, deadline)
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+
+    async def _generate(
+        self,
+        message: generation_pb2.GenerateRequest,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        deadline: float,
+    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+        """Yields the messages of one prompt."""
+        arrival = asyncio.get_running_loop().time()
+        with self._admission.admit(request_id):
             model, limits = self._fleet.require_model()
             request = await prepare_request(
-                message, params, self._tokenizer, model, limits, deadline, self._marks
+                message,
+                request_id,
+                prompt,
+                params,
+                self._tokenizer,
+                model,
+                limits,
+                deadline,
+                self._marks,
             )
             completion = Completion(request.spec, self._tokenizer, arrival)
             progress = Progress(request.spec.params)
@@ -101,7 +132,7 @@ class Pipeline:
 
     async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
         """Checks a message; a thread parses large schemas, which would delay other requests."""
-        arguments = message, self._config.model_name, self._default_params
+        arguments = message, self._default_params
         if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
             return validate_generate_request(*arguments)
         return await asyncio.to_thread(validate_generate_request, *arguments)

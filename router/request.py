@@ -20,7 +20,6 @@ from router.validation import (
     check_token_ids,
     check_vocabulary,
     fitting_params,
-    prompt_of,
 )
 
 __all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
@@ -64,6 +63,8 @@ class RoutedRequest:
 
 async def prepare_request(
     message: generation_pb2.GenerateRequest,
+    request_id: str,
+    prompt: str | Sequence[int],
     params: SamplingParams,
     tokenizer: Tokenizer,
     model: ServedModel,
@@ -75,6 +76,8 @@ async def prepare_request(
 
     Args:
         message: the client's, which `validate_generate_request` has accepted.
+        request_id: the client's name for the request.
+        prompt: one of the message's prompts.
         params: the message's parameters.
         tokenizer: the model's.
         model: the served model.
@@ -88,7 +91,11 @@ async def prepare_request(
     """
     reasoning = marks_for(params, marks, limits.vocab_size)
     token_ids = await tokenize_prompt(
-        prompt_of(message), tokenizer, limits, params.truncate_prompt_tokens
+        prompt,
+        tokenizer,
+        limits,
+        params.truncate_prompt_tokens,
+        add_special_tokens=message.add_special_tokens or not message.HasField("add_special_tokens"),
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     check_vocabulary(params, limits.vocab_size)
@@ -99,7 +106,7 @@ async def prepare_request(
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
     spec = RequestSpec.with_defaults(
-        unique_request_id(message.request_id),
+        unique_request_id(request_id),
         token_ids,
         params,
         eos_token_ids=model.eos_token_ids,
@@ -122,6 +129,8 @@ async def tokenize_prompt(
     tokenizer: Tokenizer,
     limits: RequestLimits,
     truncate_prompt_tokens: int | None = None,
+    *,
+    add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
     """The prompt's token ids. A prompt that cannot fit is refused before it is tokenized or copied.
 
@@ -136,11 +145,13 @@ async def tokenize_prompt(
         if truncate_prompt_tokens is not None:
             most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
         check_length("text", prompt, most_chars)
-        token_ids: Sequence[int] = await tokenizer.encode_async(prompt)
+        token_ids: Sequence[int] = await tokenizer.encode_async(
+            prompt, add_special_tokens=add_special_tokens
+        )
     else:
         token_ids = prompt
     if truncate_prompt_tokens is not None:
-        added_by = tokenizer if isinstance(prompt, str) else None
+        added_by = tokenizer if isinstance(prompt, str) and add_special_tokens else None
         token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, added_by)
     check_prompt_length(len(token_ids), limits)
     return tuple(token_ids)

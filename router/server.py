@@ -1,21 +1,16 @@
-"""A router: its tokenizer, replicas, pipeline and servicer behind one server."""
+"""A router: its models and servers."""
 
 import argparse
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from typing_extensions import override
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, config_from_args
-from router.fleet import Fleet
-from router.generation_config import load_default_params
-from router.pipeline import Pipeline
-from router.policy import PrefixIndex
+from router.models import Model, ModelFiles, Models
 from router.servicer import GenerationServicer
-from router.tokenizer import Tokenizer
 from rpc.server import RpcServer, Service, run_process, serve
 
 __all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
@@ -30,37 +25,31 @@ class RouterService(Service):
 
     Args:
         config: the router's.
-        tokenizer: the model's.
-        default_params: values of sampling parameters that a request leaves unset.
+        files: the files of the config's models, in its order.
         server: gets the servicer, and is set serving while the router can serve.
 
     Attributes:
-        fleet: the replicas.
+        models: the served models.
 
     Raises:
         ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
     """
 
     def __init__(
-        self,
-        config: RouterConfig,
-        tokenizer: Tokenizer,
-        default_params: Mapping[str, Any],
-        server: RpcServer,
+        self, config: RouterConfig, files: Sequence[ModelFiles], server: RpcServer
     ) -> None:
-        prefix_index = PrefixIndex(config.max_indexed_blocks)
         self._server = server
-        self.fleet = Fleet(config, prefix_index)
         self._admission = Admission(config.max_concurrent_requests)
-        pipeline = Pipeline(
-            config, tokenizer, default_params, self.fleet, prefix_index, self._admission
+        self.models = Models(
+            Model(model, config, own_files, self._admission)
+            for model, own_files in zip(config.models, files, strict=True)
         )
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
-            GenerationServicer(config, tokenizer, self.fleet, pipeline),
+            GenerationServicer(self.models),
         )
-        self.fleet.start()
-        self._health = asyncio.create_task(self._follow_health())
+        self.models.start()
+        self._health = [asyncio.create_task(self._follow_health(model)) for model in self.models]
 
     @override
     async def drain(self, timeout_s: float) -> None:
@@ -68,31 +57,28 @@ class RouterService(Service):
 
     @override
     async def close(self) -> None:
-        self._health.cancel()
-        await self.fleet.close()
+        for task in self._health:
+            task.cancel()
+        await self.models.close()
 
-    async def _follow_health(self) -> None:
+    async def _follow_health(self, model: Model) -> None:
         while True:
-            self._server.set_serving(self.fleet.can_serve)
-            await self.fleet.wait_for_change()
+            self._server.set_serving(self.models.can_serve)
+            await model.fleet.wait_for_change()
 
 
 async def run(config: RouterConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Raises:
-        ConfigurationError: the tokenizer, generation_config.json, a flag, a target or the
-            address is bad.
+        ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
 
     async def start(server: RpcServer) -> RouterService:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-        default_params = await asyncio.to_thread(
-            load_default_params, config.model, config.generation_config
-        )
-        return RouterService(config, tokenizer, default_params, server)
+        loads = (asyncio.to_thread(ModelFiles.load, model) for model in config.models)
+        return RouterService(config, await asyncio.gather(*loads), server)
 
-    await serve(config.server, SERVICE_NAMES, start)
+    await serve(config.grpc, SERVICE_NAMES, start)
 
 
 def main(args: argparse.Namespace) -> int:

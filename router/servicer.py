@@ -1,10 +1,7 @@
-"""`GenerationServicer`: GenerationService over the pipeline."""
+"""`GenerationServicer`: GenerationService over the models' pipelines."""
 
-import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,15 +10,12 @@ from typing_extensions import override
 from baton.errors import DeadlineExceededError
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.completion import WholeGeneration
-from router.config import RouterConfig
-from router.fleet import Fleet
-from router.pipeline import Pipeline
-from router.tokenizer import Tokenizer
+from router.models import Models
+from router.prompts import WholePrompts
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
     check_length,
-    check_model,
     check_token_ids,
 )
 from rpc.interceptors import name_call
@@ -33,26 +27,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The service that clients call; `protos/baton/v1/generation.proto` documents the methods.
 
     Args:
-        config: the router's.
-        tokenizer: the model's.
-        fleet: describes the served model.
-        pipeline: runs the requests.
+        models: the served models, which run the requests.
     """
 
-    def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet, pipeline: Pipeline
-    ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._fleet = fleet
-        self._pipeline = pipeline
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     @override
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
-        whole = WholeGeneration()
         async with self._responses(request, context) as responses:
+            whole: WholeGeneration | WholePrompts = WholeGeneration()
+            if request.WhichOneof("prompt") == "prompts":
+                whole = WholePrompts(request.request_id, len(request.prompts.prompts))
             async for response in responses:
                 whole.add(response)
         return whole.response()
@@ -72,8 +60,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: Any
     ) -> generation_pb2.GetModelResponse:
-        check_model(request.model, self._config.model_name)
-        model, limits = self._fleet.require_model()
+        model, limits = self._models.find(request.model).fleet.require_model()
         return generation_pb2.GetModelResponse(
             model=model.model,
             max_model_len=limits.max_model_len,
@@ -87,12 +74,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: Any
     ) -> generation_pb2.TokenizeResponse:
-        check_model(request.model, self._config.model_name)
+        tokenizer = self._models.find(request.model).tokenizer
         check_length("text", request.text, MAX_TOKENIZE_CHARS)
         add_special_tokens = request.add_special_tokens or not request.HasField(
             "add_special_tokens"
         )
-        token_ids = await self._tokenizer.encode_async(
+        token_ids = await tokenizer.encode_async(
             request.text, add_special_tokens=add_special_tokens
         )
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
@@ -101,47 +88,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: Any
     ) -> generation_pb2.DetokenizeResponse:
-        check_model(request.model, self._config.model_name)
+        model = self._models.find(request.model)
         check_length("token_ids", request.token_ids, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
-        model = self._fleet.model
-        vocab_size = model.vocab_size if model else self._tokenizer.vocab_size
-        check_token_ids("token_ids", request.token_ids, vocab_size)
+        check_token_ids("token_ids", request.token_ids, model.vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._tokenizer.decode_async(request.token_ids, skip_special_tokens=skip)
+        text = await model.tokenizer.decode_async(request.token_ids, skip_special_tokens=skip)
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager
     async def _responses(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the pipeline's messages within the deadline. A request without an id gets one.
-
-        Raises:
-            DeadlineExceededError: the deadline passed while the context was open.
-        """
-        if not request.request_id:
-            request.request_id = uuid.uuid4().hex
+        """Opens the messages of a request within the call's deadline."""
+        model = self._models.find(request.model)
+        async with model.responses(request, _timeout_s(context)) as responses:
             name_call(request.request_id)
-        timeout_s = _timeout_s(context, self._config.default_timeout_s)
-        messages = self._pipeline.generate(request, time.monotonic() + timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s), aclosing(messages) as responses:
-                yield responses
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"the request did not end within {timeout_s:.1f} s"
-            ) from None
+            yield responses
 
 
-def _timeout_s(context: grpc.aio.ServicerContext[Any, Any], longest_s: float) -> float:
-    """Seconds until the caller's deadline, at most `longest_s`.
+def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Seconds until the caller's deadline; None if it has none.
 
     Raises:
         DeadlineExceededError: the deadline has passed.
     """
     remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return longest_s
-    if remaining_s <= 0:
+    if remaining_s is not None and remaining_s <= 0:
         raise DeadlineExceededError("the call's deadline has passed")
-    return min(remaining_s, longest_s)
+    return remaining_s

@@ -18,6 +18,7 @@ from router.served_model import RequestLimits
 __all__ = [
     "MAX_CACHE_SALT_CHARS",
     "MAX_DETOKENIZE_TOKEN_IDS",
+    "MAX_PROMPTS",
     "MAX_REQUEST_ID_CHARS",
     "MAX_RETURNED_LOGPROBS",
     "MAX_RETURNED_TOKENS",
@@ -25,17 +26,18 @@ __all__ = [
     "check_candidates",
     "check_length",
     "check_logprobs",
-    "check_model",
     "check_prompt_length",
     "check_token_ids",
     "check_vocabulary",
     "fitting_params",
-    "prompt_of",
+    "prompts_of",
     "validate_generate_request",
 ]
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
+MAX_PROMPTS = 256
+"""The most prompts of one message."""
 MAX_TOKENIZE_CHARS = 2**20
 MAX_DETOKENIZE_TOKEN_IDS = 2**18
 MAX_RETURNED_TOKENS = 2**20
@@ -46,54 +48,55 @@ MAX_RETURNED_LOGPROBS = 2**20
 """The most log-probabilities of a prompt and all its candidates together, where a token's own
 counts as two. One takes up to 11 bytes of a message, the token and its text included.
 """
-_SHOWN_CHARS = 64
 
 
 def validate_generate_request(
-    message: generation_pb2.GenerateRequest, served_model: str, defaults: Mapping[str, Any]
+    message: generation_pb2.GenerateRequest, defaults: Mapping[str, Any]
 ) -> SamplingParams:
     """Checks everything that needs neither tokenizer nor replicas; returns the parameters.
 
     Args:
         message: the client's.
-        served_model: the model's name.
         defaults: values of the sampling parameters that the message leaves unset.
 
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
     """
-    check_model(message.model, served_model)
     check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
-    prompt_of(message)
+    prompts_of(message)
     return params_from_proto(
         message.sampling, message.stopping, message.text_params, defaults=defaults
     )
 
 
-def prompt_of(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
-    """The prompt, as text or token ids; the ids are the message's own, not copied.
+def prompts_of(message: generation_pb2.GenerateRequest) -> Sequence[str | Sequence[int]]:
+    """The prompts, as texts or token ids; the ids are the message's own, not copied.
 
     Raises:
-        InvalidArgumentError: the prompt is unset or empty.
+        InvalidArgumentError: a prompt is unset or empty, or there are too many.
     """
+    if message.WhichOneof("prompt") != "prompts":
+        return (_prompt_of(message),)
+    prompts = message.prompts.prompts
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise InvalidArgumentError(
+            f"prompts has {len(prompts)} entries; it must have 1 to {MAX_PROMPTS}"
+        )
+    return [_prompt_of(prompt, f"prompts[{i}].") for i, prompt in enumerate(prompts)]
+
+
+def _prompt_of(
+    message: generation_pb2.GenerateRequest | generation_pb2.Prompt, path: str = ""
+) -> str | Sequence[int]:
+    """The prompt of a message; `path` is the place of the message, for errors."""
     which = message.WhichOneof("prompt")
-    if which is None:
-        raise InvalidArgumentError("prompt is unset; set one of text, token_ids")
+    if which not in ("text", "token_ids"):
+        raise InvalidArgumentError(f"{path}prompt is unset; set one of text, token_ids")
     prompt = message.text if which == "text" else message.token_ids.ids
     if not prompt:
-        raise InvalidArgumentError(f"{which} is empty; the prompt must have at least 1 token")
+        raise InvalidArgumentError(f"{path}{which} is empty; the prompt must have at least 1 token")
     return prompt
-
-
-def check_model(model: str, served_model: str) -> None:
-    """Refuses a model that is not served; an empty name means the served one.
-
-    Raises:
-        InvalidArgumentError: names the served model.
-    """
-    if model not in ("", served_model):
-        raise InvalidArgumentError.for_field("model", model[:_SHOWN_CHARS], repr(served_model))
 
 
 def check_length(

@@ -143,10 +143,13 @@ class RpcServer:
 
     async def listen(self) -> None:
         """Binds the address and starts to answer: health NOT_SERVING, other calls UNAVAILABLE.
+        Does nothing if the config has no port.
 
         Raises:
             ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
+        if self._config.port is None:
+            return
         self.port = self._config.port
         try:
             self.port = self._server.add_insecure_port(self.address)

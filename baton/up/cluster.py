@@ -183,7 +183,7 @@ def _plan_router(
     arguments = [
         *("--model", config.engine.model, "--served-model-name", config.engine.model_name),
         *("--generation-config", config.generation_config),
-        *("--host", config.router.host, "--port", str(port)),
+        *("--host", config.router.host, "--port", "none", "--grpc-port", str(port)),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     ]
     for flag, text in (

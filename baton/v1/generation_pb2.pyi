@@ -24,7 +24,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
-    """One prompt to complete."""
+    """What to complete, and how."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -32,31 +32,44 @@ class GenerateRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPTS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     STOPPING_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TEXT_PARAMS_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and for WorkerService.Abort. Must be unique among
     this router's running requests. At most 128 characters. Empty: the router
-    chooses one.
+    chooses one. Of several prompts, prompt i runs under this id, "-" and i.
     """
     model: builtins.str
-    """The model to use. Empty: the served one."""
+    """The model to use. Empty: the router's first one."""
     text: builtins.str
-    """Text, which the router tokenizes with the model's special tokens. At most
-    max_model_len times the characters of the vocabulary's longest token.
+    """Text, which the router tokenizes. At most max_model_len times the
+    characters of the vocabulary's longest token.
     """
     priority: builtins.int
-    """Larger is scheduled first. Unset: 0."""
+    """Lower is scheduled first. Unset: 0."""
     cache_salt: builtins.str
     """Requests share cached prefixes only with requests of the same salt. At
     most 256 characters.
     """
+    add_special_tokens: builtins.bool
+    """Whether the tokenizer adds the model's special tokens to texts. Unset: true."""
     @property
     def token_ids(self) -> baton.v1.common_pb2.TokenIds:
         """Token ids, used as they are."""
+
+    @property
+    def prompts(self) -> Global___Prompts:
+        """Several prompts with the same parameters, which run at the same time."""
+
+    @property
+    def chat(self) -> Global___Chat:
+        """A chat, which the model's chat template makes a prompt."""
 
     @property
     def sampling(self) -> baton.v1.common_pb2.SamplingParams:
@@ -77,26 +90,130 @@ class GenerateRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         text: builtins.str = ...,
         token_ids: baton.v1.common_pb2.TokenIds | None = ...,
+        prompts: Global___Prompts | None = ...,
+        chat: Global___Chat | None = ...,
         sampling: baton.v1.common_pb2.SamplingParams | None = ...,
         stopping: baton.v1.common_pb2.StoppingParams | None = ...,
         priority: builtins.int | None = ...,
         cache_salt: builtins.str = ...,
         text_params: baton.v1.common_pb2.TextParams | None = ...,
+        add_special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "prompts", b"prompts", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompts", b"prompts", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: typing_extensions.TypeAlias = typing.Literal["add_special_tokens"]
+    _WhichOneofArgType__add_special_tokens: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens"]
     _WhichOneofReturnType__priority: typing_extensions.TypeAlias = typing.Literal["priority"]
     _WhichOneofArgType__priority: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority"]
-    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids"]
+    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "prompts", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class Prompts(google.protobuf.message.Message):
+    """Several prompts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: builtins.int
+    @property
+    def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Prompt]:
+        """The prompts. 1 to 256."""
+
+    def __init__(
+        self,
+        *,
+        prompts: collections.abc.Iterable[Global___Prompt] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["prompts", b"prompts"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Prompts: typing_extensions.TypeAlias = Prompts
+
+@typing.final
+class Prompt(google.protobuf.message.Message):
+    """One of several prompts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """Text."""
+    @property
+    def token_ids(self) -> baton.v1.common_pb2.TokenIds:
+        """Token ids."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        token_ids: baton.v1.common_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids"]
+    _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___Prompt: typing_extensions.TypeAlias = Prompt
+
+@typing.final
+class Chat(google.protobuf.message.Message):
+    """A chat, in the JSON of OpenAI's chat API, which chat templates read."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: builtins.int
+    TOOLS_JSON_FIELD_NUMBER: builtins.int
+    DOCUMENTS_JSON_FIELD_NUMBER: builtins.int
+    CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    messages_json: builtins.str
+    """A JSON array of messages."""
+    tools_json: builtins.str
+    """A JSON array of the tools that the model may call. Empty: none."""
+    documents_json: builtins.str
+    """A JSON array of documents. Empty: none."""
+    chat_template_kwargs_json: builtins.str
+    """A JSON object of further variables of the template. Empty: none."""
+    add_generation_prompt: builtins.bool
+    """Whether the prompt ends with the start of an answer. Unset: true, unless
+    continue_final_message is set.
+    """
+    continue_final_message: builtins.bool
+    """Whether the answer continues the text of the last message."""
+    def __init__(
+        self,
+        *,
+        messages_json: builtins.str = ...,
+        tools_json: builtins.str = ...,
+        documents_json: builtins.str = ...,
+        chat_template_kwargs_json: builtins.str = ...,
+        add_generation_prompt: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs_json", b"chat_template_kwargs_json", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages_json", b"messages_json", "tools_json", b"tools_json"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["add_generation_prompt"]
+    _WhichOneofArgType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+
+Global___Chat: typing_extensions.TypeAlias = Chat
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):
@@ -110,6 +227,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    RESPONSES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     @property
@@ -134,6 +252,12 @@ class GenerateResponse(google.protobuf.message.Message):
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """If the request asks for prompt_logprobs: the tokens of the prompt."""
 
+    @property
+    def responses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
+        """If the request has `prompts`: one response per prompt, in their order. Of
+        the fields above, only request_id is then set.
+        """
+
     def __init__(
         self,
         *,
@@ -143,10 +267,11 @@ class GenerateResponse(google.protobuf.message.Message):
         timings: baton.v1.common_pb2.Timings | None = ...,
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        responses: collections.abc.Iterable[Global___GenerateResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "responses", b"responses", "timings", b"timings", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
@@ -227,6 +352,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     index: builtins.int
@@ -239,6 +365,11 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     """Why the candidate ended; set on its last message."""
     score: builtins.float
     """As in Completion; set on the candidate's last message."""
+    prompt_index: builtins.int
+    """The number of the prompt in `prompts`, from 0. What is said above of the
+    first and the last message of the stream holds for the messages of each
+    prompt.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens generated since the candidate's previous message."""
@@ -284,10 +415,11 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_index: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score", "timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_index", b"prompt_index", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

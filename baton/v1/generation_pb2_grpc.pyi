@@ -27,8 +27,9 @@ class GenerationServiceStub:
     """Text generation, served by the router.
 
     Errors of every method:
-    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
-    message names the field, its value and the limit.
+    INVALID_ARGUMENT: a field is out of range; the message names the field, its
+    value and the limit.
+    NOT_FOUND: the model is unknown.
     RESOURCE_EXHAUSTED: the queue is full.
     UNAVAILABLE: no replica can take the request now; safe to retry.
     DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
@@ -62,8 +63,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Text generation, served by the router.
 
     Errors of every method:
-    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
-    message names the field, its value and the limit.
+    INVALID_ARGUMENT: a field is out of range; the message names the field, its
+    value and the limit.
+    NOT_FOUND: the model is unknown.
     RESOURCE_EXHAUSTED: the queue is full.
     UNAVAILABLE: no replica can take the request now; safe to retry.
     DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
@@ -93,8 +95,9 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Text generation, served by the router.
 
     Errors of every method:
-    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
-    message names the field, its value and the limit.
+    INVALID_ARGUMENT: a field is out of range; the message names the field, its
+    value and the limit.
+    NOT_FOUND: the model is unknown.
     RESOURCE_EXHAUSTED: the queue is full.
     UNAVAILABLE: no replica can take the request now; safe to retry.
     DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller

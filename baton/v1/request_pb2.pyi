@@ -48,7 +48,7 @@ class RequestSpec(google.protobuf.message.Message):
     therefore cannot be mistaken for this one's.
     """
     priority: builtins.int
-    """Larger is scheduled first."""
+    """Lower is scheduled first."""
     cache_salt: builtins.str
     """Separates prefix caches."""
     timeout_ms: builtins.int

@@ -379,7 +379,7 @@ class Scheduler:
         now, arrival = self._clock(), self._num_arrivals
         self._num_arrivals += 1
         # A level of priority counts as some seconds of waiting, so every request gets its turn.
-        rank = now - request.spec.priority * self._config.priority_ageing_s
+        rank = now + request.spec.priority * self._config.priority_ageing_s
         return SequenceGroup(
             request=request,
             order=(rank, arrival),

@@ -1,1 +1,1 @@
-"""Chats: from messages to a prompt, and from generated text to content, reasoning and tool calls."""
+"""Chats: messages become a prompt; generated text becomes content, reasoning and tool calls."""

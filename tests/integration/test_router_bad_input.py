@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from baton.v1 import common_pb2, generation_pb2
-from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, running_workers
+from tests.support.fake_workers import MODEL, VOCAB_SIZE, FakeDecode, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, tokenizer
 
 NAN = float("nan")
@@ -48,7 +48,6 @@ BAD_REQUESTS = [
     ),
     ("extra_args is not JSON", sampling(extra_args_json="x")),
     ("extra_args has 70000 bytes", sampling(extra_args_json=" " * 70_000)),
-    ("model is 'gpt-5'", {"text": "hello", "model": "gpt-5"}),
     ("stop has 17 entries", stopping(stop=["x"] * 17)),
     ("stop", stopping(stop=["x" * 257])),
     (f"stop_token_ids is {VOCAB_SIZE}", stopping(stop_token_ids=[VOCAB_SIZE])),
@@ -91,8 +90,6 @@ async def test_other_methods_name_their_fields_too():
     decode = FakeDecode([50])
     async with running_workers(decode), running_router(decode) as router:
         for method, message, field in (
-            ("GetModel", generation_pb2.GetModelRequest(model="x"), "model"),
-            ("Tokenize", generation_pb2.TokenizeRequest(model="x"), "model"),
             (
                 "Tokenize",
                 generation_pb2.TokenizeRequest(text="a" * (2**20 + 1)),
@@ -108,6 +105,20 @@ async def test_other_methods_name_their_fields_too():
             error = await failure(getattr(router.stub, method)(message))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert error.details().startswith(field)
+
+
+async def test_an_unknown_model_is_not_found():
+    decode = FakeDecode([50])
+    async with running_workers(decode), running_router(decode) as router:
+        for method, message in (
+            ("Generate", generation_pb2.GenerateRequest(text="a", model="x")),
+            ("GetModel", generation_pb2.GetModelRequest(model="x")),
+            ("Tokenize", generation_pb2.TokenizeRequest(model="x")),
+            ("Detokenize", generation_pb2.DetokenizeRequest(model="x")),
+        ):
+            error = await failure(getattr(router.stub, method)(message))
+            assert error.code() is grpc.StatusCode.NOT_FOUND
+            assert error.details() == f"model 'x' does not exist; this router serves '{MODEL}'"
 
 
 async def test_a_duplicate_id_and_one_request_too_many_are_refused():

@@ -49,7 +49,7 @@ async def test_the_first_token_is_sent_before_the_prompt_is_saved():
         call = router.stub.GenerateStream(request(max_tokens=5), timeout=30)
         first = await first_message(call)
         assert not decode.starts
-        (replica,) = router.service.fleet.prefill.candidates
+        (replica,) = router.fleet.prefill.candidates
         assert replica.state(0).num_queued_tokens == 0  # the prompt is computed
         prefill.end()
         responses = [first, *await rest_of(call)]
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_f
         await prefill.changes.until(lambda: prefill.num_cancelled and prefill.released)
         (held,) = [command.blocks.handoff_id for command in decode.prefetches]
         assert prefill.released == [held]
-        assert router.service.fleet.decode.candidates[0].state(0).num_requests == 0
+        assert router.fleet.decode.candidates[0].state(0).num_requests == 0
     assert not decode.starts
 
 
@@ -267,7 +267,7 @@ async def test_unsent_prefetches_for_a_stuck_decode_replica_are_dropped_with_the
     monkeypatch.setattr(DecodeConnection, "_outgoing", send_nothing)
     prefill, decode = FakePrefill(SCRIPT, hold_end=True, saves=[KEYS]), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
-        (replica,) = router.service.fleet.decode.candidates
+        (replica,) = router.fleet.decode.candidates
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
         await first_message(call)
         assert len(replica.connection._commands) == 1

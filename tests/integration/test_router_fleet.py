@@ -11,14 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.sampling_params import SamplingParams
 from router import tier as tier_module
-from router.config import RouterConfig
+from router.config import ModelConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.policy import PrefixIndex
 from router.progress import Progress
 from router.replica import HeldHandoff
 from router.request import prepare_request
-from rpc.server_config import ServerConfig
+from router.validation import prompts_of
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -105,7 +105,7 @@ async def test_a_replica_of_the_wrong_tier_is_refused(router_log):
         running_router(decode, prefill=(misplaced.address,)) as router,
     ):
         await router_log.until("its role is WORKER_ROLE_DECODE")
-        assert not router.service.fleet.prefill.connected
+        assert not router.fleet.prefill.connected
 
 
 async def test_one_worker_behind_two_addresses_is_used_once(router_log, quick_retries):
@@ -116,7 +116,7 @@ async def test_one_worker_behind_two_addresses_is_used_once(router_log, quick_re
             await router_log.until("its worker is connected already")
             for _ in range(5):
                 await router.generate(request(max_tokens=3))
-            assert len(router.service.fleet.decode.connected) == 1
+            assert len(router.fleet.decode.connected) == 1
             assert (decode.num_connects, decode.num_infos) == (1, 2)
             # The router keeps trying both addresses.
             await decode.stop()
@@ -192,7 +192,7 @@ async def test_another_model_is_accepted_once_every_replica_is_lost():
     old = FakeDecode(SCRIPT)
     async with running_workers(old), running_router(old) as router:
         await old.stop()
-        await router.until(lambda: not router.service.fleet.decode.connected)
+        await router.until(lambda: not router.fleet.decode.connected)
         new = FakeDecode(SCRIPT, namespace=b"new", block_size=8)
         await new.start(old.port)
         await router.until_connected(new)
@@ -310,8 +310,8 @@ async def test_health_follows_the_decode_tier():
 @asynccontextmanager
 async def running_fleet(decode, index):
     """Yields a fleet with one decode replica."""
-    config = RouterConfig(server=ServerConfig(), model=decode.info.model, decode=(decode.address,))
-    fleet = Fleet(config, index)
+    config = ModelConfig(model=decode.info.model, decode=(decode.address,))
+    fleet = Fleet(config, index, dns_interval_s=5)
     fleet.start()
     try:
         await until_candidate(fleet, decode)
@@ -362,4 +362,7 @@ async def routed_request(fleet):
     message = request(request_id="r")
     params = SamplingParams(temperature=0, max_tokens=3)
     deadline = time.monotonic() + 20
-    return await prepare_request(message, params, tokenizer(), *fleet.require_model(), deadline)
+    (prompt,) = prompts_of(message)
+    return await prepare_request(
+        message, "r", prompt, params, tokenizer(), *fleet.require_model(), deadline
+    )

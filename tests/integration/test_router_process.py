@@ -22,11 +22,12 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 
 async def start_router(tmp_path, *flags):
     model = write_byte_level_folder(tmp_path / MODEL)
-    command = ["-X", "importtime", "-m", "router", "--model", str(model), "--port", "0"]
+    command = ["-X", "importtime", "-m", "router", "--model", str(model)]
+    command += ["--port", "none", "--grpc-port", "0"]
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        *("--port-file", str(tmp_path / "port"), *flags),
+        *("--grpc-port-file", str(tmp_path / "port"), *flags),
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         limit=2**20,

@@ -12,12 +12,13 @@ from baton.v1 import common_pb2, generation_pb2
 from router.served_model import RequestLimits
 from router.validation import (
     MAX_CACHE_SALT_CHARS,
+    MAX_PROMPTS,
     MAX_REQUEST_ID_CHARS,
     check_prompt_length,
     check_token_ids,
     check_vocabulary,
     fitting_params,
-    prompt_of,
+    prompts_of,
     validate_generate_request,
 )
 
@@ -59,8 +60,9 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
         priority=priority,
         cache_salt="s",
     )
-    params = validate_generate_request(request, "m", {})
-    assert list(prompt_of(request)) == token_ids
+    params = validate_generate_request(request, {})
+    (prompt,) = prompts_of(request)
+    assert list(prompt) == token_ids
     for field in ("temperature", "top_k", "top_p", "seed"):
         assert getattr(params, field) == getattr(sampling, field)
     for field in ("max_tokens", "ignore_eos"):
@@ -70,9 +72,9 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
 
 
 def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
-    assert validate_generate_request(message(), "m", {}) == SamplingParams()
+    assert validate_generate_request(message(), {}) == SamplingParams()
     zeros = common_pb2.SamplingParams(temperature=0, top_k=0, seed=0)
-    params = validate_generate_request(message(sampling=zeros), "m", {})
+    params = validate_generate_request(message(sampling=zeros), {})
     assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
 
 
@@ -80,17 +82,24 @@ def sampling(**fields):
     return {"sampling": common_pb2.SamplingParams(**fields)}
 
 
+def prompts(*texts):
+    return generation_pb2.Prompts(prompts=[generation_pb2.Prompt(text=text) for text in texts])
+
+
 def stopping(**fields):
     return {"stopping": common_pb2.StoppingParams(**fields)}
 
 
 BAD_REQUESTS = [
-    ("model", {"model": "another"}),
     ("request_id", {"request_id": "x" * (MAX_REQUEST_ID_CHARS + 1)}),
     ("cache_salt", {"cache_salt": "x" * (MAX_CACHE_SALT_CHARS + 1)}),
     ("text", {"text": ""}),
     ("prompt", {"text": None}),
     ("token_ids", {"text": None, "token_ids": common_pb2.TokenIds()}),
+    ("prompts has 0 entries", {"text": None, "prompts": prompts()}),
+    ("prompts has 257 entries", {"text": None, "prompts": prompts(*["a"] * (MAX_PROMPTS + 1))}),
+    (r"prompts\[1\]\.text", {"text": None, "prompts": prompts("a", "")}),
+    (r"prompts\[1\]\.prompt", {"text": None, "prompts": prompts("a", None)}),
     ("max_tokens", stopping(max_tokens=0)),
     ("temperature", sampling(temperature=-0.5)),
     ("temperature", sampling(temperature=math.nan)),
@@ -120,7 +129,7 @@ BAD_REQUESTS = [
 @pytest.mark.parametrize(("field", "fields"), BAD_REQUESTS)
 def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields):
     with pytest.raises(InvalidArgumentError, match=rf"^{field}\b"):
-        validate_generate_request(message(**fields), "m", {})
+        validate_generate_request(message(**fields), {})
 
 
 @given(st.lists(UINT32, max_size=20), st.integers(1, 2**32 - 1))

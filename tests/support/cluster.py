@@ -61,9 +61,12 @@ class ServerProcess:
     def start(self) -> None:
         port_file = self._folder / f"{self._name}.port"
         port_file.unlink(missing_ok=True)
-        command = [*self._place.prefix, sys.executable, "-m", self._module, *self.flags]
-        command += [f"--host={self._place.host}", f"--port={self._port}"]
-        command += [f"--port-file={port_file}"]
+        http = ["--port=none"] if self._module == "router" else []
+        command = [*self._place.prefix, sys.executable, "-m", self._module, *http, *self.flags]
+        # Clients of tests call a router by gRPC, unless a flag turns HTTP on.
+        prefix = "grpc-" if self._module == "router" else ""
+        command += [f"--host={self._place.host}", f"--{prefix}port={self._port}"]
+        command += [f"--{prefix}port-file={port_file}"]
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command,

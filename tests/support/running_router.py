@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import grpc
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from router.config import RouterConfig
+from router.config import ModelConfig, RouterConfig
+from router.models import ModelFiles, Models
 from router.server import SERVICE_NAMES, RouterService
 from router.tokenizer import Tokenizer
 from rpc.channels import open_channel
@@ -56,6 +58,8 @@ class RunningRouter:
 
     def __init__(self, service: RouterService, server: RpcServer, channel: grpc.aio.Channel):
         self.service = service
+        self.model = next(iter(service.models))
+        self.fleet = self.model.fleet
         self.server = server
         self.channel = channel
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -64,15 +68,14 @@ class RunningRouter:
         """Waits for a condition on the fleet."""
         async with asyncio.timeout(20):
             while not condition():
-                await self.service.fleet.wait_for_change()
+                await wait_for_any_change(self.service.models)
 
     async def until_connected(self, *workers: FakeWorker) -> None:
         wanted = {worker.info.worker_id for worker in workers}
         await self.until(lambda: wanted <= self.candidate_ids())
 
     def candidate_ids(self) -> set[str]:
-        fleet = self.service.fleet
-        replicas = (*fleet.prefill.candidates, *fleet.decode.candidates)
+        replicas = (*self.fleet.prefill.candidates, *self.fleet.decode.candidates)
         return {replica.replica_id for replica in replicas}
 
     async def generate(
@@ -88,16 +91,15 @@ async def running_router(
     *workers: FakeWorker, default_params: Mapping[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[RunningRouter]:
     """Runs a router that is connected to these workers, which the caller has started."""
-    options = {
+    targets = {
         "prefill": tuple(w.address for w in workers if isinstance(w, FakePrefill)),
         "decode": tuple(w.address for w in workers if isinstance(w, FakeDecode)),
-        "model": MODEL,
-        "server": ServerConfig(),
     }
     server = RpcServer(ServerConfig(), SERVICE_NAMES)
     await server.listen()
-    router_config = RouterConfig(**(options | config))
-    service = RouterService(router_config, tokenizer(), default_params or {}, server)
+    router_config = router_config_of({"model": MODEL, **targets, **config})
+    files = ModelFiles(tokenizer=tokenizer(), default_params=default_params or {})
+    service = RouterService(router_config, [files] * len(router_config.models), server)
     try:
         async with open_channel(server.address) as channel:
             router = RunningRouter(service, server, channel)
@@ -106,6 +108,28 @@ async def running_router(
     finally:
         await server.stop(0)
         await service.close()
+
+
+def router_config_of(options: Mapping[str, Any]) -> RouterConfig:
+    """Returns the config of a router without HTTP, from fields of both configs.
+
+    `more_models` are served after the one that the other fields describe.
+    """
+    options = dict(options)
+    more_models = options.pop("more_models", ())
+    names = {field.name for field in fields(ModelConfig)}
+    model = {name: value for name, value in options.items() if name in names}
+    router = {name: value for name, value in options.items() if name not in names}
+    servers = {"grpc": ServerConfig(), "http": ServerConfig(port=None)}
+    return RouterConfig(models=(ModelConfig(**model), *more_models), **(servers | router))
+
+
+async def wait_for_any_change(models: Models) -> None:
+    """Returns when a replica of any model has started or stopped taking requests."""
+    waits = [asyncio.ensure_future(model.fleet.wait_for_change()) for model in models]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=1)
+    for wait in waits:
+        wait.cancel()
 
 
 def token_ids_of(responses: Sequence[generation_pb2.GenerateStreamResponse]) -> list[int]:

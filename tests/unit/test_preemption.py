@@ -32,9 +32,9 @@ def test_the_latest_arrival_is_preempted_and_resumed() -> None:
     assert max(shares) in range(9, 17), "prompt and generated tokens are recomputed in one chunk"
 
 
-def test_the_lowest_priority_is_preempted_even_if_it_arrived_first() -> None:
+def test_the_least_urgent_request_is_preempted_even_if_it_arrived_first() -> None:
     driven = DrivenScheduler(num_blocks=5, **RECOMPUTE)
-    driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9, priority=1))
+    driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9, priority=-1))
 
     assert step_until_preempted(driven) == ["b"]
 

@@ -9,39 +9,89 @@ import pytest
 
 from baton.errors import ConfigurationError
 from router import discovery as discovery_module
-from router.config import RouterConfig, add_args, config_from_args
+from router.config import ModelConfig, RouterConfig, add_args, config_from_args
 from router.discovery import Discovery, Target, parse_target
 from rpc.server_config import ServerConfig
 
 
-def parse_config(*flags):
+def config_of(*flags):
     parser = argparse.ArgumentParser()
     add_args(parser)
-    return config_from_args(parser.parse_args(["--model", "org/name", *flags]))
+    return config_from_args(parser.parse_args(flags))
+
+
+def parse_config(*flags):
+    return config_of("--model", "org/name", *flags)
+
+
+def parse_model(*flags):
+    (model,) = parse_config(*flags).models
+    return model
 
 
 def test_flags_set_the_configuration():
     config = parse_config(
         *("--decode", "a:1, b:2", "--decode", "dns:///d:3", "--prefill", "p:4,"),
-        *("--port", "7", "--max-local-prefill-tokens", "0", "--default-timeout-s", "1.5"),
+        *("--port", "7", "--grpc-port", "none", "--max-local-prefill-tokens", "0"),
+        *("--default-timeout-s", "1.5"),
     )
-    assert config.decode == ("a:1", "b:2", "dns:///d:3")
-    assert config.prefill == ("p:4",)
-    assert config.server.port == 7
+    (model,) = config.models
+    assert model.decode == ("a:1", "b:2", "dns:///d:3")
+    assert model.prefill == ("p:4",)
+    assert (config.http.port, config.grpc.port) == (7, None)
     assert (config.max_local_prefill_tokens, config.default_timeout_s) == (0, 1.5)
 
 
 def test_defaults_are_those_of_the_dataclass():
     config = parse_config("--decode", "a:1")
-    server = ServerConfig(port=8000)
-    assert config == RouterConfig(server=server, model="org/name", decode=("a:1",))
-    assert config.model_name == "name"
-    assert parse_config("--decode", "a:1", "--served-model-name", "n").model_name == "n"
+    model = ModelConfig(model="org/name", decode=("a:1",))
+    servers = {"http": ServerConfig(port=8000), "grpc": ServerConfig(port=50051)}
+    assert config == RouterConfig(models=(model,), **servers)
+    assert model.names == ("name",)
+    (model,) = parse_config("--decode", "a:1", "--served-model-name", "n,m").models
+    assert model.names == ("n", "m")
+
+
+def test_one_of_the_servers_must_be_on():
+    with pytest.raises(ConfigurationError, match="--port and --grpc-port are both none"):
+        parse_config("--decode", "a:1", "--port", "none", "--grpc-port", "none")
+
+
+def test_a_file_names_several_models(tmp_path):
+    path = tmp_path / "models.yaml"
+    path.write_text(
+        "- {model: org/a, decode: 'a:1,a:2', served-model-name: [a, first]}\n"
+        "- {model: org/b, decode: ['b:1'], prefill: 'b:2', reasoning_parser: qwen3}\n"
+    )
+    config = config_of("--models", str(path))
+    assert config.models == (
+        ModelConfig(model="org/a", decode=("a:1", "a:2"), served_model_name=("a", "first")),
+        ModelConfig(model="org/b", decode=("b:1",), prefill=("b:2",), reasoning_parser="qwen3"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "while parsing"),
+        ("{}", "must be a list of models"),
+        ("- a", "entry 0: it must be a mapping"),
+        ("- {decode: 'a:1'}", "entry 0: model is missing"),
+        ("- {model: m}", "entry 0: --decode is missing"),
+        ("- {model: m, decode: 'a:1', decod: 'b:1'}", "entry 0: decod is unknown"),
+        ("- {model: m, decode: 'a:1'}\n- {model: x/m, decode: 'a:2'}", "m is the name of two"),
+    ],
+)
+def test_a_bad_file_of_models_is_refused(text, message, tmp_path):
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        config_of("--models", str(path))
 
 
 def test_the_generation_config_is_one_of_two(capsys):
-    assert parse_config("--decode", "a:1").generation_config == "auto"
-    none = parse_config("--decode", "a:1", "--generation-config", "none")
+    assert parse_model("--decode", "a:1").generation_config == "auto"
+    none = parse_model("--decode", "a:1", "--generation-config", "none")
     assert none.generation_config == "none"
     with pytest.raises(SystemExit):
         parse_config("--decode", "a:1", "--generation-config", "vllm")
@@ -49,10 +99,10 @@ def test_the_generation_config_is_one_of_two(capsys):
 
 
 def test_the_marks_of_the_reasoning_part_are_texts():
-    config = parse_config("--decode", "a:1")
+    config = parse_model("--decode", "a:1")
     assert (config.reasoning_start_str, config.reasoning_end_str) == (None, None)
     flags = ("--reasoning-start-str", "<think>", "--reasoning-end-str=--end--")
-    config = parse_config("--decode", "a:1", *flags)
+    config = parse_model("--decode", "a:1", *flags)
     assert (config.reasoning_start_str, config.reasoning_end_str) == ("<think>", "--end--")
 
 

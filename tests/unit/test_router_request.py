@@ -12,7 +12,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.request import prepare_request, tokenize_prompt
 from router.served_model import RequestLimits, ServedModel
-from router.validation import MAX_RETURNED_LOGPROBS, check_logprobs
+from router.validation import MAX_RETURNED_LOGPROBS, check_logprobs, prompts_of
 from rpc.channels import MAX_MESSAGE_BYTES
 from tests.support.running_router import tokenizer
 
@@ -135,7 +135,10 @@ async def prepare(params, num_tokens=5, limits=LIMITS):
         cache_salt="s",
     )
     deadline = time.monotonic() + 10
-    request = await prepare_request(message, params, tokenizer(), MODEL, limits, deadline)
+    (prompt,) = prompts_of(message)
+    request = await prepare_request(
+        message, "r", prompt, params, tokenizer(), MODEL, limits, deadline
+    )
     assert request.spec.deadline == deadline
     return request
 
@@ -162,6 +165,14 @@ async def test_missing_parameters_are_filled_in():
     assert (await prepare(SamplingParams(temperature=0))).spec.params.seed == 0
 
 
+async def prepare_text(params, marks=None):
+    message = generation_pb2.GenerateRequest(text="ab")
+    deadline = time.monotonic() + 9
+    return await prepare_request(
+        message, "r", "ab", params, tokenizer(), MODEL, LIMITS, deadline, marks
+    )
+
+
 MARKS = ReasoningMarks(start_token_ids=(5,), end_token_ids=(6, 7))
 
 
@@ -177,28 +188,21 @@ MARKS = ReasoningMarks(start_token_ids=(5,), end_token_ids=(6, 7))
     ],
 )
 async def test_requests_that_depend_on_the_reasoning_part_get_its_marks(params, marks, expected):
-    message = generation_pb2.GenerateRequest(text="ab")
-    request = await prepare_request(
-        message, SamplingParams(**params), tokenizer(), MODEL, LIMITS, time.monotonic() + 9, marks
-    )
+    request = await prepare_text(SamplingParams(**params), marks)
     assert request.spec.reasoning == expected
 
 
 async def test_a_thinking_budget_without_marks_is_refused():
-    message = generation_pb2.GenerateRequest(text="ab")
     params = SamplingParams(thinking_token_budget=5)
     with pytest.raises(
         FailedPreconditionError,
         match=r"^thinking_token_budget is 5, .* must set --reasoning-start-str and",
     ):
-        await prepare_request(message, params, tokenizer(), MODEL, LIMITS, time.monotonic() + 9)
+        await prepare_text(params)
 
 
 async def test_marks_that_the_model_has_no_logits_for_are_refused():
-    message = generation_pb2.GenerateRequest(text="ab")
     params = SamplingParams(thinking_token_budget=5)
     marks = ReasoningMarks(start_token_ids=(5,), end_token_ids=(1000,))
     with pytest.raises(FailedPreconditionError, match="have the token 1000, which the model"):
-        await prepare_request(
-            message, params, tokenizer(), MODEL, LIMITS, time.monotonic() + 9, marks
-        )
+        await prepare_text(params, marks)

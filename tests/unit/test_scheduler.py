@@ -17,9 +17,9 @@ def test_prompts_are_chunked_to_the_budget_that_decodes_leave() -> None:
     assert shares == [{"a": 6, "b": 2}, {"a": 1, "b": 7}, {"a": 1, "b": 2}, {"a": 1, "b": 1}]
 
 
-def test_higher_priority_and_earlier_arrival_come_first() -> None:
+def test_lower_priority_values_and_earlier_arrivals_come_first() -> None:
     driven = DrivenScheduler(max_num_seqs=2)
-    driven.add(request("a"), request("b", first_token=2), request("c", priority=5, first_token=3))
+    driven.add(request("a"), request("b", first_token=2), request("c", priority=-5, first_token=3))
     driven.step()
 
     assert list(driven.shares) == ["c", "a"]
@@ -29,9 +29,9 @@ def test_a_level_of_priority_counts_as_priority_ageing_s_of_waiting() -> None:
     driven = DrivenScheduler(max_num_seqs=1, priority_ageing_s=10.0)
     driven.add(request("old", max_tokens=1))
     driven.now = 19.0
-    driven.add(request("urgent", priority=2, max_tokens=1))
+    driven.add(request("urgent", priority=-2, max_tokens=1))
     driven.now = 21.0
-    driven.add(request("as urgent, but late", priority=2, max_tokens=1))
+    driven.add(request("as urgent, but late", priority=-2, max_tokens=1))
     order = []
     for _ in range(3):
         driven.step()
@@ -40,12 +40,12 @@ def test_a_level_of_priority_counts_as_priority_ageing_s_of_waiting() -> None:
     assert order == ["urgent", "old", "as urgent, but late"]
 
 
-def test_a_request_does_not_starve_behind_requests_of_higher_priority() -> None:
+def test_a_request_does_not_starve_behind_more_urgent_requests() -> None:
     """Its wait is the difference of priorities times `priority_ageing_s`."""
     driven = DrivenScheduler(max_num_seqs=1, priority_ageing_s=5.0)
     driven.add(request("patient"))
     for index in range(100):
-        driven.add(request(f"urgent {index}", priority=3, max_tokens=1))
+        driven.add(request(f"urgent {index}", priority=-3, max_tokens=1))
         driven.step()
         if "patient" in driven.shares:
             break
@@ -198,14 +198,14 @@ def test_requests_wait_for_a_common_prefix_that_is_being_computed() -> None:
     assert driven.shares == {"a": 1, "other": 1, "b": 2, "c": 2}
 
 
-def test_a_request_does_not_wait_for_a_prefix_of_lower_priority() -> None:
+def test_a_request_does_not_wait_for_a_prefix_of_a_less_urgent_request() -> None:
     driven = DrivenScheduler(
         max_num_batched_tokens=8, long_prefill_token_threshold=4, max_num_partial_prefills=2
     )
     common = list(range(1, 13))
     driven.add(request("late", prompt_token_ids=(*common, 20)))
     driven.step()
-    driven.add(request("urgent", prompt_token_ids=(*common, 21), priority=9))
+    driven.add(request("urgent", prompt_token_ids=(*common, 21), priority=-9))
     driven.step()
 
     assert "urgent" in driven.shares

@@ -1,0 +1,174 @@
+"""`Model`: one served model of the router. `Models`: all of them, by name."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import DeadlineExceededError, NotFoundError
+from baton.v1 import generation_pb2
+from router.admission import Admission
+from router.config import ModelConfig, RouterConfig
+from router.fleet import Fleet
+from router.generation_config import load_default_params
+from router.pipeline import Pipeline
+from router.policy import PrefixIndex
+from router.tokenizer import Tokenizer
+
+__all__ = ["Model", "ModelFiles", "Models"]
+
+_SHOWN_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the router reads of a checkpoint.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        default_params: values of sampling parameters that a request leaves unset.
+    """
+
+    tokenizer: Tokenizer
+    default_params: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> "ModelFiles":
+        """Reads the files of a model.
+
+        Raises:
+            ConfigurationError: a file is missing or bad.
+        """
+        return cls(
+            tokenizer=Tokenizer.load(config.model),
+            default_params=load_default_params(config.model, config.generation_config),
+        )
+
+
+class Model:
+    """A served model: its tokenizer, its replicas, and the pipeline of its requests.
+
+    Args:
+        config: the model's.
+        router: the router's.
+        files: the model's files.
+        admission: limits the number of running requests of all models.
+
+    Attributes:
+        names: the names that requests may give; the first is the model's own.
+        config: the model's.
+        created: seconds since 1970 when the router started to serve it.
+        tokenizer: its tokenizer.
+        fleet: its replicas.
+
+    Raises:
+        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
+    """
+
+    def __init__(
+        self, config: ModelConfig, router: RouterConfig, files: ModelFiles, admission: Admission
+    ) -> None:
+        self.names = config.names
+        self.config = config
+        self.created = int(time.time())
+        self.tokenizer = files.tokenizer
+        prefix_index = PrefixIndex(router.max_indexed_blocks)
+        self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
+        self._default_timeout_s = router.default_timeout_s
+        self._pipeline = Pipeline(
+            router,
+            config,
+            files.tokenizer,
+            files.default_params,
+            self.fleet,
+            prefix_index,
+            admission,
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's own name."""
+        return self.names[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it: the replicas' number, or the tokenizer's while there are none."""
+        served = self.fleet.model
+        return served.vocab_size if served else self.tokenizer.vocab_size
+
+    @asynccontextmanager
+    async def responses(
+        self, message: generation_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
+        """Opens the messages of a request within its deadline.
+
+        Args:
+            message: the client's; gets an id if it has none.
+            timeout_s: seconds until the deadline; the router's `default_timeout_s` if that is
+                less, or if it is None.
+
+        Raises:
+            DeadlineExceededError: the deadline passed while the context was open.
+            BatonError: one of those that `GenerationService` documents; also the iterator.
+        """
+        if not message.request_id:
+            message.request_id = uuid.uuid4().hex
+        longest_s = self._default_timeout_s
+        timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
+        deadline = time.monotonic() + timeout_s
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                aclosing(await self._pipeline.open(message, deadline)) as responses,
+            ):
+                yield responses
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the request did not end within {timeout_s:.1f} s"
+            ) from None
+
+
+class Models:
+    """The served models, by name.
+
+    Args:
+        models: the models, whose names all differ; at least one.
+    """
+
+    def __init__(self, models: Iterable[Model]) -> None:
+        self._models = tuple(models)
+        self._by_name = {name: model for model in self._models for name in model.names}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models)
+
+    def find(self, name: str) -> Model:
+        """Returns the model with a name; the first model for an empty name.
+
+        Raises:
+            NotFoundError: names the served models.
+        """
+        model = self._by_name.get(name) if name else self._models[0]
+        if model is None:
+            raise NotFoundError(
+                f"model {name[:_SHOWN_CHARS]!r} does not exist; this router serves "
+                f"{', '.join(map(repr, self._by_name))}"
+            )
+        return model
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request to any model could be served."""
+        return any(model.fleet.can_serve for model in self._models)
+
+    def start(self) -> None:
+        """Begins to look for the models' replicas."""
+        for model in self._models:
+            model.fleet.start()
+
+    async def close(self) -> None:
+        """Disconnects all replicas. Idempotent."""
+        await asyncio.gather(*(model.fleet.close() for model in self._models))
