@@ -232,6 +232,8 @@ class CompletionChunk:
         prompt_token_ids: the prompt; on the first chunk, if the request asks for
             `prompt_logprobs`.
         prompt_logprobs: as in `RequestOutput`; on the first chunk.
+        prompt_index: the number of the prompt, from 0, if the request has several. What is said
+            of a first and a last chunk holds for each prompt's.
     """
 
     request_id: str
@@ -246,6 +248,7 @@ class CompletionChunk:
     logprobs: list[Logprobs] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from baton.request_spec import RequestSpec
 from baton.results import Logprob, logprobs_of
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2
-from baton.wire import parse_chunk, parse_output
+from baton.wire import parse_chunk, parse_output, parse_response
 from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
@@ -45,10 +45,10 @@ def test_the_prompt_of_a_generation_is_what_the_server_used():
     response = generation_pb2.GenerateResponse(
         completions=[generation_pb2.Completion()], prompt_token_ids=[6, 7]
     )
-    assert parse_output(response, [5, 6, 7]).prompt_token_ids == [6, 7]
+    assert parse_response(response, [5, 6, 7]).prompt_token_ids == [6, 7]
     del response.prompt_token_ids[:]
-    assert parse_output(response, [5, 6, 7]).prompt_token_ids == [5, 6, 7]
-    assert parse_output(response, "text").prompt_token_ids is None
+    assert parse_response(response, [5, 6, 7]).prompt_token_ids == [5, 6, 7]
+    assert parse_response(response, "text").prompt_token_ids is None
 
 
 @settings(deadline=None)
@@ -101,7 +101,7 @@ def outputs_of(candidates, prompt, data):
 
 def check(whole, responses, candidates, prompt):
     chunks = [parse_chunk(response) for response in responses]
-    parsed = parse_output(whole.response(), "text")
+    parsed = parse_output(whole.response())
     expected_prompt = [None, *by_token(PROMPT[1:], prompt)]
     assert parsed.prompt_logprobs == chunks[0].prompt_logprobs == expected_prompt
     assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == list(PROMPT)

@@ -10,7 +10,7 @@ from baton.results import (
     logprobs_of,
 )
 from baton.v1 import common_pb2, generation_pb2
-from baton.wire import parse_chunk, parse_output
+from baton.wire import parse_chunk, parse_response
 
 
 def output(**fields):
@@ -51,7 +51,7 @@ def test_an_aborted_request_ends_with_abort():
     whole = generation_pb2.GenerateResponse(
         completions=[generation_pb2.Completion(finish_reason=aborted)]
     )
-    result = parse_output(whole, "the prompt")
+    result = parse_response(whole, "the prompt")
     assert (result.finish_reason, result.prompt) == ("abort", "the prompt")
     chunk = generation_pb2.GenerateStreamResponse(finish_reason=aborted)
     assert parse_chunk(chunk).finish_reason == "abort"
