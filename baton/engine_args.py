@@ -90,7 +90,7 @@ _WITHOUT_EFFECT = (
     "max_seq_len_to_capture",
 )
 """Arguments of vLLM that change no result: they are about logs and its own implementation."""
-_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
+_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_offloading_size": "swap_space"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 
@@ -115,7 +115,7 @@ class EngineArgs:
         reasoning_end_str: the text after that part, such as `</think>`; both are set or none.
         engine_arguments: fields of `engine.config.EngineConfig`, named like
             the flags: `dtype`, `max_num_seqs`, `block_size` ... `swap_space` is a text with a
-            unit, such as "4GiB".
+            unit, such as "4GiB"; `kv_offloading_size` is its number of GiB, as in vLLM.
 
     Attributes:
         config: the engine's configuration.
@@ -162,7 +162,7 @@ def _engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             _check_fixed(given, value, known)
         elif value is not None:
-            values[name] = _CONVERTERS.get(name, _unchanged)(value)
+            values[name] = _CONVERTERS.get(given, _unchanged)(value)
     return values
 
 
@@ -207,6 +207,10 @@ def _swap_space(value: Any) -> int:
         raise ConfigurationError(f"swap_space: {error}; write it like '4GiB'") from None
 
 
+def _gibibytes(value: float) -> int:
+    return int(value * 2**30)
+
+
 def _unchanged(value: Any) -> Any:
     return value
 
@@ -215,4 +219,5 @@ _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
     "kv_cache_dtype": _kv_cache_dtype,
     "swap_space": _swap_space,
+    "kv_offloading_size": _gibibytes,
 }
