@@ -8,8 +8,8 @@ sense.
 
 import sys
 
-# from vllm import LLM, SamplingParams
-# from vllm.sampling_params import BeamSearchParams
+# It was: from vllm import LLM, SamplingParams
+# and: from vllm.sampling_params import BeamSearchParams
 from baton import LLM, BeamSearchParams, SamplingParams
 
 PROMPTS = [
@@ -20,7 +20,7 @@ PROMPTS = [
 
 
 def main(model: str) -> None:
-    """Completes prompts, repeats one with a seed, and searches the likeliest completions."""
+    """Completes prompts, answers a chat, and searches the likeliest completions."""
     llm = LLM(
         model=model,
         tensor_parallel_size=1,
@@ -36,6 +36,11 @@ def main(model: str) -> None:
         print(f"{output.prompt!r} ({len(output.prompt_token_ids)} tokens)")
         for candidate in output.outputs:
             print(f"  {candidate.index}: {candidate.text!r} ({candidate.finish_reason})")
+
+    messages = [{"role": "user", "content": "How do I open a file?"}]
+    tokenizer = llm.get_tokenizer()
+    print(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    print(f"  {llm.chat(messages, sampling_params, use_tqdm=False)[0].outputs[0].text!r}")
 
     greedy = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     first = llm.generate(PROMPTS[0], greedy, use_tqdm=False)[0].outputs[0]
