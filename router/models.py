@@ -14,6 +14,7 @@ from router.admission import Admission
 from router.config import ModelConfig, RouterConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
+from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class Model:
         router: the router's.
         files: the model's files.
         admission: limits the number of running requests of all models.
+        pace: how long streams pause after each message.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -69,7 +71,12 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, router: RouterConfig, files: ModelFiles, admission: Admission
+        self,
+        config: ModelConfig,
+        router: RouterConfig,
+        files: ModelFiles,
+        admission: Admission,
+        pace: Pace,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -86,6 +93,7 @@ class Model:
             self.fleet,
             prefix_index,
             admission,
+            pace,
         )
 
     @property
