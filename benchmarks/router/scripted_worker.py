@@ -1,4 +1,4 @@
-"""`python -m benchmarks.router.scripted_worker STEP_MS PORT_FILE`: a decode replica without a model.
+"""`python -m benchmarks.router.scripted_worker STEP_MS PORT_FILE`: decodes without a model.
 
 Each step it sends the next token of every running request, as an engine does, so that a router
 is all that a benchmark measures. With a step of 0 ms, steps are as fast as the router reads.
