@@ -1,1 +1,1 @@
-"""Chats: from messages to a prompt, and from generated text to content, reasoning and tool calls."""
+"""Chats: from messages to a prompt, and from text to content, reasoning and tool calls."""
