@@ -1,6 +1,6 @@
 """`AnswerBuilder`: collects what a tool parser finds, as deltas."""
 
-import secrets
+from collections.abc import Callable
 
 from router.chat.delta import ChatDelta, ToolCallDelta
 
@@ -16,15 +16,24 @@ class AnswerBuilder:
     Whitespace beside a call is no content: neither between two calls, nor before the first call
     if there is no other text, nor after the last call. It is therefore held back until other
     text follows.
+
+    Args:
+        new_call_id: makes the id of a call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self._new_call_id = new_call_id
         self._num_calls = 0
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
         self._whitespace = ""
         self._holds_whitespace = True
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there was a call."""
+        return self._num_calls > 0
 
     def content(self, text: str) -> None:
         """Adds content."""
@@ -40,11 +49,10 @@ class AnswerBuilder:
 
         Args:
             name: the function's.
-            call_id: empty: the call gets a random id.
+            call_id: empty: the call gets a new one.
         """
         self._end_call()
-        call_id = call_id or f"call_{secrets.token_hex(12)}"
-        self._calls.append(ToolCallDelta(self._num_calls, call_id, name))
+        self._calls.append(ToolCallDelta(self._num_calls, call_id or self._new_call_id(), name))
         self._num_calls += 1
         self._whitespace = ""
         self._holds_whitespace = True

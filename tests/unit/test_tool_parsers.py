@@ -85,7 +85,109 @@ JSON = [
     ("[1, 2]", "[1, 2]", []),
 ]
 
-TABLES = {"hermes": HERMES, "json": JSON}
+TAG = "<|python_tag|>"
+G2 = ("g", '{"b": 2}')
+
+LLAMA3 = [
+    ("Hello; world", "Hello; world", []),
+    ('{"name": "f", "parameters": {"a": 1}}', None, [F1]),
+    ('{"type": "function", "name": "f", "parameters": {"a": 1}}', None, [F1]),
+    (f'{TAG}{{"name": "f", "arguments": {{"a": 1}}}}', None, [F1]),
+    (f'Hi {TAG} {{"name": "f", "arguments": {{"a": 1}}}}', "Hi ", [F1]),
+    (
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": "{\\"b\\": 2}"}',
+        None,
+        [F1, G2],
+    ),
+    (
+        f'{TAG}{{"name": "f", "parameters": {{"a": 1}}}};{TAG}{{"name":"g","parameters":{{"b": 2}}}}',
+        None,
+        [F1, G2],
+    ),
+    ('{"name": "f", "parameters": {"a": 1}}; bye', "; bye", [F1]),
+    # No calls.
+    (f"{TAG}print(1)", f"{TAG}print(1)", []),
+    ('{"a": "<|python', '{"a": "<|python', []),
+    ('{"name": "f"}', '{"name": "f"}', []),
+    ("{", "{", []),
+    (f'{{"a": 1}} {TAG}{{"name": "f", "parameters": {{"a": 1}}}}', '{"a": 1} ', [F1]),
+    # Cut short.
+    ('{"name": "f", "parameters": {"a"', None, [("f", '{"a"')]),
+]
+
+MISTRAL = [
+    ("Hello [TOOL", "Hello [TOOL", []),
+    ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', None, [F1]),
+    (
+        'Hi[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name":"g","arguments":{"b": 2}}]',
+        "Hi",
+        [F1, G2],
+    ),
+    ('[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', None, [F1]),
+    ('[TOOL_CALLS]f{"a": 1}', None, [F1]),
+    ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g {"b": 2}', None, [F1, G2]),
+    ('[TOOL_CALLS]f[ARGS]{"a": 1}', None, [F1]),
+    ('[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": 2}', None, [F1, G2]),
+    ('[TOOL_CALLS]f{"a": 1} bye', " bye", [F1]),
+    ('[TOOL_CALLS]f{"a": "[TOOL_CALLS]', None, [("f", '{"a": "[TOOL_CALLS]')]),
+    # No calls.
+    ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("[TOOL_CALLS]f", "[TOOL_CALLS]f", []),
+    ("[TOOL_CALLS]f[ARGS]3", "[TOOL_CALLS]f[ARGS]3", []),
+    ("[TOOL_CALLS]{}", "[TOOL_CALLS]{}", []),
+    (f'[TOOL_CALLS]{"f" * 257}{{"a": 1}}', f'[TOOL_CALLS]{"f" * 257}{{"a": 1}}', []),
+]
+
+PYTHONIC = [
+    ("Hello", "Hello", []),
+    ("[f(a=1)]", None, [F1]),
+    (" [\n f(a=1), g( b = 2, ) ] ", None, [F1, G2]),
+    ("[f()]", None, [("f", "{}")]),
+    ("[a.f-1(x='y')]", None, [("a.f-1", '{"x": "y"}')]),
+    (
+        '[f(a=\'it\\\'s\', b="\\n\\x41\\u00e9\\101\\q", c="""x"y""", d=\'\')]',
+        None,
+        [("f", '{"a": "it\'s", "b": "\\nAéA\\\\q", "c": "x\\"y", "d": ""}')],
+    ),
+    (
+        "[f(a=[1, -2.5, True], b={'k': None, \"l\": {}}, c=0x10, d=1_000, e=[1,], g=false)]",
+        None,
+        [
+            (
+                "f",
+                '{"a": [1, -2.5, true], "b": {"k": null, "l": {}}, "c": 16, "d": 1000, '
+                '"e": [1], "g": false}',
+            )
+        ],
+    ),
+    ("[f(a='\\ud83d\\ude00')]", None, [("f", '{"a": "\\ud83d\\ude00"}')]),
+    ("[f(a=1)] bye", " bye", [F1]),
+    ("[f(a=1), bye", ", bye", [F1]),
+    ("[f(a=1)", None, [F1]),
+    # No calls.
+    ("[]", "[]", []),
+    ("[1, 2]", "[1, 2]", []),
+    ("[see](http://x)", "[see](http://x)", []),
+    ("[f(1)]", "[f(1)]", []),
+    ("[f(x, a=1)]", "[f(x, a=1)]", []),
+    ("f(a=1)", "f(a=1)", []),
+    # Malformed or cut short.
+    ("[f(a=1, b=[2, 'x", None, [("f", '{"a": 1, "b": [2, "x')]),
+    ("[f(a=x, b=2)]", ", b=2)]", [("f", '{"a": x')]),
+    ("[f(a=1, 2)]", ", 2)]", [("f", '{"a": 1')]),
+    ("[f(a={1: 2})]", "1: 2})]", [("f", '{"a": {')]),
+    ("[f(a=1e999)]", ")]", [("f", '{"a": 1e999')]),
+    ("[f(a=" + "[" * 65, "[", [("f", '{"a": ' + "[" * 64)]),
+]
+
+TABLES = {
+    "hermes": HERMES,
+    "json": JSON,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+}
 
 
 @pytest.mark.parametrize(

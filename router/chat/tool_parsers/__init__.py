@@ -9,14 +9,21 @@ from typing import Any
 from baton.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
 from router.chat.tool_parsers.hermes import HermesToolParser
+from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
+from router.chat.tool_parsers.mistral import MistralToolParser
 from router.chat.tool_parsers.named_call import NamedCallParser
 from router.chat.tool_parsers.plain_json import JsonToolParser
+from router.chat.tool_parsers.pythonic import PythonicToolParser
 
 __all__ = ["ToolParser", "forced_tool_parser", "tool_parser"]
 
 _PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesToolParser,
     "json": JsonToolParser,
+    "llama3_json": Llama3JsonToolParser,
+    "llama4_json": Llama3JsonToolParser,
+    "mistral": MistralToolParser,
+    "pythonic": PythonicToolParser,
 }
 
 

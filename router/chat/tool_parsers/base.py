@@ -1,5 +1,6 @@
 """`ToolParser`: finds tool calls in generated text, which arrives in pieces."""
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -58,7 +59,7 @@ class GeneratorToolParser(ToolParser):
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self.text = TextInput()
-        self.answer = AnswerBuilder()
+        self.answer = AnswerBuilder(self._new_call_id)
         self._steps = self._run_all()
 
     def push(self, text: str) -> ChatDelta:
@@ -73,6 +74,11 @@ class GeneratorToolParser(ToolParser):
         next(self._steps, None)
         self.answer.finish()
         return self.answer.take()
+
+    @staticmethod
+    def _new_call_id() -> str:
+        """Returns a random id for a call."""
+        return f"call_{secrets.token_hex(12)}"
 
     @abstractmethod
     def _run(self) -> Steps[None]:
