@@ -8,12 +8,16 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import DeadlineExceededError, NotFoundError
+from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
 from baton.v1 import generation_pb2
 from router.admission import Admission
+from router.chat.chat_prompt import conversation_of_chat
+from router.chat.conversation import Conversation
+from router.chat.template import ChatTemplate
 from router.config import ModelConfig, RouterConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
+from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.tokenizer import Tokenizer
@@ -30,10 +34,12 @@ class ModelFiles:
     Attributes:
         tokenizer: the model's tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
+        chat_template: makes chats prompts; None if the model has none.
     """
 
     tokenizer: Tokenizer
     default_params: Mapping[str, Any]
+    chat_template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, config: ModelConfig) -> "ModelFiles":
@@ -45,6 +51,7 @@ class ModelFiles:
         return cls(
             tokenizer=Tokenizer.load(config.model),
             default_params=load_default_params(config.model, config.generation_config),
+            chat_template=ChatTemplate.load(config.model, config.chat_template),
         )
 
 
@@ -56,12 +63,14 @@ class Model:
         router: the router's.
         files: the model's files.
         admission: limits the number of running requests of all models.
+        pace: how long streams pause after each message.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
         config: the model's.
         created: seconds since 1970 when the router started to serve it.
         tokenizer: its tokenizer.
+        default_params: values of sampling parameters that a request leaves unset.
         fleet: its replicas.
 
     Raises:
@@ -69,12 +78,19 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, router: RouterConfig, files: ModelFiles, admission: Admission
+        self,
+        config: ModelConfig,
+        router: RouterConfig,
+        files: ModelFiles,
+        admission: Admission,
+        pace: Pace,
     ) -> None:
         self.names = config.names
         self.config = config
         self.created = int(time.time())
         self.tokenizer = files.tokenizer
+        self.default_params = files.default_params
+        self._chat_template = files.chat_template
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s
@@ -86,6 +102,7 @@ class Model:
             self.fleet,
             prefix_index,
             admission,
+            pace,
         )
 
     @property
@@ -98,6 +115,19 @@ class Model:
         """Token ids are below it: the replicas' number, or the tokenizer's while there are none."""
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
+
+    async def render(self, conversation: Conversation) -> str:
+        """Returns the prompt of a chat. It has its special tokens already, as texts.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template.
+            InvalidArgumentError: the template cannot render the chat; names the field.
+        """
+        if self._chat_template is None:
+            raise FailedPreconditionError(
+                f"model {self.name!r} has no chat template; the operator can set --chat-template"
+            )
+        return await asyncio.to_thread(self._chat_template.render, conversation)
 
     @asynccontextmanager
     async def responses(
@@ -120,15 +150,20 @@ class Model:
         timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
         deadline = time.monotonic() + timeout_s
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                aclosing(await self._pipeline.open(message, deadline)) as responses,
-            ):
-                yield responses
+            async with asyncio.timeout(timeout_s):
+                await self._render_chat(message)
+                async with aclosing(await self._pipeline.open(message, deadline)) as responses:
+                    yield responses
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the request did not end within {timeout_s:.1f} s"
             ) from None
+
+    async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
+        """Replaces a message's chat by its prompt."""
+        if message.WhichOneof("prompt") == "chat":
+            message.text = await self.render(conversation_of_chat(message.chat))
+            message.add_special_tokens = False
 
 
 class Models:
