@@ -16,7 +16,7 @@ from baton.errors import BatonError, FailedPreconditionError, UnavailableError
 from baton.offline_request import OfflineRequest
 from baton.offline_tokenizer import OfflineTokenizer
 from baton.prompts import ParsedPrompt, Prompt, parse_prompt, refuse_lora
-from baton.request_maker import ModelFiles, RequestMaker
+from baton.request_maker import OfflineFiles, RequestMaker
 from baton.results import RequestOutput
 from baton.sampling_params import RequestOutputKind, SamplingParams
 from baton.wire import Params
@@ -56,7 +56,7 @@ class AsyncLLM:
         return made
 
     def _load(self, args: EngineArgs) -> None:
-        files = ModelFiles.load(args)
+        files = OfflineFiles.load(args)
         chats = ChatPrompts(args.model, args.chat_template)
         self._core = EngineCore.build(args.config)
         info = self._core.info

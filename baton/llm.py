@@ -19,7 +19,7 @@ from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedErro
 from baton.offline_request import OfflineRequest
 from baton.offline_tokenizer import OfflineTokenizer
 from baton.prompts import ParsedPrompt, Prompt, parse_prompts, refuse_lora
-from baton.request_maker import ModelFiles, RequestMaker
+from baton.request_maker import OfflineFiles, RequestMaker
 from baton.results import RequestOutput
 from baton.sampling_params import SamplingParams
 from baton.wire import Params
@@ -49,7 +49,7 @@ class LLM:
 
     def __init__(self, model: str, **arguments: Any) -> None:
         args = EngineArgs(model, **arguments)
-        files = ModelFiles.load(args)
+        files = OfflineFiles.load(args)
         self._chats = ChatPrompts(args.model, args.chat_template)
         self._core = EngineCore.build(args.config)
         self._requests = RequestMaker(

@@ -19,11 +19,11 @@ from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
 from router.validation import check_token_ids, fitting_params
 
-__all__ = ["ModelFiles", "RequestMaker"]
+__all__ = ["OfflineFiles", "RequestMaker"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
+class OfflineFiles:
     """What is read from a checkpoint besides the model.
 
     Attributes:
@@ -37,7 +37,7 @@ class ModelFiles:
     marks: ReasoningMarks | None
 
     @classmethod
-    def load(cls, args: EngineArgs) -> "ModelFiles":
+    def load(cls, args: EngineArgs) -> "OfflineFiles":
         """Reads the files.
 
         Raises:
@@ -59,7 +59,7 @@ class RequestMaker:
     """
 
     def __init__(
-        self, files: ModelFiles, info: ModelInfo, max_candidates: int, seed: int | None
+        self, files: OfflineFiles, info: ModelInfo, max_candidates: int, seed: int | None
     ) -> None:
         self._tokenizer = files.tokenizer
         self._default_params = files.default_params

@@ -16,7 +16,11 @@ from baton.errors import (
 )
 from baton.results import CompletionChunk, Timings, Usage
 from baton.v1 import common_pb2
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.fake_generation import running_fake_generation
+from tests.support.fake_workers import FakeDecode, running_workers
+from tests.support.running_router import running_router, script_of, tokenizer
 
 USAGE = Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
 TIMINGS = Timings(route_ms=1.5, first_token_ms=20.0, total_ms=30.0)
@@ -238,6 +242,28 @@ async def test_a_chat_reaches_the_server_asynchronously(server):
     assert result.text == "Hello, world"
     assert server.requests[0].chat.HasField("add_generation_prompt")
     assert not server.requests[0].chat.add_generation_prompt
+
+
+async def test_a_router_answers_chats_and_several_prompts():
+    script = script_of("an answer")
+    decode = FakeDecode(script)
+    source = TemplateSource({"default": TemplateText("{{ messages[0].content }}!", "here")}, {})
+    async with (
+        running_workers(decode),
+        running_router(decode, chat_template=ChatTemplate(source)) as router,
+        AsyncClient(router.server.address) as client,
+    ):
+        params = {"max_tokens": len(script)}
+        chat = await client.chat([{"role": "user", "content": "Hi"}], params)
+        several = await client.generate(["a", [5, 6]], params, request_id="r")
+        chunks = [chunk async for chunk in client.stream(["a", "b"], params)]
+    assert chat.text == "an answer"
+    assert chat.usage.prompt_tokens == len(tokenizer().encode("Hi!", add_special_tokens=False))
+    assert [result.text for result in several] == ["an answer"] * 2
+    assert [result.request_id for result in several] == ["r-0", "r-1"]
+    for index in (0, 1):
+        own = [chunk.text for chunk in chunks if chunk.prompt_index == index]
+        assert "".join(own) == "an answer"
 
 
 def test_bad_chats_are_refused_by_the_client(server):
