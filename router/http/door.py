@@ -16,7 +16,16 @@ from router.http.sse import DONE
 from router.http.token_texts import TokenTexts
 from router.models import Model, Models
 
-__all__ = ["ANSWERS", "JSON_OBJECT", "Door", "Protocol", "answer", "door_of", "error_event", "json_answer"]
+__all__ = [
+    "ANSWERS",
+    "JSON_OBJECT",
+    "Door",
+    "Protocol",
+    "answer",
+    "door_of",
+    "error_event",
+    "json_answer",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ with the request's id; the client gets the id alone.
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +45,7 @@ class Problem:
     kind: str = INVALID_REQUEST
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] = _NO_HEADERS
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 ErrorBody = Callable[[Problem], dict[str, Any]]
@@ -105,9 +105,7 @@ def problem_of(error: BaseException, request_id: str) -> Problem:
     )
 
 
-def http_problem(
-    status: int, message: str, headers: Mapping[str, str] = _NO_HEADERS
-) -> Problem:
+def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEADERS) -> Problem:
     """The problem of an answer without a `BatonError`; well-known statuses have their own text."""
     known, code = _OF_STATUS.get(status, (message, None))
     kind = INVALID_REQUEST if status < 500 else "server_error"

@@ -90,7 +90,7 @@ def prompt_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[common_pb2.TokenLogprobs],
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: by token id; null for the first token of the prompt."""
+    """The `prompt_logprobs` of vLLM, by token id; null for the first token of the prompt."""
     return [
         None,
         *(

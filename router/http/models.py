@@ -30,9 +30,7 @@ async def get_model(model_id: str, request: Request) -> Response:
     return json_answer(_fields(door_of(request).models.find(model_id), model_id))
 
 
-@_ROUTER.post(
-    "/v1/embeddings", status_code=501, responses={501: ANSWERS[500], **ANSWERS}
-)
+@_ROUTER.post("/v1/embeddings", status_code=501, responses={501: ANSWERS[500], **ANSWERS})
 async def create_embeddings(request: Request) -> Response:
     """Refuses: no served model makes embeddings."""
     problem = Problem(

@@ -7,9 +7,9 @@ from starlette.requests import Request
 
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
+from baton.v1 import generation_pb2
 from baton.wire import build_request
 from router.http.bodies import SamplingBody, refuse_lacking
-from baton.v1 import generation_pb2
 
 __all__ = ["Prompt", "generate_request", "request_id_of", "stated_fields", "timeout_of"]
 
@@ -58,9 +58,7 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
             other.
     """
     refuse_lacking(body)
-    stated = {
-        name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None
-    }
+    stated = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     if body.vllm_xargs is not None:
         stated["extra_args"] = body.vllm_xargs
     if body.use_beam_search:

@@ -145,9 +145,7 @@ async def _until_disconnect(receive: Receive) -> None:
         message = await receive()
 
 
-async def unless_client_leaves(
-    receive: Receive, work: Coroutine[Any, Any, _Result]
-) -> _Result:
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Returns the result of `work`, which is cancelled if the client leaves.
 
     Raises:
