@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
 
-__all__ = ["load_tokenizer", "read_json", "resolve_folder"]
+__all__ = ["load_tokenizer", "read_json", "read_settings", "resolve_folder"]
 
 _FILES = (
     "tokenizer.json",
@@ -27,6 +27,8 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
     "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 # Tokens named by role (`bos_token`) are special, even if their description says otherwise.
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -36,7 +38,7 @@ _GPT2_END_OF_TEXT = "<|endoftext|>"
 
 
 def resolve_folder(path_or_name: str | Path) -> Path:
-    """Returns the local folder; downloads the tokenizer files and
+    """Returns the local folder; downloads the tokenizer files, chat templates and
     generation_config.json of a Hub repository.
 
     Raises:
@@ -72,7 +74,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         if (folder / "tokenizer.json").is_file():
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            _add_tokens(backend, _read_settings(folder))
+            _add_tokens(backend, read_settings(folder))
             return backend
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return _load_gpt2(folder)
@@ -96,7 +98,7 @@ def _missing_files_message(folder: Path) -> str:
 def _load_gpt2(folder: Path) -> tokenizers.Tokenizer:
     """Byte-level BPE from `vocab.json` and `merges.txt`."""
     settings = {f"{name}_token": _GPT2_END_OF_TEXT for name in ("bos", "eos", "unk")}
-    settings |= _read_settings(folder)
+    settings |= read_settings(folder)
     tokenizer_class = settings.get("tokenizer_class", _GPT2_CLASSES[0])
     if tokenizer_class not in _GPT2_CLASSES:
         raise ConfigurationError(
@@ -126,8 +128,12 @@ def _bos_eos_template(
     )
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Reads `tokenizer_config.json`, completed by the older files that it replaces."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns `tokenizer_config.json`, completed by the older files that it replaces.
+
+    Raises:
+        TypeError, ValueError: a file is not a JSON object.
+    """
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")

@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 __all__ = ["main"]
 
 _BOS, _EOS = "<s>", "</s>"
+_CHAT_TEMPLATE = Path(__file__).parents[1] / "baton" / "demo_model" / "chat_template.jinja"
 _VOCAB_SIZE = 2048
 _MAX_POSITIONS = 1024
 _SEQUENCE_LENGTH = 512
@@ -50,6 +51,7 @@ without a download. It is made for trying the software; its texts are often wron
 {num_kv_heads} KV heads, vocabulary {vocab_size}, {num_parameters:,} parameters.
 - Weights are stored in bfloat16 and meant to run in float32, as `config.json` says.
 - Positions up to {max_positions}; trained on sequences of {sequence_length} tokens.
+- Its chat template writes messages as paragraphs; the model was not trained on chats.
 - Made by `scripts/train_demo_model.py --steps {steps} --seed {seed}`.
 
 ## Training text
@@ -202,6 +204,7 @@ def write_checkpoint(
     # bfloat16 halves the file. Running in float32 avoids ties in greedy decoding.
     stored.config.dtype = torch.float32
     stored.config.save_pretrained(folder)
+    tokenizer.chat_template = _CHAT_TEMPLATE.read_text()
     tokenizer.save_pretrained(folder)
     (folder / "MODEL_CARD.md").write_text(card)
 

@@ -1,0 +1,196 @@
+"""Checks the messages and tools of OpenAI's chat API and brings them into one form.
+
+The result is a `Conversation`, from which a `ChatTemplate` renders a prompt.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from baton.errors import InvalidArgumentError
+from router.chat.conversation import Conversation
+
+__all__ = ["MAX_MESSAGES", "MAX_PARTS", "MAX_TOOLS", "conversation_of"]
+
+MAX_MESSAGES = 4096
+"""The most messages of a chat."""
+MAX_PARTS = 4096
+"""The most parts of a message's content, and the most tool calls of a message."""
+MAX_TOOLS = 1024
+"""The most tools and the most documents of a chat."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of text parts, with the field that has their text."""
+_MOST_SHOWN_CHARS = 100
+_TEXT_OR_NULL = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+
+def conversation_of(
+    messages: Any,
+    *,
+    tools: Any = None,
+    documents: Any = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Any = None,
+) -> Conversation:
+    """Returns a checked chat.
+
+    Content is a text, None or a list of text parts afterwards, and the arguments of tool calls are
+    objects. Unknown fields of messages stay, for templates that read them.
+
+    Args:
+        messages: OpenAI's messages.
+        tools: OpenAI's tools; None: none.
+        documents: objects for templates that read documents; None: none.
+        add_generation_prompt: the prompt ends with the start of an answer.
+        continue_final_message: the answer continues the text of the last message.
+        template_kwargs: further variables of the template (`chat_template_kwargs`); None: none.
+
+    Raises:
+        InvalidArgumentError: a field has a wrong type, role or number of elements, or is no text;
+            names it by its path, such as `messages[2].content[0].type`.
+    """
+    checked = tuple(
+        _message(f"messages[{i}]", message)
+        for i, message in enumerate(_array("messages", messages, MAX_MESSAGES))
+    )
+    if not checked:
+        raise InvalidArgumentError("messages is empty; a chat has at least one message")
+    return Conversation(
+        messages=checked,
+        tools=tuple(
+            _tool(f"tools[{i}]", tool)
+            for i, tool in enumerate(_array("tools", _or(tools, ()), MAX_TOOLS))
+        ),
+        documents=tuple(
+            _object(f"documents[{i}]", document)
+            for i, document in enumerate(_array("documents", _or(documents, ()), MAX_TOOLS))
+        ),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=_object("chat_template_kwargs", _or(template_kwargs, {})),
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _message(path: str, message: Any) -> Mapping[str, Any]:
+    fields = {name: value for name, value in _object(path, message).items() if value is not None}
+    role = _text(f"{path}.role", fields.get("role"))
+    if role not in _ROLES:
+        raise InvalidArgumentError.for_field(
+            f"{path}.role", _shown(role), f"one of {', '.join(_ROLES)}"
+        )
+    for name in _TEXT_OR_NULL:
+        if name in fields:
+            _text(f"{path}.{name}", fields[name])
+    if "content" in fields:
+        fields["content"] = _content(f"{path}.content", fields["content"])
+    if role == "assistant":
+        calls = _tool_calls(f"{path}.tool_calls", fields.pop("tool_calls", ()))
+        fields |= {"tool_calls": calls} if calls else {}
+        fields |= _reasoning(fields)
+    return fields
+
+
+def _reasoning(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasoning of an earlier answer, under both names that clients and templates use."""
+    reasoning = fields.get("reasoning") or fields.get("reasoning_content")
+    return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+
+
+def _content(path: str, content: Any) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        _refuse(path, content, "a text or an array of parts")
+    parts = enumerate(_array(path, content, MAX_PARTS))
+    return [{"type": "text", "text": _part_text(f"{path}[{i}]", part)} for i, part in parts]
+
+
+def _part_text(path: str, part: Any) -> str:
+    if isinstance(part, str):  # some clients write a part of text so, and vLLM takes it
+        return part
+    fields = _object(path, part)
+    kind = _text(f"{path}.type", fields.get("type"))
+    if kind not in _TEXT_FIELDS:
+        raise InvalidArgumentError(f"{path}.type is {_shown(kind)!r}; Baton serves text only")
+    name = _TEXT_FIELDS[kind]
+    return _text(f"{path}.{name}", fields.get(name))
+
+
+def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
+    return [
+        _tool_call(f"{path}[{i}]", call) for i, call in enumerate(_array(path, calls, MAX_PARTS))
+    ]
+
+
+def _tool_call(path: str, call: Any) -> dict[str, Any]:
+    fields = dict(_object(path, call))
+    _function_type(path, fields)
+    function = dict(_object(f"{path}.function", fields.get("function")))
+    _text(f"{path}.function.name", function.get("name"))
+    function["arguments"] = _arguments(f"{path}.function.arguments", function.get("arguments"))
+    return {**fields, "type": "function", "function": function}
+
+
+def _arguments(path: str, arguments: Any) -> dict[str, Any]:
+    """The arguments of a call as an object; templates write them in a format of their own."""
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
+    return dict(_object(path, arguments or {}))
+
+
+def _tool(path: str, tool: Any) -> Mapping[str, Any]:
+    fields = _object(path, tool)
+    _function_type(path, fields)
+    function = _object(f"{path}.function", fields.get("function"))
+    if not _text(f"{path}.function.name", function.get("name")):
+        raise InvalidArgumentError(f"{path}.function.name is empty")
+    if function.get("parameters") is not None:
+        _object(f"{path}.function.parameters", function["parameters"])
+    return fields
+
+
+def _function_type(path: str, fields: Mapping[str, Any]) -> None:
+    kind = fields.get("type", "function")
+    if kind != "function":
+        raise InvalidArgumentError.for_field(f"{path}.type", _shown(kind), "'function'")
+
+
+def _array(path: str, value: Any, most: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        _refuse(path, value, "an array")
+    if len(value) > most:
+        raise InvalidArgumentError(f"{path} has {len(value)} elements; at most {most} are allowed")
+    return value
+
+
+def _object(path: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        _refuse(path, value, "an object")
+    return value
+
+
+def _text(path: str, value: Any) -> str:
+    if not isinstance(value, str):
+        _refuse(path, value, "a text")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value for an error, cut: clients choose its length."""
+    return str(value)[:_MOST_SHOWN_CHARS]
+
+
+def _refuse(path: str, value: Any, form: str) -> NoReturn:
+    if value is None:
+        raise InvalidArgumentError(f"{path} is missing; it must be {form}")
+    raise InvalidArgumentError(f"{path} must be {form}, not {type(value).__name__}")

@@ -1,0 +1,189 @@
+"""OpenAI's messages and tools: what is taken, in which form, and how refusals name it."""
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from router.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, conversation_of
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def one(message):
+    (checked,) = conversation_of([message]).messages
+    return checked
+
+
+def call(arguments='{"x": 1}', **fields):
+    return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}} | (
+        fields
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_roles(role):
+    assert one({"role": role, "content": "Hi"}) == {"role": role, "content": "Hi"}
+
+
+def test_defaults():
+    conversation = conversation_of([USER])
+    assert (conversation.tools, conversation.documents) == ((), ())
+    assert (conversation.add_generation_prompt, conversation.continue_final_message) == (
+        True,
+        False,
+    )
+    assert conversation.template_kwargs == {}
+
+
+def test_text_parts_become_parts_of_one_type():
+    parts = [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+        {"type": "input_text", "text": "b"},
+        {"type": "output_text", "text": "c", "annotations": []},
+        {"type": "refusal", "refusal": "d"},
+        "e",
+    ]
+    texts = [part["text"] for part in one({"role": "user", "content": parts})["content"]]
+    assert texts == ["a", "b", "c", "d", "e"]
+    assert one({"role": "user", "content": parts})["content"][3] == {"type": "text", "text": "d"}
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "file", "video_url"])
+def test_other_parts_are_refused_by_name(kind):
+    messages = [USER, USER, {"role": "user", "content": [{"type": kind, kind: {}}]}]
+    with pytest.raises(InvalidArgumentError) as error:
+        conversation_of(messages)
+    assert error.value.message == (
+        f"messages[2].content[0].type is '{kind}'; Baton serves text only"
+    )
+
+
+def test_null_fields_are_unset():
+    message = {"role": "assistant", "content": None, "tool_calls": None, "name": None}
+    assert one(message) == {"role": "assistant"}
+    assert conversation_of([USER], tools=None, documents=None, template_kwargs=None).tools == ()
+
+
+def test_known_and_unknown_fields_stay():
+    message = {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f", "extra": [1]}
+    assert one(message) == message
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_has_both_of_its_names(name):
+    message = {"role": "assistant", "content": "a", name: "r"}
+    assert one(message) == message | {"reasoning": "r", "reasoning_content": "r"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"x": {"y": [1, null, "ü"]}}', {"x": {"y": [1, None, "ü"]}}),
+        ({"x": 1}, {"x": 1}),
+        ("", {}),
+        (None, {}),
+        ("{}", {}),
+        ("null", {}),
+    ],
+)
+def test_arguments_of_calls_become_objects(arguments, expected):
+    checked = one({"role": "assistant", "content": None, "tool_calls": [call(arguments)]})
+    assert checked["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": expected}}
+    ]
+
+
+def test_the_callers_message_is_not_changed():
+    message = {"role": "assistant", "tool_calls": [call()]}
+    one(message)
+    assert message == {"role": "assistant", "tool_calls": [call()]}
+
+
+def test_an_empty_list_of_calls_is_unset():
+    assert "tool_calls" not in one({"role": "assistant", "content": "a", "tool_calls": []})
+
+
+def assistant(*calls):
+    return {"role": "assistant", "tool_calls": list(calls)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (None, "messages is missing; it must be an array"),
+        ("Hi", "messages must be an array, not str"),
+        ({}, "messages must be an array, not dict"),
+        ([], "messages is empty"),
+        ([USER, "Hi"], r"messages\[1\] must be an object, not str"),
+        ([{"content": "Hi"}], r"messages\[0\].role is missing; it must be a text"),
+        ([USER | {"role": 5}], r"messages\[0\].role must be a text, not int"),
+        ([USER | {"role": "robot"}], r"messages\[0\].role is 'robot'; it must be one of system"),
+        ([USER | {"role": "x" * 9999}], r"messages\[0\].role is 'x{100}'; "),
+        ([USER | {"content": 5}], r"messages\[0\].content must be a text or an array of parts"),
+        ([USER | {"content": b"x"}], r"messages\[0\].content must be a text or an array"),
+        ([USER | {"content": [5]}], r"messages\[0\].content\[0\] must be an object, not int"),
+        ([USER | {"content": [{}]}], r"messages\[0\].content\[0\].type is missing"),
+        (
+            [USER | {"content": [{"type": "text"}]}],
+            r"messages\[0\].content\[0\].text is missing; it must be a text",
+        ),
+        (
+            [USER | {"content": [{"type": "refusal", "text": "x"}]}],
+            r"messages\[0\].content\[0\].refusal is missing",
+        ),
+        ([USER | {"name": 5}], r"messages\[0\].name must be a text, not int"),
+        ([USER | {"tool_call_id": []}], r"messages\[0\].tool_call_id must be a text, not list"),
+        ([USER | {"reasoning": {}}], r"messages\[0\].reasoning must be a text, not dict"),
+        ([USER | {"role": "assistant", "tool_calls": {}}], r"\[0\].tool_calls must be an array"),
+        ([assistant("f")], r"messages\[0\].tool_calls\[0\] must be an object"),
+        ([assistant(call(type="custom"))], r"tool_calls\[0\].type is 'custom'; it must be 'func"),
+        ([assistant(call(function=None))], r"tool_calls\[0\].function is missing"),
+        ([assistant(call(function={}))], r"tool_calls\[0\].function.name is missing"),
+        (
+            [USER, USER, USER, assistant(call(), call("{"))],
+            r"messages\[3\].tool_calls\[1\].function.arguments is not JSON: Expecting",
+        ),
+        ([assistant(call("[1]"))], r"function.arguments must be an object, not list"),
+        ([assistant(call("[" * 100_000))], r"function.arguments is not JSON"),
+        ([assistant(call("9" * 5000))], r"function.arguments is not JSON"),
+        ([USER] * (MAX_MESSAGES + 1), f"messages has {MAX_MESSAGES + 1} elements; at most"),
+        ([USER | {"content": ["x"] * (MAX_PARTS + 1)}], r"messages\[0\].content has"),
+        ([assistant(*[call()] * (MAX_PARTS + 1))], r"messages\[0\].tool_calls has"),
+    ],
+)
+def test_broken_messages_are_refused_by_path(messages, reason):
+    with pytest.raises(InvalidArgumentError, match=reason) as error:
+        conversation_of(messages)
+    assert len(error.value.message) < 400
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_tools_stay_as_they_are():
+    tools = [FUNCTION, {"type": "function", "function": {"name": "g", "strict": True}}]
+    assert conversation_of([USER], tools=tools).tools == tuple(tools)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"tools": {}}, "tools must be an array, not dict"),
+        ({"tools": ["f"]}, r"tools\[0\] must be an object, not str"),
+        ({"tools": [FUNCTION, {"type": "custom"}]}, r"tools\[1\].type is 'custom'; it must be"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].function is missing"),
+        ({"tools": [{"function": {"name": ""}}]}, r"tools\[0\].function.name is empty"),
+        ({"tools": [{"function": {"name": 1}}]}, r"tools\[0\].function.name must be a text"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": "x"}}]},
+            r"tools\[0\].function.parameters must be an object, not str",
+        ),
+        ({"tools": [FUNCTION] * (MAX_TOOLS + 1)}, f"tools has {MAX_TOOLS + 1} elements"),
+        ({"documents": ["text"]}, r"documents\[0\] must be an object, not str"),
+        ({"documents": "text"}, "documents must be an array, not str"),
+        ({"documents": [{}] * (MAX_TOOLS + 1)}, f"documents has {MAX_TOOLS + 1} elements"),
+        ({"template_kwargs": []}, "chat_template_kwargs must be an object, not list"),
+    ],
+)
+def test_other_broken_fields_are_refused_by_path(arguments, reason):
+    with pytest.raises(InvalidArgumentError, match=reason):
+        conversation_of([USER], **arguments)
