@@ -25,14 +25,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, Generic, cast
 
 import torch
 from typing_extensions import TypeVar
 
 from baton.errors import ConfigurationError, InternalError, InvalidArgumentError
+from baton.plugins import load_plugin
 
 __all__ = [
     "LogitsProcessor",
@@ -169,7 +168,7 @@ def load_processors(names: Sequence[str]) -> tuple[type[AnyProcessor], ...]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigurationError(f"{_FLAG} names {name!r} twice")
-    return tuple(map(_load, names))
+    return tuple([load_plugin(name, LogitsProcessor, _FLAG, _GROUP) for name in names])
 
 
 def make_processors(
@@ -211,29 +210,6 @@ def check_extra_args(processors: Sequence[AnyProcessor], args: Mapping[str, Any]
             f"extra_args has {names}, which no logits processor of this worker applies to; "
             f"loaded by {_FLAG}: {loaded}"
         )
-
-
-def _load(name: str) -> type[AnyProcessor]:
-    try:
-        loaded = _import(name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{_FLAG}: {name!r} cannot be imported: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, LogitsProcessor)):
-        raise ConfigurationError(f"{_FLAG}: {name!r} is no LogitsProcessor class")
-    return loaded
-
-
-def _import(name: str) -> Any:
-    module_name, colon, class_name = name.partition(":")
-    if colon:
-        return getattr(import_module(module_name), class_name)
-    for point in entry_points(group=_GROUP, name=name):
-        return point.load()
-    installed = ", ".join(sorted(point.name for point in entry_points(group=_GROUP))) or "none"
-    raise ConfigurationError(
-        f"{_FLAG}: unknown processor {name!r}; installed are {installed}; "
-        "or give one as module:Class"
-    )
 
 
 def _make(cls: type[AnyProcessor], context: ProcessorContext) -> AnyProcessor:

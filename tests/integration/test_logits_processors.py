@@ -337,7 +337,7 @@ def test_arguments_that_no_processor_takes_are_refused():
 
 
 def test_an_unknown_processor_is_an_error_before_the_model_is_loaded():
-    with pytest.raises(ConfigurationError, match="unknown processor 'absent'"):
+    with pytest.raises(ConfigurationError, match="unknown name 'absent'"):
         build_core(tiny_checkpoint("llama") / "no such folder", "both", logits_processors="absent")
 
 

@@ -5,9 +5,9 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
+from baton import plugins
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.runtime import logits_processors
 from engine.runtime.logits_processors import (
     LogitsProcessor,
     ProcessorContext,
@@ -32,7 +32,7 @@ def _installed(monkeypatch):
     def fake_entry_points(*, group, name=None):
         return [each for each in points if group == each.group and name in (None, each.name)]
 
-    monkeypatch.setattr(logits_processors, "entry_points", fake_entry_points)
+    monkeypatch.setattr(plugins, "entry_points", fake_entry_points)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -45,7 +45,7 @@ def test_processors_are_found_by_entry_point_and_by_class_in_the_given_order():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("other",), "unknown processor 'other'; installed are absent, count, steer, wrong;"),
+        (("other",), "unknown name 'other'; installed are absent, count, steer, wrong;"),
         (("absent",), "'absent' cannot be imported: .*no_such_module"),
         (("no_such_module:X",), "'no_such_module:X' cannot be imported"),
         ((f"{MODULE}:Missing",), "cannot be imported: .*Missing"),

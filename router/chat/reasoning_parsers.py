@@ -1,0 +1,175 @@
+"""Reasoning parsers: they separate the reasoning part of an answer from its content."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from baton.plugins import load_plugin
+from router.chat.delta import ChatDelta
+from router.chat.text_input import Steps, TextInput
+
+__all__ = [
+    "DeepSeekR1ReasoningParser",
+    "GraniteReasoningParser",
+    "MarkedReasoningParser",
+    "MistralReasoningParser",
+    "Qwen3ReasoningParser",
+    "ReasoningParser",
+    "reasoning_parser",
+]
+
+
+class ReasoningParser(ABC):
+    """Divides the text of one candidate into reasoning and content.
+
+    Args:
+        starts_inside: whether the text begins inside of the reasoning part; None: as the
+            model's answers do.
+
+    Attributes:
+        needs_special_tokens: whether the marks are special tokens, which the text lacks unless
+            the request is run with `skip_special_tokens=False`.
+        in_reasoning: whether the text that comes next is of the reasoning part.
+    """
+
+    needs_special_tokens: ClassVar[bool] = False
+
+    def __init__(self, starts_inside: bool | None = None) -> None:
+        self.in_reasoning = bool(starts_inside)
+
+    @classmethod
+    @abstractmethod
+    def is_open_after(cls, prompt: str) -> bool | None:
+        """Returns whether a prompt leaves the reasoning part open: the parser's `starts_inside`.
+
+        A chat template may write the mark that opens the part, or both marks.
+
+        Returns:
+            None if the prompt does not decide it.
+        """
+
+    @abstractmethod
+    def push(self, text: str) -> ChatDelta:
+        """Returns the reasoning and content in further text.
+
+        Text that may be a part of a mark is held back. The deltas of all pushes, put together,
+        must not depend on how the text is cut into pieces.
+        """
+
+    @abstractmethod
+    def finish(self) -> ChatDelta:
+        """Returns what was held back. The text is complete; called once."""
+
+
+class MarkedReasoningParser(ReasoningParser):
+    """A reasoning part between two marks, at the beginning of the answer.
+
+    A start mark is read even if the part is open already. A part without an end mark goes on to
+    the end of the text.
+
+    Attributes:
+        start: the mark before the part.
+        end: the mark after it.
+        opens_itself: whether answers begin inside of the part without a start mark.
+    """
+
+    start: ClassVar[str]
+    end: ClassVar[str]
+    opens_itself: ClassVar[bool] = False
+
+    def __init__(self, starts_inside: bool | None = None) -> None:
+        super().__init__(self.opens_itself if starts_inside is None else starts_inside)
+        self._text = TextInput()
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._steps = self._run()
+
+    @classmethod
+    def is_open_after(cls, prompt: str) -> bool | None:
+        """Looks at the prompt's end only: earlier messages may mention the marks."""
+        last = prompt.rstrip()
+        if last.endswith(cls.end):
+            return False
+        return last.endswith(cls.start) or None
+
+    def push(self, text: str) -> ChatDelta:
+        """Returns the reasoning and content in further text."""
+        self._text.push(text)
+        return self._advance()
+
+    def finish(self) -> ChatDelta:
+        """Returns what was held back."""
+        self._text.end()
+        return self._advance()
+
+    def _advance(self) -> ChatDelta:
+        next(self._steps, None)
+        delta = ChatDelta(content="".join(self._content), reasoning="".join(self._reasoning))
+        self._content.clear()
+        self._reasoning.clear()
+        return delta
+
+    def _run(self) -> Steps[None]:
+        text = self._text
+        text.record()
+        yield from text.skip_whitespace()
+        if (yield from text.skip(self.start)):
+            self.in_reasoning = True
+            text.take_record()
+        if self.in_reasoning:
+            self._reasoning.append(text.take_record())
+            ended = yield from text.copy_until(self.end, self._reasoning.append)
+            self.in_reasoning = not ended
+        self._content.append(text.take_record())
+        yield from text.copy_rest(self._content.append)
+
+
+class DeepSeekR1ReasoningParser(MarkedReasoningParser):
+    """`<think>` and `</think>`; without marks the whole text is reasoning."""
+
+    start = "<think>"
+    end = "</think>"
+    opens_itself = True
+
+
+class Qwen3ReasoningParser(MarkedReasoningParser):
+    """`<think>` and `</think>`; without marks the whole text is content."""
+
+    start = "<think>"
+    end = "</think>"
+
+
+class MistralReasoningParser(MarkedReasoningParser):
+    """`[THINK]` and `[/THINK]`, which are special tokens."""
+
+    start = "[THINK]"
+    end = "[/THINK]"
+    needs_special_tokens = True
+
+
+class GraniteReasoningParser(MarkedReasoningParser):
+    """The sentences that Granite 3.2 writes before its two parts."""
+
+    start = "Here is my thought process:"
+    end = "Here is my response:"
+
+
+_PARSERS: dict[str, type[ReasoningParser]] = {
+    "deepseek_r1": DeepSeekR1ReasoningParser,
+    "granite": GraniteReasoningParser,
+    "mistral": MistralReasoningParser,
+    "qwen3": Qwen3ReasoningParser,
+}
+
+
+def reasoning_parser(name: str) -> type[ReasoningParser]:
+    """Returns a parser's class.
+
+    Args:
+        name: of a parser above, of an entry point, or `module:Class`.
+
+    Raises:
+        ConfigurationError: there is none of this name, or it cannot be imported.
+    """
+    return load_plugin(
+        name, ReasoningParser, "--reasoning-parser", "baton.reasoning_parsers", _PARSERS
+    )

@@ -1,0 +1,57 @@
+"""Tool parsers: one file per format, and `tool_parser`, which finds them by name.
+
+The names are vLLM's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.plugins import load_plugin
+from router.chat.tool_parsers.base import ToolParser
+from router.chat.tool_parsers.hermes import HermesToolParser
+from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
+from router.chat.tool_parsers.mistral import MistralToolParser
+from router.chat.tool_parsers.named_call import NamedCallParser
+from router.chat.tool_parsers.plain_json import JsonToolParser
+from router.chat.tool_parsers.pythonic import PythonicToolParser
+
+__all__ = ["ToolParser", "forced_tool_parser", "tool_parser"]
+
+_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesToolParser,
+    "json": JsonToolParser,
+    "llama3_json": Llama3JsonToolParser,
+    "llama4_json": Llama3JsonToolParser,
+    "mistral": MistralToolParser,
+    "pythonic": PythonicToolParser,
+}
+
+
+def tool_parser(name: str) -> type[ToolParser]:
+    """Returns a parser's class.
+
+    Args:
+        name: of a parser in this package, of an entry point, or `module:Class`.
+
+    Raises:
+        ConfigurationError: there is none of this name, or it cannot be imported.
+    """
+    return load_plugin(name, ToolParser, "--tool-call-parser", "baton.tool_parsers", _PARSERS)
+
+
+def forced_tool_parser(tool_choice: str | Mapping[str, Any] | None) -> ToolParser | None:
+    """Returns the parser for answers whose form a `tool_choice` forces, for every model.
+
+    The form is that of `baton.response_format.fields_of_tools`.
+
+    Args:
+        tool_choice: as in OpenAI's chat API, checked.
+
+    Returns:
+        None for a choice that forces no call.
+    """
+    if tool_choice == "required":
+        return JsonToolParser()
+    if isinstance(tool_choice, Mapping):
+        return NamedCallParser(tool_choice["function"]["name"])
+    return None

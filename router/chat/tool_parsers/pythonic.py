@@ -1,0 +1,91 @@
+"""`PythonicToolParser`: a Python list of calls: `[f(a=1), g(b="x")]`.
+
+The format of Llama 3.2 and 4 and other models. The arguments, which are Python literals, become
+JSON.
+"""
+
+import json
+import re
+
+from router.chat.text_input import Steps
+from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
+from router.chat.tool_parsers.python_values import convert_value
+
+__all__ = ["PythonicToolParser"]
+
+_NAME = re.compile(r"[\w.\-]+")
+_KEY = re.compile(r"\w+")
+
+
+class PythonicToolParser(GeneratorToolParser):
+    """Reads a list that begins at the first character that is no whitespace.
+
+    A call is reported when its name and the name of its first argument, or its end, are read.
+    """
+
+    def _run(self) -> Steps[None]:
+        text = self.text
+        text.record()
+        yield from text.skip_whitespace()
+        if (yield from text.skip("[")):
+            yield from text.skip_whitespace()
+            while (yield from self._read_call()):
+                text.record()
+                yield from text.skip_whitespace()
+                if not (yield from text.skip(",")):
+                    break
+                yield from text.skip_whitespace()
+            if self.answer.has_calls and (yield from text.skip("]")):
+                return
+        self.answer.content(text.take_record())
+
+    def _read_call(self) -> Steps[bool]:
+        """Returns whether there was a whole call. The record has the part that is content."""
+        text = self.text
+        name = yield from text.read_run(_NAME, MAX_NAME_LENGTH)
+        if not name or not (yield from text.skip("(")):
+            return False
+        yield from text.skip_whitespace()
+        if (yield from text.skip(")")):
+            self._start(name, "{}")
+            return True
+        key = yield from self._read_key()
+        if not key:
+            return False
+        self._start(name, "{")
+        return (yield from self._read_arguments(key))
+
+    def _read_arguments(self, key: str) -> Steps[bool]:
+        """Reads the arguments behind the first one's name, and the closing parenthesis."""
+        text, answer = self.text, self.answer
+        while True:
+            answer.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
+            if not (yield from convert_value(text, answer.arguments)):
+                return False
+            text.record()
+            yield from text.skip_whitespace()
+            more = yield from text.skip(",")
+            yield from text.skip_whitespace()
+            if (yield from text.skip(")")):
+                answer.arguments("}")
+                return True
+            key = (yield from self._read_key()) if more else ""
+            if not key:
+                return False
+            text.take_record()
+            answer.arguments(", ")
+
+    def _read_key(self) -> Steps[str]:
+        """Reads the name of an argument, with the equals sign. Returns "" if there is none."""
+        text = self.text
+        key = yield from text.read_run(_KEY, MAX_NAME_LENGTH)
+        yield from text.skip_whitespace()
+        if not (yield from text.skip("=")):
+            return ""
+        yield from text.skip_whitespace()
+        return key
+
+    def _start(self, name: str, arguments: str) -> None:
+        self.text.take_record()
+        self.answer.start_call(name)
+        self.answer.arguments(arguments)

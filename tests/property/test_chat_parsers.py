@@ -1,0 +1,105 @@
+"""Tool parsers over random texts: right calls, and the same answer for every cut of the text."""
+
+import json
+import random
+import sys
+
+import pytest
+
+from router.chat.reasoning_parsers import reasoning_parser
+from router.chat.tool_parsers import tool_parser
+from tests.support.chat_parsers import answer_of, cuts, output_of
+from tests.support.chat_texts import MARKS, TEXTS, WORDS, damaged, random_calls, whole_calls
+
+_MAX_CUTS = 110
+"""Longer texts are cut at random places and character by character only."""
+
+
+def texts(name, num):
+    """Yields texts of every kind: well-formed, damaged, and of words and marks."""
+    for seed in range(num):
+        rng = random.Random(f"{name} {seed}")
+        text = TEXTS[name](rng, random_calls(rng, depth=seed % 4)[: 1 + seed % 2])
+        for _ in range(seed % 3):
+            text = damaged(rng, text)
+        if seed % 5 == 0:
+            text = "".join(rng.choices(WORDS + MARKS, k=6)) + text
+        yield rng, text
+
+
+def random_pieces(rng, text):
+    ends = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 8)))
+    return [text[i:j] for i, j in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("num_texts", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_answer_does_not_depend_on_the_cut(name, num_texts):
+    make = output_of(tool_parser(name), reasoning_parser("qwen3"))
+    for rng, text in texts(name, num_texts):
+        expected = answer_of(make, [text])
+        for _ in range(5):
+            pieces = random_pieces(rng, text)
+            assert answer_of(make, pieces) == expected, pieces
+        assert answer_of(make, text) == expected, text
+        for pieces in cuts(text) if len(text) < _MAX_CUTS else ():
+            assert answer_of(make, pieces) == expected, pieces
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_well_formed_calls_are_found(name):
+    for seed in range(200):
+        rng = random.Random(f"{name} {seed}")
+        calls = random_calls(rng)
+        text = TEXTS[name](rng, calls)
+        _, _, found = answer_of(output_of(tool_parser(name)), [text])
+        found = [(name, json.loads(arguments)) for name, arguments in found]
+        assert found == calls == whole_calls(name, text), text
+
+
+STARTS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": ',
+    "json": '[{"name": "f", "parameters": ',
+    "llama3_json": '{"name": "f", "parameters": ',
+    "mistral": "[TOOL_CALLS]f",
+    "pythonic": "[f(a=",
+}
+
+
+def long_texts(name):
+    """Texts without an end: content, and the arguments of a call."""
+    long_string = '{"a": "' + "<tool [é] \\n" * 400
+    many_items = '{"a": [' + '{"b": [1, "x"]}, ' * 300
+    yield "a <tool [é] " * 400
+    yield STARTS[name] + long_string
+    yield STARTS[name] + many_items
+    yield STARTS[name] + " " * 4000
+
+
+def num_calls_of(function, *args):
+    """Returns how many functions, those of Python's library included, a function calls."""
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_work_per_character_is_constant(name):
+    """Every step is bounded: it looks at the piece and at unread text, of which there is little."""
+    for text in long_texts(name):
+        parser = tool_parser(name)()
+        costs = []
+        for piece in text:
+            costs.append(num_calls_of(parser.push, piece))
+            assert parser.text.num_unread < 20
+        middle = len(costs) // 2
+        assert sum(costs[middle:]) < 1.2 * sum(costs[:middle]) + 1000

@@ -1,0 +1,198 @@
+"""Tool parsers: texts of models and the content and calls in them, for every cut of the text."""
+
+import pytest
+
+from router.chat.tool_parsers import tool_parser
+from tests.support.chat_parsers import check_cuts, output_of
+
+F1 = ("f", '{"a": 1}')
+
+HERMES = [
+    ("", "", []),
+    ("Hello, world.", "Hello, world.", []),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', None, [F1]),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n', None, [F1]),
+    ('Hi.\n<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>', "Hi.\n", [F1]),
+    ('\n\n<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', None, [F1]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call> Bye',
+        " Bye",
+        [F1, ("g", "{}")],
+    ),
+    (
+        '<tool_call>[{"name":"f","arguments":{"a": 1}}, {"name":"g"}]</tool_call>',
+        None,
+        [F1, ("g", "{}")],
+    ),
+    ('<tool_call>{"name": "f"}</tool_call>', None, [("f", "{}")]),
+    # A string's brackets and marks are text.
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>\\"{"}}</tool_call>',
+        None,
+        [("f", '{"a": "}</tool_call>\\"{"}')],
+    ),
+    # Arguments given as a string.
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [F1]),
+    (
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\ude00\\u00e9\\"}"}',
+        None,
+        [("f", '{"a": "😀é"}')],
+    ),
+    ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, [("f", '"x"')]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", "null")]),
+    ('<tool_call>{"name": "\\u00e9", "id": {"x": [1]}, "arguments": {}}', None, [("é", "{}")]),
+    # Cut short: content until the call is known, then its arguments as far as they came.
+    ("a <tool_c", "a <tool_c", []),
+    ("a <tool_call>", "a <tool_call>", []),
+    ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+    ('<tool_call>{"name": "f", "arguments": {"a": [1, "x', None, [("f", '{"a": [1, "x')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool', None, [F1]),
+    # Malformed.
+    ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
+    ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    ('<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
+    ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+    ('<tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}', "<tool_call>", [F1]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', None, [F1]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', None, [F1]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>', None, [("f", '{"a": 1')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1!}}</tool_call>',
+        "!}}</tool_call>",
+        [("f", '{"a": 1')],
+    ),
+]
+
+JSON = [
+    ("Hello", "Hello", []),
+    ('[{"name": "f", "parameters": {"a": 1}}]', None, [F1]),
+    (' {"name": "f", "arguments": {"a": 1}} ', None, [F1]),
+    (
+        '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {"b": [{}]}}]\n',
+        None,
+        [F1, ("g", '{"b": [{}]}')],
+    ),
+    ('[{"name": "f", "parameters": {"a": 1}}, 3]', ", 3]", [F1]),
+    ('[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}] x', ', {"name": "g"}] x', [F1]),
+    # No calls.
+    ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+    ('{"name": "Ann"}', '{"name": "Ann"}', []),
+    ('{"name": "Ann", "parameters": 3}', '{"name": "Ann", "parameters": 3}', []),
+    ('See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
+    ("[]", "[]", []),
+    ("[1, 2]", "[1, 2]", []),
+]
+
+TAG = "<|python_tag|>"
+G2 = ("g", '{"b": 2}')
+
+LLAMA3 = [
+    ("Hello; world", "Hello; world", []),
+    ('{"name": "f", "parameters": {"a": 1}}', None, [F1]),
+    ('{"type": "function", "name": "f", "parameters": {"a": 1}}', None, [F1]),
+    (f'{TAG}{{"name": "f", "arguments": {{"a": 1}}}}', None, [F1]),
+    (f'Hi {TAG} {{"name": "f", "arguments": {{"a": 1}}}}', "Hi ", [F1]),
+    (
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": "{\\"b\\": 2}"}',
+        None,
+        [F1, G2],
+    ),
+    (
+        f'{TAG}{{"name": "f", "parameters": {{"a": 1}}}};{TAG}{{"name":"g","parameters":{{"b": 2}}}}',
+        None,
+        [F1, G2],
+    ),
+    ('{"name": "f", "parameters": {"a": 1}}; bye', "; bye", [F1]),
+    # No calls.
+    (f"{TAG}print(1)", f"{TAG}print(1)", []),
+    ('{"a": "<|python', '{"a": "<|python', []),
+    ('{"name": "f"}', '{"name": "f"}', []),
+    ("{", "{", []),
+    (f'{{"a": 1}} {TAG}{{"name": "f", "parameters": {{"a": 1}}}}', '{"a": 1} ', [F1]),
+    # Cut short.
+    ('{"name": "f", "parameters": {"a"', None, [("f", '{"a"')]),
+]
+
+MISTRAL = [
+    ("Hello [TOOL", "Hello [TOOL", []),
+    ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', None, [F1]),
+    (
+        'Hi[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name":"g","arguments":{"b": 2}}]',
+        "Hi",
+        [F1, G2],
+    ),
+    ('[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', None, [F1]),
+    ('[TOOL_CALLS]f{"a": 1}', None, [F1]),
+    ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g {"b": 2}', None, [F1, G2]),
+    ('[TOOL_CALLS]f[ARGS]{"a": 1}', None, [F1]),
+    ('[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": 2}', None, [F1, G2]),
+    ('[TOOL_CALLS]f{"a": 1} bye', " bye", [F1]),
+    ('[TOOL_CALLS]f{"a": "[TOOL_CALLS]', None, [("f", '{"a": "[TOOL_CALLS]')]),
+    # No calls.
+    ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("[TOOL_CALLS]f", "[TOOL_CALLS]f", []),
+    ("[TOOL_CALLS]f[ARGS]3", "[TOOL_CALLS]f[ARGS]3", []),
+    ("[TOOL_CALLS]{}", "[TOOL_CALLS]{}", []),
+    (f'[TOOL_CALLS]{"f" * 257}{{"a": 1}}', f'[TOOL_CALLS]{"f" * 257}{{"a": 1}}', []),
+]
+
+PYTHONIC = [
+    ("Hello", "Hello", []),
+    ("[f(a=1)]", None, [F1]),
+    (" [\n f(a=1), g( b = 2, ) ] ", None, [F1, G2]),
+    ("[f()]", None, [("f", "{}")]),
+    ("[a.f-1(x='y')]", None, [("a.f-1", '{"x": "y"}')]),
+    (
+        '[f(a=\'it\\\'s\', b="\\n\\x41\\u00e9\\101\\q", c="""x"y""", d=\'\')]',
+        None,
+        [("f", '{"a": "it\'s", "b": "\\nAéA\\\\q", "c": "x\\"y", "d": ""}')],
+    ),
+    (
+        "[f(a=[1, -2.5, True], b={'k': None, \"l\": {}}, c=0x10, d=1_000, e=[1,], g=false)]",
+        None,
+        [
+            (
+                "f",
+                '{"a": [1, -2.5, true], "b": {"k": null, "l": {}}, "c": 16, "d": 1000, '
+                '"e": [1], "g": false}',
+            )
+        ],
+    ),
+    ("[f(a='\\ud83d\\ude00')]", None, [("f", '{"a": "\\ud83d\\ude00"}')]),
+    ("[f(a=1)] bye", " bye", [F1]),
+    ("[f(a=1), bye", ", bye", [F1]),
+    ("[f(a=1)", None, [F1]),
+    # No calls.
+    ("[]", "[]", []),
+    ("[1, 2]", "[1, 2]", []),
+    ("[see](http://x)", "[see](http://x)", []),
+    ("[f(1)]", "[f(1)]", []),
+    ("[f(x, a=1)]", "[f(x, a=1)]", []),
+    ("f(a=1)", "f(a=1)", []),
+    # Malformed or cut short.
+    ("[f(a=1, b=[2, 'x", None, [("f", '{"a": 1, "b": [2, "x')]),
+    ("[f(a=x, b=2)]", ", b=2)]", [("f", '{"a": x')]),
+    ("[f(a=1, 2)]", ", 2)]", [("f", '{"a": 1')]),
+    ("[f(a={1: 2})]", "1: 2})]", [("f", '{"a": {')]),
+    ("[f(a=1e999)]", ")]", [("f", '{"a": 1e999')]),
+    ("[f(a=" + "[" * 65, "[", [("f", '{"a": ' + "[" * 64)]),
+]
+
+TABLES = {
+    "hermes": HERMES,
+    "json": JSON,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [(name, *row) for name, table in TABLES.items() for row in table],
+)
+def test_content_and_calls(name, text, content, calls):
+    check_cuts(output_of(tool_parser(name)), text, (content, None, calls))
