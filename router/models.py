@@ -11,6 +11,9 @@ from typing import Any
 from baton.errors import DeadlineExceededError, NotFoundError
 from baton.v1 import generation_pb2
 from router.admission import Admission
+from router.chat.reasoning_parsers import reasoning_parser
+from router.chat.template import ChatTemplate
+from router.chat.tool_parsers import tool_parser
 from router.config import ModelConfig, RouterConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
@@ -30,10 +33,12 @@ class ModelFiles:
     Attributes:
         tokenizer: the model's tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
+        chat_template: the model's chat template; None if it has none.
     """
 
     tokenizer: Tokenizer
     default_params: Mapping[str, Any]
+    chat_template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, config: ModelConfig) -> "ModelFiles":
@@ -45,6 +50,7 @@ class ModelFiles:
         return cls(
             tokenizer=Tokenizer.load(config.model),
             default_params=load_default_params(config.model, config.generation_config),
+            chat_template=ChatTemplate.load(config.model, config.chat_template),
         )
 
 
@@ -62,10 +68,15 @@ class Model:
         config: the model's.
         created: seconds since 1970 when the router started to serve it.
         tokenizer: its tokenizer.
+        default_params: values of sampling parameters that a request leaves unset.
+        chat_template: its chat template; None if it has none.
+        tool_parser: reads tool calls in its answers; None if its format is not known.
+        reasoning_parser: reads the reasoning part of its answers; None if they have none.
         fleet: its replicas.
 
     Raises:
-        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
+        ConfigurationError: a target is malformed, a parser is unknown, or the marks of the
+            reasoning part are bad.
     """
 
     def __init__(
@@ -75,6 +86,11 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self.tokenizer = files.tokenizer
+        self.default_params = files.default_params
+        self.chat_template = files.chat_template
+        tools, reasoning = config.tool_call_parser, config.reasoning_parser
+        self.tool_parser = tool_parser(tools) if tools else None
+        self.reasoning_parser = reasoning_parser(reasoning) if reasoning else None
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.chat.service import ChatService
 from router.http.config import HttpConfig
 from router.http.errors import ErrorBody, Problem, openai_error
 from router.http.json_bytes import event, json_bytes
@@ -59,6 +60,11 @@ class Door:
         self.config = config
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}
+        self._chats = {model.name: ChatService(model) for model in models}
+
+    def chat(self, model: Model) -> ChatService:
+        """Answers a model's chats."""
+        return self._chats[model.name]
 
     def token_texts(self, model: Model) -> TokenTexts:
         """The texts of a model's tokens."""

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidArgumentError, UnavailableError
+from router.chat.conversation import Conversation
+from router.chat.messages import conversation_of
 from router.http.door import Protocol, answer, door_of, json_answer
 from router.models import Model
 from router.validation import (
@@ -47,6 +49,23 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    def conversation(self) -> Conversation:
+        """The chat, checked.
+
+        Raises:
+            InvalidArgumentError: a part is malformed; names it.
+        """
+        continues = bool(self.continue_final_message)
+        begins = self.add_generation_prompt
+        return conversation_of(
+            self.messages,
+            tools=self.tools,
+            documents=self.documents,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            template_kwargs=self.chat_template_kwargs,
+        )
+
 
 class DetokenizeBody(BaseModel):
     """Token ids to decode."""
@@ -62,14 +81,17 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Encodes a text or a chat as a request for a completion would."""
     door = door_of(request)
     model = door.models.find(body.model or "")
-    text = body.prompt
-    add_special_tokens = body.add_special_tokens is not False
-    if (text is None) == (body.messages is None):
-        raise InvalidArgumentError("prompt is to be set, or messages; set one of them")
-    if text is None:
-        raise InvalidArgumentError("messages cannot be encoded: the model has no chat template")
-    check_length("prompt", text, MAX_TOKENIZE_CHARS)
-    token_ids = await model.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgumentError("exactly one of prompt and messages must be set")
+    if body.prompt is not None:
+        check_length("prompt", body.prompt, MAX_TOKENIZE_CHARS)
+        token_ids = await model.tokenizer.encode_async(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    else:
+        token_ids = await door.chat(model).encode(
+            body.conversation(), add_special_tokens=bool(body.add_special_tokens)
+        )
     texts = door.token_texts(model)
     return json_answer(
         {

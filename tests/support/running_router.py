@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from router.chat.template import ChatTemplate
 from router.config import ModelConfig, RouterConfig
 from router.models import ModelFiles, Models
 from router.server import SERVICE_NAMES, RouterService
@@ -88,7 +89,10 @@ class RunningRouter:
 
 @asynccontextmanager
 async def running_router(
-    *workers: FakeWorker, default_params: Mapping[str, Any] | None = None, **config: Any
+    *workers: FakeWorker,
+    default_params: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
+    **config: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Runs a router that is connected to these workers, which the caller has started."""
     targets = {
@@ -98,7 +102,7 @@ async def running_router(
     server = RpcServer(ServerConfig(), SERVICE_NAMES)
     await server.listen()
     router_config = router_config_of({"model": MODEL, **targets, **config})
-    files = ModelFiles(tokenizer=tokenizer(), default_params=default_params or {})
+    files = ModelFiles(tokenizer(), default_params or {}, chat_template)
     service = RouterService(router_config, [files] * len(router_config.models), server)
     try:
         async with open_channel(server.address) as channel:
