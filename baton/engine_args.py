@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.sizes import parse_byte_size
 from engine.config import EngineConfig
-from kvstore.url import parse_byte_size
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]
 
@@ -90,7 +90,7 @@ _WITHOUT_EFFECT = (
     "max_seq_len_to_capture",
 )
 """Arguments of vLLM that change no result: they are about logs and its own implementation."""
-_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_offloading_size": "swap_space"}
+_RENAMED = {"kv_offloading_size": "swap_space"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 

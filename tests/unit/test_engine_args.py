@@ -71,7 +71,7 @@ def test_values_are_converted_to_those_of_the_engine():
     assert EngineArgs("m", kv_offloading_size=0.5).config.swap_space == 2**29
     assert EngineArgs("m", kv_cache_dtype="fp8").config.kv_cache_dtype == "fp8_e4m3"
     assert EngineArgs("m", swap_space="4GiB").config.swap_space == 4 * 2**30
-    assert EngineArgs("m", kv_cache_memory_bytes=4096).config.kv_cache_memory == 4096
+    assert EngineArgs("m", kv_cache_memory_bytes=4096).config.kv_cache_memory_bytes == 4096
 
 
 def test_unknown_names_get_a_suggestion():
