@@ -5,7 +5,7 @@ prompt -> token ids -> AsyncEngine -> TextStream per request -> results
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -121,10 +121,13 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request: its last result has the finish reason "abort". Unknown ids are fine."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several: their last results have the finish reason "abort". Unknown
+        ids are fine.
+        """
+        request_ids = [request_id] if isinstance(request_id, str) else request_id
         if self._engine is not None:
-            self._engine.abort([request_id], notify=True)
+            self._engine.abort(request_ids, notify=True)
 
     async def get_tokenizer(self) -> OfflineTokenizer:
         """Returns the tokenizer that turns prompts into tokens."""

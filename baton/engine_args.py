@@ -54,6 +54,10 @@ _FIXED: Mapping[str, _Fixed] = {
     "download_dir": _Fixed((), f"{_FILES}; HF_HOME names the folder of downloads"),
     "hf_token": _Fixed((False,), f"{_FILES}; HF_TOKEN has the token"),
     "hf_config_path": _Fixed((), _FILES),
+    "ignore_patterns": _Fixed((), _FILES),
+    "model_loader_extra_config": _Fixed(({},), _FILES),
+    "kv_transfer_config": _Fixed((), "kv_connector has the URL of the connector"),
+    "structured_outputs_config": _Fixed(({},), "structured_outputs_backend names the library"),
     "config_format": _Fixed(("auto", "hf"), _FILES),
     "quantization": _Fixed((), _UNQUANTIZED),
     "quantization_param_path": _Fixed((), _UNQUANTIZED),
@@ -93,6 +97,7 @@ _WITHOUT_EFFECT = (
 _RENAMED = {"kv_offloading_size": "swap_space"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
+_LOAD_FORMATS = {"safetensors": "auto"}
 
 
 class EngineArgs:
@@ -137,7 +142,7 @@ class EngineArgs:
         reasoning_end_str: str | None = None,
         **engine_arguments: Any,
     ) -> None:
-        if tokenizer not in (None, model):
+        if tokenizer is not None and str(tokenizer) != str(model):
             raise _refused("tokenizer", tokenizer, [model], "a model has its own tokenizer")
         self.model = str(model)
         self.chat_template = chat_template
@@ -195,6 +200,10 @@ def _kv_cache_dtype(value: str) -> str:
     return _KV_CACHE_DTYPES.get(value, value)
 
 
+def _load_format(value: str) -> str:
+    return _LOAD_FORMATS.get(value, value)
+
+
 def _swap_space(value: Any) -> int:
     """The bytes of a text with a unit. A number is refused: vLLM's was in GiB."""
     if value == 0:
@@ -218,6 +227,7 @@ def _unchanged(value: Any) -> Any:
 _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
     "kv_cache_dtype": _kv_cache_dtype,
+    "load_format": _load_format,
     "swap_space": _swap_space,
     "kv_offloading_size": _gibibytes,
 }

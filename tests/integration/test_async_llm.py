@@ -132,7 +132,7 @@ async def test_an_aborted_request_ends_with_abort(llm):
         await llm.abort("mine")
     assert results[-1].finished
     assert results[-1].finish_reason == "abort"
-    await llm.abort("unknown")
+    await llm.abort(["unknown", "mine"])
 
 
 async def test_the_deadline_ends_the_generator(llm):

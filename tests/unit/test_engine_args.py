@@ -47,6 +47,7 @@ def test_the_usual_arguments_are_accepted_if_they_ask_for_what_baton_does():
         ("tensor_parallel_size", 2, "tensor_parallel_size is 2; it must be 1: a model runs on one"),
         ("tokenizer", "other", "tokenizer is 'other'; it must be 'm'"),
         ("trust_remote_code", True, "trust_remote_code is True; it must be False"),
+        ("load_format", "bitsandbytes", "--load-format is 'bitsandbytes'"),
         ("quantization", "awq", "quantization is 'awq'; it must be None"),
         ("enable_lora", True, "adapters"),
         ("tokenizer_mode", "mistral", "it must be 'auto' or 'hf'"),
@@ -69,6 +70,7 @@ def test_values_are_converted_to_those_of_the_engine():
     assert EngineArgs("m", dtype="half").config.dtype == "float16"
     assert EngineArgs("m", dtype=Float16()).config.dtype == "float16"
     assert EngineArgs("m", kv_offloading_size=0.5).config.swap_space == 2**29
+    assert EngineArgs("m", load_format="safetensors").config.load_format == "auto"
     assert EngineArgs("m", kv_cache_dtype="fp8").config.kv_cache_dtype == "fp8_e4m3"
     assert EngineArgs("m", swap_space="4GiB").config.swap_space == 4 * 2**30
     assert EngineArgs("m", kv_cache_memory_bytes=4096).config.kv_cache_memory_bytes == 4096
