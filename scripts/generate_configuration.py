@@ -106,6 +106,12 @@ VARIABLES = (
         "as avx2, torch, or triton; `baton doctor` shows the choice",
     ),
     Variable(
+        "BATON_CHAT_TEMPLATES",
+        "tests",
+        "",
+        "folder of checkpoint folders, whose chat templates are compared with transformers",
+    ),
+    Variable(
         "BATON_COMMIT",
         "`baton bench`",
         "git's answer",
