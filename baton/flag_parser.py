@@ -8,6 +8,7 @@ flag, reports an error in one line, and prints a short help unless `--help=all` 
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -76,7 +77,8 @@ class FlagParser(argparse.ArgumentParser):
     @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; a command's parser refuses unknown flags here, too."""
-        if self._subparsers is not None or args is None:
+        args = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         arguments = [self._with_dashes(argument) for argument in _before_separator(args)]
         named = list(self._named(arguments))

@@ -246,3 +246,15 @@ def test_missing_values_are_named_together():
 def test_child_processes_get_no_variables_of_flags():
     kept = {"PATH": "/bin", "BATON_CPU_KERNELS": "torch"}
     assert without_flag_variables({**kept, variable_of("door-port"): "1"}) == kept
+
+
+def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["cook", "k", "--max_num_cooks", "2"])
+    monkeypatch.setenv(variable_of("rate"), "3")
+    args = make_parser().parse_args()
+    assert (args.rate, args.max_num_cooks) == (3, 2)
+
+
+def test_the_variable_of_a_kubernetes_service_is_no_flag(monkeypatch):
+    monkeypatch.setenv(variable_of("door-port"), "tcp://10.0.0.1:8000")
+    assert config_from_args(Door, parse("k")).port == 5
