@@ -12,6 +12,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag
+from baton.hub_names import HubFlags, with_revision
 from router.discovery import parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -222,6 +223,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _GrpcPort, "server")
     add_flags(parser, HttpConfig, "HTTP")
     add_flags(parser, ModelConfig, "model")
+    add_flags(parser, HubFlags, "model")
     add_flags(parser, _ModelsFile, "model")
     add_flags(parser, RouterConfig, "router")
 
@@ -248,7 +250,9 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
 def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
     path = flags.config_from_args(_ModelsFile, args).models
     if path is None:
-        return (flags.config_from_args(ModelConfig, args),)
+        model = flags.config_from_args(ModelConfig, args)
+        revision = flags.config_from_args(HubFlags, args).revision
+        return (replace(model, model=with_revision(model.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)
