@@ -256,7 +256,7 @@ def _add_flag(
     action: Any = section.add_argument(
         name, dest=dest, default=None if is_missing else default, **options
     )
-    action.is_main = metadata.is_main or is_missing
+    action.is_main = metadata.is_main or (is_missing and not metadata.is_positional)
     action.is_needed = is_missing
     hidden = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for alias, parse in metadata.aliases.items():
@@ -269,7 +269,7 @@ def _add_flag(
             nargs="?",
             default=argparse.SUPPRESS,
             metavar=name[2:].upper(),
-            help=f"as {name}: {metadata.help}".replace("%", "%%"),
+            help=f"{metadata.help} (also {name})".replace("%", "%%"),
         )
     return cast("argparse.Action", action)
 

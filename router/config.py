@@ -37,12 +37,14 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 
 def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
-    help_text = f"{help_text}; comma-separated, repeatable"
     return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
+    help_text = (
+        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
+        "comma-separated, repeatable"
+    )
     return _list_flag(default, "TARGET", help_text + note)
 
 
@@ -65,12 +67,13 @@ class ModelConfig:
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
-        "prefill", (), " (without any, decode workers compute all prompts)"
+        "prefill", (), "; without any, decode workers compute all prompts"
     )
     served_model_name: tuple[str, ...] = _list_flag(
         (),
         "NAME",
-        "names of the model in requests; workers must serve the first one (default: the last "
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
         "part of --model)",
         is_list=True,
     )

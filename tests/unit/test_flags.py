@@ -121,7 +121,9 @@ def test_aliases_work_and_the_help_is_silent_about_them(capsys):
 
 def test_the_short_help_has_main_flags_and_hand_written_ones():
     page = make_parser().format_help()
-    assert all(name in page for name in ("--max-num-cooks", "--name", "--rate", "--config"))
+    assert all(
+        name in page for name in ("--max-num-cooks", "NAME", "--rate", "--config", "--help[=all]")
+    )
     assert "--heat" not in page
     assert "cook --help=all" in page
 
