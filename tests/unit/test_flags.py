@@ -94,7 +94,7 @@ def test_flags_are_the_inverse_of_parsing():
         is_open=True,
         mode="slow",
         orders=("a", "b"),
-        names=("c", "d"),
+        names=("c,d", "e"),
         sign="--closed",
     )
     flags = flags_of_config(config)
@@ -108,6 +108,8 @@ def test_names_may_have_underscores_and_lists_commas_or_repetitions():
     assert (config.max_num_cooks, config.step_tokens) == (3, 4000)
     assert config.orders == ("a_b", "c", "d")
     assert kitchen("--names", "a", "b", "--sign", "_x").names == ("a", "b")
+    assert kitchen("--orders", '["a,b", "c"]').orders == ("a,b", "c")
+    assert kitchen("--orders", "[::1]:5,7", "--orders", "8").orders == ("[::1]:5", "7", "8")
 
 
 def test_aliases_work_and_the_help_is_silent_about_them(capsys):
