@@ -12,6 +12,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag
+from baton.hub_names import HubFlags, with_revision
 from router.discovery import parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -36,12 +37,14 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 
 def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
-    help_text = f"{help_text}; comma-separated, repeatable"
     return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
+    help_text = (
+        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
+        "comma-separated, repeatable"
+    )
     return _list_flag(default, "TARGET", help_text + note)
 
 
@@ -64,12 +67,13 @@ class ModelConfig:
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
-        "prefill", (), " (without any, decode workers compute all prompts)"
+        "prefill", (), "; without any, decode workers compute all prompts"
     )
     served_model_name: tuple[str, ...] = _list_flag(
         (),
         "NAME",
-        "names of the model in requests; workers must serve the first one (default: the last "
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
         "part of --model)",
         is_list=True,
     )
@@ -222,6 +226,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _GrpcPort, "server")
     add_flags(parser, HttpConfig, "HTTP")
     add_flags(parser, ModelConfig, "model")
+    add_flags(parser, HubFlags, "model")
     add_flags(parser, _ModelsFile, "model")
     add_flags(parser, RouterConfig, "router")
 
@@ -248,7 +253,9 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
 def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
     path = flags.config_from_args(_ModelsFile, args).models
     if path is None:
-        return (flags.config_from_args(ModelConfig, args),)
+        model = flags.config_from_args(ModelConfig, args)
+        revision = flags.config_from_args(HubFlags, args).revision
+        return (replace(model, model=with_revision(model.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)
