@@ -129,6 +129,12 @@ VARIABLES = (
         "",
         "file for one line per test; `make test-gpu` sets it",
     ),
+    Variable(
+        "BATON_TEST_TOKENIZERS",
+        "tests",
+        "",
+        "folder of checkpoints whose chat templates are compared with `transformers`",
+    ),
     Variable("CXX", "building the CPU kernels", "the first found", "C++20 compiler"),
     Variable(
         "HF_HOME, HF_HUB_OFFLINE, HF_TOKEN",
