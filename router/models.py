@@ -8,15 +8,18 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import DeadlineExceededError, NotFoundError
+from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
 from baton.v1 import generation_pb2
 from router.admission import Admission
+from router.chat.chat_prompt import conversation_of_chat
+from router.chat.conversation import Conversation
 from router.chat.reasoning_parsers import reasoning_parser
 from router.chat.template import ChatTemplate
 from router.chat.tool_parsers import tool_parser
 from router.config import ModelConfig, RouterConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
+from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.tokenizer import Tokenizer
@@ -62,6 +65,7 @@ class Model:
         router: the router's.
         files: the model's files.
         admission: limits the number of running requests of all models.
+        pace: how long streams pause after each message.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -80,7 +84,12 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, router: RouterConfig, files: ModelFiles, admission: Admission
+        self,
+        config: ModelConfig,
+        router: RouterConfig,
+        files: ModelFiles,
+        admission: Admission,
+        pace: Pace,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -102,6 +111,7 @@ class Model:
             self.fleet,
             prefix_index,
             admission,
+            pace,
         )
 
     @property
@@ -114,6 +124,19 @@ class Model:
         """Token ids are below it: the replicas' number, or the tokenizer's while there are none."""
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
+
+    async def render(self, conversation: Conversation) -> str:
+        """Returns the prompt of a chat. It has its special tokens already, as texts.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template.
+            InvalidArgumentError: the template cannot render the chat; names the field.
+        """
+        if self.chat_template is None:
+            raise FailedPreconditionError(
+                f"model {self.name!r} has no chat template; the operator can set --chat-template"
+            )
+        return await asyncio.to_thread(self.chat_template.render, conversation)
 
     @asynccontextmanager
     async def responses(
@@ -136,15 +159,20 @@ class Model:
         timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
         deadline = time.monotonic() + timeout_s
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                aclosing(await self._pipeline.open(message, deadline)) as responses,
-            ):
-                yield responses
+            async with asyncio.timeout(timeout_s):
+                await self._render_chat(message)
+                async with aclosing(await self._pipeline.open(message, deadline)) as responses:
+                    yield responses
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the request did not end within {timeout_s:.1f} s"
             ) from None
+
+    async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
+        """Replaces a message's chat by its prompt."""
+        if message.WhichOneof("prompt") == "chat":
+            message.text = await self.render(conversation_of_chat(message.chat))
+            message.add_special_tokens = False
 
 
 class Models:

@@ -22,6 +22,7 @@ from router.completion import Completion
 from router.config import ModelConfig, RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
+from router.pace import Pace
 from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
@@ -46,6 +47,7 @@ class Pipeline:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
+        pace: how long streams pause after each message.
 
     Raises:
         ConfigurationError: the marks of the reasoning part are bad.
@@ -60,6 +62,7 @@ class Pipeline:
         fleet: Fleet,
         prefix_index: PrefixIndex,
         admission: Admission,
+        pace: Pace,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -67,6 +70,7 @@ class Pipeline:
         self._marks = encode_marks(tokenizer, model.reasoning_start_str, model.reasoning_end_str)
         self._fleet = fleet
         self._admission = admission
+        self._pace = pace
         self._prefill = PrefillStage(fleet, prefix_index)
         self._decode = DecodeStage(fleet, prefix_index, config.resume_timeout_s)
 
@@ -129,6 +133,8 @@ class Pipeline:
                         yield response
                     if completion.is_over:
                         return
+                    if self._pace.pause_s:
+                        await asyncio.sleep(self._pace.pause_s)
 
     async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
         """Checks a message; a thread parses large schemas, which would delay other requests."""

@@ -10,6 +10,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, config_from_args
 from router.models import Model, ModelFiles, Models
+from router.pace import Pace
 from router.servicer import GenerationServicer
 from rpc.server import RpcServer, Service, run_process, serve
 
@@ -40,8 +41,9 @@ class RouterService(Service):
     ) -> None:
         self._server = server
         self._admission = Admission(config.max_concurrent_requests)
+        pace = Pace()
         self.models = Models(
-            Model(model, config, own_files, self._admission)
+            Model(model, config, own_files, self._admission, pace)
             for model, own_files in zip(config.models, files, strict=True)
         )
         server.add_servicer(
@@ -49,7 +51,8 @@ class RouterService(Service):
             GenerationServicer(self.models),
         )
         self.models.start()
-        self._health = [asyncio.create_task(self._follow_health(model)) for model in self.models]
+        self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
+        self._tasks.append(asyncio.create_task(pace.run()))
 
     @override
     async def drain(self, timeout_s: float) -> None:
@@ -57,7 +60,7 @@ class RouterService(Service):
 
     @override
     async def close(self) -> None:
-        for task in self._health:
+        for task in self._tasks:
             task.cancel()
         await self.models.close()
 

@@ -1,6 +1,5 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,6 @@ from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
 from router.chat.template import ends_in_reasoning
 from router.chat.tool_parsers import ToolParser, forced_tool_parser
 from router.models import Model
-from router.tokenizer import MAX_INLINE_LENGTH
 
 __all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
 
@@ -55,7 +53,7 @@ class ChatService:
             BatonError: a field is wrong, or one of those that `GenerationService` documents.
         """
         request = _without_unused_tools(request)
-        prompt = await self._prompt(request.conversation)
+        prompt = await self._model.render(request.conversation)
         answers = _Answers(self._model, request, prompt)
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s) as responses:
@@ -75,22 +73,10 @@ class ChatService:
         self, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> list[int]:
         """The tokens of a chat's prompt; errors are those of `count_tokens`."""
-        prompt = await self._prompt(conversation)
+        prompt = await self._model.render(conversation)
         return await self._model.tokenizer.encode_async(
             prompt, add_special_tokens=add_special_tokens
         )
-
-    async def _prompt(self, conversation: Conversation) -> str:
-        """Renders a chat; a thread renders a long one, which would delay other requests."""
-        template = self._model.chat_template
-        if template is None:
-            raise FailedPreconditionError(
-                f"the model {self._model.name!r} has no chat template; "
-                "the operator must set --chat-template"
-            )
-        if _num_chars(conversation) <= MAX_INLINE_LENGTH:
-            return template.render(conversation)
-        return await asyncio.to_thread(template.render, conversation)
 
     def _message(
         self, request: ChatRequest, prompt: str, params: Mapping[str, Any]
@@ -295,10 +281,6 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
 def _finish_reason(message: _Response, output: ChatOutput) -> str:
     reason = _FINISH_REASONS.get(message.finish_reason, "stop")
     return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
-
-
-def _num_chars(conversation: Conversation) -> int:
-    return sum(len(_text_of(message.get("content"))) for message in conversation.messages)
 
 
 def _text_of(content: Any) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 import jinja2
 
 from baton.errors import ConfigurationError, InvalidArgumentError
-from router.chat.content_format import reads_parts, shape_messages
 from router.chat.conversation import Conversation
 from router.chat.final_message import FinalMessage
 from router.chat.jinja_environment import RefusedByTemplateError, build_environment
+from router.chat.message_form import MessageForm, find_form, shape_messages
 from router.chat.plain_data import plain_copy
 from router.chat.template_source import (
     TemplateSource,
@@ -53,13 +53,13 @@ class _Compiled:
 
     Attributes:
         text: its source.
-        code: its compiled form.
-        as_parts: it reads the content of messages as a list of parts.
+        code: what runs.
+        form: how it reads messages.
     """
 
     text: str
     code: jinja2.Template
-    as_parts: bool
+    form: MessageForm
 
 
 class ChatTemplate:
@@ -82,10 +82,10 @@ class ChatTemplate:
                 f"the model has chat templates named {names}, but none named default; "
                 "choose one with --chat-template"
             )
-        self._default = _compile(source.templates["default"])
-        tool_use = source.templates.get("tool_use")
-        self._tool_use = _compile(tool_use) if tool_use else self._default
         self._special_tokens = dict(source.special_tokens)
+        self._default = _compile(source.templates["default"], self._special_tokens)
+        tool_use = source.templates.get("tool_use")
+        self._tool_use = _compile(tool_use, self._special_tokens) if tool_use else self._default
 
     @classmethod
     def load(cls, model: str, override: str | None = None) -> "ChatTemplate | None":
@@ -117,11 +117,11 @@ class ChatTemplate:
                 field.
         """
         _check(conversation)
-        template = self._tool_use if conversation.tools else self._default
+        template = self._template_for(conversation)
         variables = self._special_tokens | plain_copy(
             "chat_template_kwargs", conversation.template_kwargs
         )
-        messages = _messages_for(template, conversation)
+        messages = self.messages_for(conversation)
         final = None
         if conversation.continue_final_message:
             final = FinalMessage.mark(messages, template.text)
@@ -133,6 +133,18 @@ class ChatTemplate:
         }
         prompt = _joined(_pieces(template.code, variables))
         return final.cut(prompt) if final else prompt
+
+    def messages_for(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Returns a copy of the messages in the form that the template reads.
+
+        Raises:
+            InvalidArgumentError: a message is not JSON data or has a lone surrogate.
+        """
+        stated = map(_without_unset, plain_copy("messages", conversation.messages))
+        return shape_messages(list(stated), self._template_for(conversation).form)
+
+    def _template_for(self, conversation: Conversation) -> _Compiled:
+        return self._tool_use if conversation.tools else self._default
 
 
 def ends_in_reasoning(prompt: str, start_str: str, end_str: str, prefill: str = "") -> bool:
@@ -152,7 +164,7 @@ def ends_in_reasoning(prompt: str, start_str: str, end_str: str, prefill: str = 
     return head.rstrip().endswith(start_str.rstrip())
 
 
-def _compile(template: TemplateText) -> _Compiled:
+def _compile(template: TemplateText, special_tokens: Mapping[str, str]) -> _Compiled:
     environment = build_environment()
     try:
         parsed = environment.parse(template.text)
@@ -163,7 +175,12 @@ def _compile(template: TemplateText) -> _Compiled:
         ) from error
     except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
         raise ConfigurationError(f"{template.origin} cannot be compiled: {error}") from error
-    return _Compiled(template.text, code, reads_parts(parsed))
+
+    def render(messages: Sequence[dict[str, Any]]) -> str:
+        unset = {"tools": None, "documents": None, "add_generation_prompt": True}
+        return _joined(_pieces(code, {**special_tokens, **unset, "messages": messages}))
+
+    return _Compiled(template.text, code, find_form(parsed, template.text, render))
 
 
 def _check(conversation: Conversation) -> None:
@@ -180,15 +197,6 @@ def _check(conversation: Conversation) -> None:
             raise InvalidArgumentError(
                 f"chat_template_kwargs has the key {name!r}, which is reserved"
             )
-
-
-def _messages_for(template: _Compiled, conversation: Conversation) -> list[dict[str, Any]]:
-    messages = shape_messages(
-        plain_copy("messages", conversation.messages),
-        as_parts=template.as_parts,
-        has_developer="developer" in template.text,
-    )
-    return [_without_unset(message) for message in messages]
 
 
 def _without_unset(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import grpc
 import pytest
 
 from baton.v1 import generation_pb2
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
 from router.config import ModelConfig
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.running_router import (
@@ -101,3 +103,33 @@ async def test_special_tokens_are_left_out_of_a_prompt_on_request():
             for adds in (True, False)
         ]
     assert lengths == expected
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood }}"
+
+
+async def test_a_chat_becomes_a_prompt_by_the_template():
+    decode = FakeDecode(script_of(ONE))
+    template = ChatTemplate(TemplateSource({"default": TemplateText(TEMPLATE, "inline")}, {}))
+    message = request("", max_tokens=1)
+    message.chat.messages_json = '[{"role": "user", "content": "Hi"}]'
+    message.chat.chat_template_kwargs_json = '{"mood": "glad"}'
+    async with running_workers(decode), running_router(decode, chat_template=template) as router:
+        await router.generate(message)
+        (start,) = decode.starts
+        expected = tokenizer().encode("<user>Higlad", add_special_tokens=False)
+        assert list(start.spec.prompt_token_ids) == expected
+        for text, error in ("[", "messages_json is not JSON"), ("[{}]", r"messages\[0\].role"):
+            message.chat.messages_json = text
+            with pytest.raises(grpc.aio.AioRpcError, match=error):
+                await router.generate(message)
+
+
+async def test_a_chat_needs_a_template():
+    decode = FakeDecode(script_of(ONE))
+    message = generation_pb2.GenerateRequest()
+    message.chat.messages_json = '[{"role": "user", "content": "Hi"}]'
+    async with running_workers(decode), running_router(decode) as router:
+        with pytest.raises(grpc.aio.AioRpcError, match="no chat template") as caught:
+            await router.generate(message)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

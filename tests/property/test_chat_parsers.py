@@ -9,7 +9,7 @@ import pytest
 from router.chat.reasoning_parsers import reasoning_parser
 from router.chat.tool_parsers import tool_parser
 from tests.support.chat_parsers import answer_of, cuts, output_of
-from tests.support.chat_texts import MARKS, TEXTS, WORDS, damaged, random_calls, whole_calls
+from tests.support.chat_texts import CALLS, MARKS, TEXTS, WORDS, damaged, whole_calls
 
 _MAX_CUTS = 110
 """Longer texts are cut at random places and character by character only."""
@@ -19,7 +19,7 @@ def texts(name, num):
     """Yields texts of every kind: well-formed, damaged, and of words and marks."""
     for seed in range(num):
         rng = random.Random(f"{name} {seed}")
-        text = TEXTS[name](rng, random_calls(rng, depth=seed % 4)[: 1 + seed % 2])
+        text = TEXTS[name](rng, CALLS[name](rng, depth=seed % 4)[: 1 + seed % 2])
         for _ in range(seed % 3):
             text = damaged(rng, text)
         if seed % 5 == 0:
@@ -50,7 +50,7 @@ def test_the_answer_does_not_depend_on_the_cut(name, num_texts):
 def test_well_formed_calls_are_found(name):
     for seed in range(200):
         rng = random.Random(f"{name} {seed}")
-        calls = random_calls(rng)
+        calls = CALLS[name](rng)
         text = TEXTS[name](rng, calls)
         _, _, found = answer_of(output_of(tool_parser(name)), [text])
         found = [(name, json.loads(arguments)) for name, arguments in found]
@@ -63,6 +63,7 @@ STARTS = {
     "llama3_json": '{"name": "f", "parameters": ',
     "mistral": "[TOOL_CALLS]f",
     "pythonic": "[f(a=",
+    "qwen3_coder": "<tool_call><function=f><parameter=a>",
 }
 
 

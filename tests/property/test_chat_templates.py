@@ -74,7 +74,7 @@ def test_random_chats_render_as_in_transformers(family):
     template = ChatTemplate(source_of(default=FAMILIES[family]))
     tokenizer = tokenizer_with(FAMILIES[family])
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(messages=st.lists(MESSAGE, min_size=1, max_size=5), arguments=ARGUMENTS, end=ENDS)
     def check(messages, arguments, end):
         ours, theirs = prompts(template, tokenizer, messages, arguments | end)
@@ -101,7 +101,7 @@ ODD_MESSAGE = st.fixed_dictionaries(
 TEMPLATES = [ChatTemplate(source_of(default=text)) for text in FAMILIES.values()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     template=st.sampled_from(TEMPLATES),
     messages=SURPRISE | st.lists(ODD_MESSAGE, max_size=4),
@@ -110,11 +110,11 @@ TEMPLATES = [ChatTemplate(source_of(default=text)) for text in FAMILIES.values()
     end=ENDS,
 )
 def test_whatever_a_client_sends_is_rendered_or_refused(template, messages, tools, kwargs, end):
+    message = ""
     try:
         conversation = conversation_of(messages, tools=tools, template_kwargs=kwargs, **end)
-        prompt = template.render(conversation)
+        template.render(conversation).encode()
     except InvalidArgumentError as error:
-        error.message.encode()
-        assert len(error.message) < 1500
-    else:
-        prompt.encode()
+        message = error.message
+    message.encode()
+    assert len(message) < 1500

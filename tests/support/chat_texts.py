@@ -29,6 +29,10 @@ MARKS = [
     "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
 ]  # fmt: skip
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]([\w.-]+)(\[CALL_ID\]abc\[ARGS\])?")
+_CODER_CALL = (
+    r"(?s)<tool_call>\n<function=([\w.-]+)>\n"
+    r"((?:<parameter=.+?>\n.*?\n</parameter>\n)*)</function>\n</tool_call>"
+)
 NAMES = ["f", "get_weather", "a.b", "x-1"]
 
 
@@ -59,6 +63,15 @@ def random_calls(rng, depth=0):
     """Returns names and arguments; at a depth of 3, values have no lists and objects."""
     num_calls = rng.randrange(1, 4)
     return [(rng.choice(NAMES), random_arguments(rng, depth)) for _ in range(num_calls)]
+
+
+def random_text_calls(rng, depth=0):
+    """Returns calls whose values are texts without end tags."""
+    calls = random_calls(rng, depth)
+    return [
+        (name, {key: str(value).replace("</parameter>", "") for key, value in arguments.items()})
+        for name, arguments in calls
+    ]
 
 
 def json_text(rng, value):
@@ -112,12 +125,23 @@ def pythonic_text(rng, calls):
     return f"[{rng.choice([', ', ',']).join(call_text(*call) for call in calls)}]"
 
 
+def qwen3_coder_text(rng, calls):
+    def call_text(name, arguments):
+        values = "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+    return "\n".join(call_text(*call) for call in calls)
+
+
 TEXTS = {
     "hermes": hermes_text,
     "json": json_array_text,
     "llama3_json": llama3_text,
     "mistral": mistral_text,
     "pythonic": pythonic_text,
+    "qwen3_coder": qwen3_coder_text,
 }
 
 
@@ -156,6 +180,11 @@ def whole_calls(name, text):
             )
             for call in calls
         ]
+    if name == "qwen3_coder":
+        return [
+            (call[1], dict(re.findall(r"(?s)<parameter=(.+?)>\n(.*?)\n</parameter>", call[2])))
+            for call in re.finditer(_CODER_CALL, text)
+        ]
     mark = {"hermes": "<tool_call>", "llama3_json": "", "mistral": "[TOOL_CALLS]"}[name]
     return list(_marked_calls(text, mark))
 
@@ -171,3 +200,7 @@ def _marked_calls(text, mark):
         start = named.end() if named else start
         value, position = json.JSONDecoder(strict=False).raw_decode(text, start)
         yield from [(named[1], value)] if named else json_calls_of(value)
+
+
+CALLS = dict.fromkeys(TEXTS, random_calls) | {"qwen3_coder": random_text_calls}
+"""Makes calls that a format can have."""

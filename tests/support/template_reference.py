@@ -3,10 +3,9 @@
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidArgumentError
-from router.chat.content_format import reads_parts, shape_messages
-from router.chat.jinja_environment import build_environment
 from router.chat.messages import conversation_of
 from tests.support.chat_cases import SPECIAL_TOKENS
 
@@ -32,18 +31,26 @@ def conversation(messages, arguments):
 def prompts(template, tokenizer, messages, arguments):
     """Baton's prompt and that of `transformers`; None for a chat that is refused.
 
-    `transformers` gets content in the form that Baton gives to the template.
+    `transformers` gets messages in the form that Baton gives to the template.
     """
-    text = tokenizer.get_chat_template(tools=arguments.get("tools"))
-    shaped = shape_messages(
-        messages,
-        as_parts=reads_parts(build_environment().parse(text)),
-        has_developer="developer" in text,
-    )
     arguments = {"add_generation_prompt": True} | arguments
-    ours = _outcome(lambda: template.render(conversation(messages, arguments)))
-    theirs = _outcome(lambda: tokenizer.apply_chat_template(shaped, tokenize=False, **arguments))
+    chat = conversation(messages, arguments)
+    shaped = template.messages_for(chat)
+    ours = _outcome(lambda: template.render(chat))
+    theirs = _outcome(lambda: _reference(tokenizer, shaped, arguments))
     return ours, theirs
+
+
+def _reference(tokenizer, messages, arguments):
+    if all(None not in message.values() for message in messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    # `apply_chat_template` removes null fields, which some templates look for.
+    (prompt,), _ = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.get_chat_template(tools=arguments.get("tools")),
+        **(tokenizer.special_tokens_map | arguments),
+    )
+    return prompt
 
 
 def _outcome(render):

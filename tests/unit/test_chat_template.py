@@ -185,6 +185,30 @@ def test_the_final_message_is_continued():
     assert render(LOOP_OVER_PARTS, USER, parts, **CONTINUED) == "[Hi];[a][b"
 
 
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "Köln"}'),
+        ("{{ c.function.arguments.city }}", "Köln"),
+        ("{{ 'x' + c.function.arguments }}", 'x{"city": "Köln"}'),
+        ("{% if m.content is none %}{{ c.function.arguments | tojson }}{% endif %}",) * 2,
+        ("{% if m.content is none %}{{ 'x' + c.function.arguments }}{% endif %}",) * 2,
+        ("{% if m.content %}{{ c.function.arguments | tojson }}{% endif %}", ""),
+        ("{{ c.function.nothing }}", ""),
+    ],
+)
+def test_calls_have_the_form_that_the_template_writes(call, written):
+    if written == call:  # only a message whose content is null
+        written = "x" * ("'x'" in call) + '{"city": "Köln"}'
+    function = {"name": "f", "arguments": '{"city":"K\\u00f6ln"}'}
+    for content in (None, ""):
+        message = {"role": "assistant", "content": content, "tool_calls": [{"function": function}]}
+        assert render(CALLS.replace("CALL", call), USER, message) == written
+
+
 def test_rendering_changes_no_message():
     conversation = conversation_of([USER], **CONTINUED)
     template = ChatTemplate(source_of(default="{{ messages[0].content }}!"))
@@ -287,8 +311,8 @@ def test_templates_see_plain_types_only():
 
 
 def test_a_prompt_that_is_too_long_is_refused():
-    text = "{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}"
-    message = {"role": "user", "content": "x" * 100_000}  # 10 GB, if it were rendered
+    text = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+    message = {"role": "user", "content": "x" * 100_000}  # 100 MB, if it were rendered
     refused(f"more than {MAX_PROMPT_CHARS} characters", text, message)
     assert len(render("{{ messages[0].content }}", message)) == 100_000
 

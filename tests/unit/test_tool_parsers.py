@@ -100,7 +100,8 @@ LLAMA3 = [
         [F1, G2],
     ),
     (
-        f'{TAG}{{"name": "f", "parameters": {{"a": 1}}}};{TAG}{{"name":"g","parameters":{{"b": 2}}}}',
+        f'{TAG}{{"name": "f", "parameters": {{"a": 1}}}};'
+        f'{TAG}{{"name": "g", "parameters": {{"b": 2}}}}',
         None,
         [F1, G2],
     ),
@@ -181,13 +182,70 @@ PYTHONIC = [
     ("[f(a=" + "[" * 65, "[", [("f", '{"a": ' + "[" * 64)]),
 ]
 
+
+def coder_text(value, key="a"):
+    return (
+        f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+
+
+CODER = [
+    ("Hello", "Hello", []),
+    ("Hi\n" + coder_text("x"), "Hi\n", [("f", '{"a": "x"}')]),
+    (coder_text('\n<b>"é\n\n') * 2, None, [("f", '{"a": "\\n<b>\\"é\\n\\n"}')] * 2),
+    ("<tool_call><function=f></function></tool_call>", None, [("f", "{}")]),
+    (
+        "<tool_call><function=f><parameter=a>1</parameter><parameter=b></parameter></function>"
+        "<function=g></function></tool_call>",
+        None,
+        [("f", '{"a": "1", "b": ""}'), ("g", "{}")],
+    ),
+    # Cut short or malformed.
+    ("<tool_call>\n<function=f", "<tool_call>\n<function=f", []),
+    ("<tool_call>\n<function=f>", None, [("f", "")]),
+    ("<tool_call>\n<function=f><parameter=a>x</par", None, [("f", '{"a": "x</par')]),
+    (coder_text("x").removesuffix("call>"), None, [("f", '{"a": "x"}')]),
+    (coder_text("x").removesuffix("n>\n</tool_call>"), "\n</functio", [("f", '{"a": "x"')]),
+    ("<tool_call><function=f>x=1</function>", "x=1</function>", [("f", "")]),
+    ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
+]
 TABLES = {
     "hermes": HERMES,
     "json": JSON,
     "llama3_json": LLAMA3,
     "mistral": MISTRAL,
     "pythonic": PYTHONIC,
+    "qwen3_coder": CODER,
 }
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "integer"}, "12", "12"),
+        ({"type": "integer"}, "many", '"many"'),
+        ({"type": "number"}, " 1.5 ", "1.5"),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "object"}, '{"k": [1, "\\/"]}', '{"k": [1, "/"]}'),
+        ({"type": "array"}, "['x', None]", '["x", null]'),
+        ({"type": "array"}, "[NaN]", '"[NaN]"'),
+        ({"type": "array"}, "[1", '"[1"'),
+        ({"$ref": "#/$defs/P"}, '{"k": 1}', '{"k": 1}'),
+        ({"type": "string"}, "12", '"12"'),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", '"12"'),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "12", "12"),
+        ({"type": "integer"}, "null", "null"),
+        ({}, "12", '"12"'),
+    ],
+)
+def test_schemas_give_the_types_of_parameters(schema, value, expected):
+    function = {"name": "f", "parameters": {"properties": {"a": schema}}}
+    tools = ({"type": "function", "function": function},)
+    make = output_of(lambda: tool_parser("qwen3_coder")(tools))
+    check_cuts(make, coder_text(value), (None, None, [("f", f'{{"a": {expected}}}')]))
 
 
 @pytest.mark.parametrize(

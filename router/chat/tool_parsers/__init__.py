@@ -14,6 +14,7 @@ from router.chat.tool_parsers.mistral import MistralToolParser
 from router.chat.tool_parsers.named_call import NamedCallParser
 from router.chat.tool_parsers.plain_json import JsonToolParser
 from router.chat.tool_parsers.pythonic import PythonicToolParser
+from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser
 
 __all__ = ["ToolParser", "forced_tool_parser", "tool_parser"]
 
@@ -24,6 +25,8 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "llama4_json": Llama3JsonToolParser,
     "mistral": MistralToolParser,
     "pythonic": PythonicToolParser,
+    "qwen3_coder": Qwen3CoderToolParser,
+    "qwen3_xml": Qwen3CoderToolParser,
 }
 
 

@@ -1,0 +1,184 @@
+"""The forms of messages that a template reads, and how messages are brought into them.
+
+Some templates write `message.content` as it is, others loop over its parts. As in vLLM, a template
+that has a loop over the content of a message gets parts, and any other gets text. The results of
+tools are always text.
+
+Templates agree less on tool calls. Most write `arguments` as JSON, so they get objects, as in
+vLLM; some append them to a text, and some write the calls of a message only if its content is null.
+A template is tried with a call to find its form.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import nodes
+
+from baton.errors import InvalidArgumentError
+
+__all__ = ["MessageForm", "find_form", "shape_messages"]
+
+_TOOL_ROLES = ("tool", "function")
+_PROBED_VALUE = "value-of-an-argument"
+_PROBE: tuple[Mapping[str, Any], ...] = (
+    {"role": "user", "content": "question"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "123456789",  # some templates want nine characters
+                "type": "function",
+                "function": {"name": "f", "arguments": {"name": _PROBED_VALUE}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "result"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How a template reads messages.
+
+    Attributes:
+        as_parts: content is a list of parts; otherwise parts become one text, a line break
+            between two of them.
+        has_developer: the role "developer" is known; otherwise it becomes "system".
+        arguments_as_text: the arguments of tool calls are JSON text; otherwise objects.
+        null_beside_calls: a message with tool calls and without text has the content None;
+            otherwise it has the empty text or list.
+    """
+
+    as_parts: bool = False
+    has_developer: bool = False
+    arguments_as_text: bool = False
+    null_beside_calls: bool = False
+
+
+def find_form(
+    template: nodes.Template, text: str, render: Callable[[Sequence[dict[str, Any]]], str]
+) -> MessageForm:
+    """Returns the form that a template reads.
+
+    Args:
+        template: its parsed form.
+        text: its source.
+        render: renders messages that have a form, and raises InvalidArgumentError for messages
+            that the template cannot render.
+    """
+    form = MessageForm(as_parts=_reads_parts(template), has_developer="developer" in text)
+    candidates = [
+        replace(form, arguments_as_text=as_text, null_beside_calls=null)
+        for null in (False, True)
+        for as_text in (False, True)
+    ]
+    return next((candidate for candidate in candidates if _writes_calls(render, candidate)), form)
+
+
+def _writes_calls(render: Callable[[Sequence[dict[str, Any]]], str], form: MessageForm) -> bool:
+    try:
+        return _PROBED_VALUE in render(shape_messages(_PROBE, form))
+    except InvalidArgumentError:
+        return False
+
+
+def _reads_parts(template: nodes.Template) -> bool:
+    """Whether a parsed template loops over the parts of a message's content."""
+    lists = _aliases(template, "messages")
+    loops = list(template.find_all(nodes.For))
+    messages = {
+        name
+        for loop in loops
+        if any(_reads(loop.iter, name) for name in lists)
+        for name in _target_names(loop.target)
+    }
+    return any(_reads(loop.iter, name, "content") for loop in loops for name in messages)
+
+
+def _aliases(template: nodes.Template, variable: str) -> set[str]:
+    """`variable` and all variables that it, or a slice of it, is assigned to."""
+    assignments = list(template.find_all(nodes.Assign))
+    found: set[str] = set()
+    new = {variable}
+    while new:
+        found |= new
+        new = {
+            name
+            for assignment in assignments
+            if any(_reads(assignment.node, known) for known in found)
+            for name in _target_names(assignment.target)
+        } - found
+    return found
+
+
+def _target_names(target: nodes.Node) -> Iterator[str]:
+    if isinstance(target, nodes.Name):
+        yield target.name
+
+
+def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
+    """Whether an expression is a variable, or a key of it, perhaps filtered, tested or sliced."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    if key is None:
+        return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == variable
+    if isinstance(node, nodes.Getattr):
+        return node.attr == key and _reads_name(node.node, variable)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return bool(node.arg.value == key) and _reads_name(node.node, variable)
+    return False
+
+
+def _reads_name(node: nodes.Node, variable: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == variable
+
+
+def shape_messages(
+    messages: Sequence[Mapping[str, Any]], form: MessageForm
+) -> list[dict[str, Any]]:
+    """Returns messages in the form that a template reads.
+
+    Args:
+        messages: messages as in a `Conversation`.
+        form: the template's.
+    """
+    return [_shaped(message, form) for message in messages]
+
+
+def _shaped(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
+    shaped = dict(message)
+    role = message.get("role")
+    if role == "developer" and not form.has_developer:
+        shaped["role"] = "system"
+    as_parts = form.as_parts and role not in _TOOL_ROLES
+    content = message.get("content")
+    shaped["content"] = _parts_of(content) if as_parts else _text_of(content)
+    calls = message.get("tool_calls")
+    if role == "assistant" and calls:
+        if form.null_beside_calls and not content:
+            shaped["content"] = None
+        if form.arguments_as_text:
+            shaped["tool_calls"] = [_with_text(call) for call in calls]
+    return shaped
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parts_of(content: Any) -> list[Any]:
+    if content is None:
+        return []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _text_of(content: Any) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
