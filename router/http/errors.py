@@ -82,6 +82,9 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
 _RETRIED = (429, 503)
 _FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
 """A field's name, with which messages about a field begin."""
+_PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
+_PROMPT_FIELDS = ("text", "token_ids")
+"""Fields of the pipeline's message that hold the body's `prompt`."""
 _WORDS = frozenset({"a", "the", "this", "one", "no", "internal", "cannot"})
 
 
@@ -115,6 +118,8 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEA
 def _of_baton_error(error: BatonError) -> Problem:
     status, kind, code = _OF_CODE[error.code]
     param = "model" if status == 404 else _field_of(error.message) if status == 400 else None
+    if param == "prompt" and "tokens; it must have fewer" in error.message:
+        code = "context_length_exceeded"
     return Problem(
         status=status,
         message=error.message[:_MOST_MESSAGE_CHARS],
@@ -127,8 +132,10 @@ def _of_baton_error(error: BatonError) -> Problem:
 
 def _field_of(message: str) -> str | None:
     """The field that a message is about; None if it does not begin with a name."""
-    found = _FIELD.match(message)
-    return found[1] if found and found[1] not in _WORDS else None
+    found = _FIELD.match(_PROMPT_INDEX.sub("", message))
+    if found is None or found[1] in _WORDS:
+        return None
+    return "prompt" if found[1] in _PROMPT_FIELDS else found[1]
 
 
 def _of_validation_error(error: RequestValidationError) -> Problem:
