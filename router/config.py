@@ -13,6 +13,7 @@ from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag
 from router.discovery import parse_target
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
 __all__ = [
@@ -122,7 +123,7 @@ class RouterConfig:
 
     Attributes:
         grpc: the address of the gRPC server, and how the router stops.
-        http: the address of the HTTP server.
+        http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
 
     Raises:
@@ -131,7 +132,7 @@ class RouterConfig:
     """
 
     grpc: ServerConfig
-    http: ServerConfig
+    http: HttpConfig
     models: tuple[ModelConfig, ...]
     max_local_prefill_tokens: int = flag(
         16,
@@ -219,6 +220,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         },
     )
     add_flags(parser, _GrpcPort, "server")
+    add_flags(parser, HttpConfig, "HTTP")
     add_flags(parser, ModelConfig, "model")
     add_flags(parser, _ModelsFile, "model")
     add_flags(parser, RouterConfig, "router")
@@ -230,13 +232,15 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
     Raises:
         ConfigurationError: a value is missing or out of range; names the flag.
     """
-    http = flags.config_from_args(ServerConfig, args)
+    server = flags.config_from_args(ServerConfig, args)
     grpc = flags.config_from_args(_GrpcPort, args)
     return flags.config_from_args(
         RouterConfig,
         args,
-        http=http,
-        grpc=replace(http, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
+        http=flags.config_from_args(
+            HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
+        ),
+        grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args),
     )
 
