@@ -7,6 +7,7 @@ with the request's id; the client gets the id alone.
 
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -139,13 +140,16 @@ def _field_of(message: str) -> str | None:
 
 
 def _of_validation_error(error: RequestValidationError) -> Problem:
-    """Names the first field that has a wrong type."""
-    first = error.errors()[0]
+    """Names the first field that has a wrong type. A field of several types has an error each."""
+    first, *others = error.errors()
     if first["type"] == "json_invalid":
         return Problem(status=400, message="the body is not JSON")
-    *_, param = ["", *(str(part) for part in first["loc"][1:2])]
-    message = str(first["msg"])[:_MOST_MESSAGE_CHARS]
-    if not param:
-        return Problem(status=400, message=f"the body must be a JSON object: {message}")
-    given = f"; it is {first['input']!r}"[:100] if first["type"] != "missing" else ""
-    return Problem(status=400, message=f"{param}: {message}{given}", param=param)
+    if len(first["loc"]) < 2:
+        return Problem(status=400, message=f"the body must be a JSON object: {first['msg']}")
+    param = str(first["loc"][1])
+    own = [first, *(other for other in others if other["loc"][1:2] == first["loc"][1:2])]
+    reasons = dict.fromkeys(str(each["msg"]) for each in own)
+    message = f"{param}: {', or: '.join(reasons)}"[:_MOST_MESSAGE_CHARS]
+    if first["type"] != "missing":
+        message += f"; it is {reprlib.repr(first['input'])}"
+    return Problem(status=400, message=message, param=param)
