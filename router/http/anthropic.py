@@ -31,7 +31,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         body, request_id, can_limit_thinking=model.config.reasoning_start_str is not None
     )
     message = MessageAnswer(body.model or model.name)
-    chunks = door.chat_service(model).stream(chat, timeout_of(request))
+    chunks = door.chat(model).stream(chat, timeout_of(request))
     if body.stream:
         return stream_answer(chunks, MessageStream(message), request, request_id)
     return await whole_answer(chunks, message, request)
@@ -43,4 +43,4 @@ async def count_tokens(body: MessagesBody, request: Request) -> Response:
     door = door_of(request)
     model = door.models.find(body.model or "")
     conversation = conversation_of_body(body)
-    return json_answer({"input_tokens": await door.chat_service(model).count_tokens(conversation)})
+    return json_answer({"input_tokens": await door.chat(model).count_tokens(conversation)})

@@ -36,7 +36,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         return content
 
     response = ResponseAnswer(asked, body.model or model.name, logprobs_of)
-    chunks = door.chat_service(model).stream(asked.chat, timeout_of(request))
+    chunks = door.chat(model).stream(asked.chat, timeout_of(request))
     if body.stream:
         return stream_answer(chunks, ResponseStream(response), request, request_id)
     return await whole_answer(chunks, response, request)
