@@ -21,4 +21,8 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
     """The body that Anthropic's API has; in a stream, the event `error`."""
     otherwise = "invalid_request_error" if problem.status < 500 else "api_error"
     kind = _KINDS.get(problem.status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": problem.message},
+        "request_id": problem.request_id or None,
+    }

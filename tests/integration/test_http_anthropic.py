@@ -113,7 +113,6 @@ async def test_thinking_and_calls_are_blocks_of_their_own():
     for mine, theirs in zip(final.content, whole.content, strict=True):
         ids = {"id": ""}
         assert mine.to_dict() | ids == theirs.to_dict() | ids
-    assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     assert "[True]" in prompt_text(decode)
     assert answered.role == "assistant"
 
@@ -178,6 +177,8 @@ async def test_errors_have_anthropics_shape():
     error = check_type(ErrorResponse, caught.value.body)
     assert error.error.type == "invalid_request_error"
     assert "top_p is 7.0" in error.error.message
+    assert error.request_id
+    assert error.request_id == caught.value.request_id
     assert check_type(ErrorResponse, missing.value.body).error.type == "not_found_error"
     assert malformed.status_code == 400
     assert "messages" in check_type(ErrorResponse, malformed.json()).error.message
