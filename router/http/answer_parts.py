@@ -125,6 +125,8 @@ class AnswerParts:
             self._add_call(steps, call)
         if chunk.finish_reason is not None:
             self.finish_reason, self.matched_stop = chunk.finish_reason, chunk.matched_stop
+            if self._waiting_logprobs and self._open is not None:
+                self._add_last_logprobs(steps, self._open)
         if chunk.usage is not None:
             self.usage = chunk.usage
         return steps
@@ -137,13 +139,18 @@ class AnswerParts:
 
     def _take_logprobs(self, chunk: ChatChunk) -> None:
         """Keeps log-probabilities until text comes: a token's text may be held back. Those of
-        reasoning and of calls are dropped.
+        reasoning and of calls are dropped; a chunk that has text, too, counts as text.
         """
         if self._logprobs_of is None:
             return
         self._waiting_logprobs += self._logprobs_of(chunk)
         if not chunk.delta.content and (chunk.delta.reasoning or chunk.delta.tool_calls):
             self._waiting_logprobs = []
+
+    def _add_last_logprobs(self, steps: list[Step], part: Part) -> None:
+        """Adds those of tokens without text, such as the end of the sequence, to the text."""
+        if part.kind is PartKind.TEXT:
+            self._add(steps, PartKind.TEXT, "")
 
     def _add(self, steps: list[Step], kind: PartKind, text: str) -> None:
         part = self._open

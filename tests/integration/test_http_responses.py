@@ -170,7 +170,9 @@ async def test_logprobs_of_the_text():
         events = await raw_events(door, **fields)
         without = await door.openai.responses.create(model=MODEL, input="Hi")
     entries = whole.output[0].content[0].logprobs
-    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == "abc 😀"
+    *text, end = entries
+    assert bytes(byte for entry in text for byte in entry.bytes).decode() == "abc 😀"
+    assert end.token == "</s>"
     assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries)
     streamed = [
         entry["token"]

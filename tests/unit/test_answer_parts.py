@@ -131,6 +131,10 @@ def entry(token):
     return top[0] | {"top_logprobs": top}
 
 
+def logprobs_of(each):
+    return [entry(str(token_id)) for token_id in each.token_ids]
+
+
 def test_logprobs_wait_for_the_text_of_their_tokens():
     chunks = [
         chunk(reasoning="r", token_ids=[1]),
@@ -139,9 +143,17 @@ def test_logprobs_wait_for_the_text_of_their_tokens():
         chunk("c", calls=[first_call()], token_ids=[4]),
         end_chunk(token_ids=[5]),
     ]
-    body = response(*chunks, logprobs_of=lambda c: [entry(str(i)) for i in c.token_ids])
-    content = body["output"][1]["content"][0]
+    content = response(*chunks, logprobs_of=logprobs_of)["output"][1]["content"][0]
     assert content["logprobs"] == [entry("2"), entry("3"), entry("4")]
+
+
+def test_logprobs_of_the_end_do_not_depend_on_its_chunk():
+    apart = response(chunk("a", token_ids=[1]), end_chunk(token_ids=[2]), logprobs_of=logprobs_of)
+    together = response(
+        chunk("a", finish_reason="stop", token_ids=[1, 2]), logprobs_of=logprobs_of
+    )
+    assert apart["output"] == together["output"]
+    assert apart["output"][0]["content"][0]["logprobs"] == [entry("1"), entry("2")]
 
 
 def test_a_stream_that_fails_before_its_first_chunk():
