@@ -20,7 +20,6 @@ _MAX_UINT32 = 2**32 - 1
 _REFUSED = {
     "container": "Baton runs no code",
     "mcp_servers": "Baton calls no tools itself",
-    "context_management": "Baton does not edit conversations",
 }
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 

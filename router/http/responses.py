@@ -26,7 +26,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     door = door_of(request)
     model = door.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    asked = read_responses_request(body, request_id)
+    asked = read_responses_request(body, request_id, model.default_params)
     texts = door.token_texts(model)
 
     def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -27,6 +28,7 @@ _REFUSED = {
     "context_management": "Baton does not compact conversations",
     "moderation": "Baton has no moderation models",
 }
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 _Include = Literal[
     "message.output_text.logprobs",
@@ -84,12 +86,15 @@ class ResponsesRequest:
     echo: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_responses_request(body: ResponsesBody, request_id: str = "") -> ResponsesRequest:
+def read_responses_request(
+    body: ResponsesBody, request_id: str = "", defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> ResponsesRequest:
     """Returns the request that a body states.
 
     Args:
         body: the body.
         request_id: names the request.
+        defaults: sampling parameters of the model, which the answer states if the body does not.
 
     Raises:
         InvalidArgumentError: a field is malformed, or states a feature that Baton lacks; names
@@ -112,7 +117,9 @@ def read_responses_request(body: ResponsesBody, request_id: str = "") -> Respons
         cache_salt=body.cache_salt or "",
     )
     return ResponsesRequest(
-        chat=chat, includes_logprobs=_LOGPROBS in (body.include or ()), echo=_echo(body, tools)
+        chat=chat,
+        includes_logprobs=_LOGPROBS in (body.include or ()),
+        echo=_echo(body, tools, defaults),
     )
 
 
@@ -171,7 +178,7 @@ def _reasoning(body: ResponsesBody) -> dict[str, str | None]:
     }
 
 
-def _echo(body: ResponsesBody, tools: Tools) -> dict[str, Any]:
+def _echo(body: ResponsesBody, tools: Tools, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the answer that repeat the request, in the API's order."""
     text = {name: value for name, value in (body.text or {}).items() if value is not None}
     return {
@@ -183,12 +190,14 @@ def _echo(body: ResponsesBody, tools: Tools) -> dict[str, Any]:
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": _reasoning(body),
         "safety_identifier": body.safety_identifier,
-        "temperature": body.temperature,
+        "temperature": defaults.get("temperature", 1.0)
+        if body.temperature is None
+        else body.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": tools.echoed_choice,
         "tools": tools.echoed,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }

@@ -27,7 +27,7 @@ def whole(chunks):
     return answer.body()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(answers())
 def test_the_client_adds_up_the_whole_message(chunks):
     snapshot, buffers = None, {}
@@ -40,7 +40,7 @@ def test_the_client_adds_up_the_whole_message(chunks):
     assert snapshot.to_dict(exclude_none=True) == message.to_dict(exclude_none=True)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(answers())
 def test_blocks_are_numbered_and_follow_each_other(chunks):
     num_blocks, is_open = 0, False

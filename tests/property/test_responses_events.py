@@ -60,7 +60,7 @@ def added_up(events):
     return [items[index] | {"status": None} for index in sorted(items)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(answers())
 def test_deltas_add_up_to_the_whole_answer(chunks):
     events = streamed(chunks)
@@ -72,7 +72,7 @@ def test_deltas_add_up_to_the_whole_answer(chunks):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(answers())
 def test_each_event_is_one_of_the_clients_types(chunks):
     events = streamed(chunks)
@@ -82,7 +82,7 @@ def test_each_event_is_one_of_the_clients_types(chunks):
     check_type(Response, events[-1]["response"], STORE)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(answers())
 def test_the_client_adds_up_the_same_answer(chunks):
     state = ResponseStreamState(input_tools=[], text_format=omit)

@@ -149,9 +149,7 @@ def test_logprobs_wait_for_the_text_of_their_tokens():
 
 def test_logprobs_of_the_end_do_not_depend_on_its_chunk():
     apart = response(chunk("a", token_ids=[1]), end_chunk(token_ids=[2]), logprobs_of=logprobs_of)
-    together = response(
-        chunk("a", finish_reason="stop", token_ids=[1, 2]), logprobs_of=logprobs_of
-    )
+    together = response(chunk("a", finish_reason="stop", token_ids=[1, 2]), logprobs_of=logprobs_of)
     assert apart["output"] == together["output"]
     assert apart["output"][0]["content"][0]["logprobs"] == [entry("1"), entry("2")]
 

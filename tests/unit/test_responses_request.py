@@ -247,3 +247,10 @@ def test_what_baton_lacks_is_refused_by_name(fields, message):
 def test_what_states_nothing_is_accepted():
     read(background=False, store=True, user="u", metadata={"a": "b"}, service_tier="auto")
     read(max_tool_calls=3, prompt_cache_key="k", stream_options={"include_obfuscation": False})
+
+
+def test_the_answer_states_the_parameters_that_apply():
+    body = ResponsesBody.model_validate({"input": "Hi", "top_p": 0.5})
+    echo = read_responses_request(body, defaults={"temperature": 0.7, "top_p": 0.9}).echo
+    assert (echo["temperature"], echo["top_p"]) == (0.7, 0.5)
+    assert read().echo["temperature"] == 1.0
