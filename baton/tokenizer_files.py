@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
+from baton.hub_names import split_revision
 
 __all__ = ["load_tokenizer", "read_json", "read_settings", "resolve_folder"]
 
@@ -50,7 +51,8 @@ def resolve_folder(path_or_name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path_or_name), allow_patterns=list(_FILES)))
+        name, revision = split_revision(str(path_or_name))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path_or_name} is neither a folder nor a Hub repository that can be reached "

@@ -12,7 +12,9 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag
+from baton.hub_names import HubFlags, with_revision
 from router.discovery import parse_target
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
 __all__ = [
@@ -35,12 +37,14 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 
 def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
-    help_text = f"{help_text}; comma-separated, repeatable"
     return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
+    help_text = (
+        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
+        "comma-separated, repeatable"
+    )
     return _list_flag(default, "TARGET", help_text + note)
 
 
@@ -63,12 +67,13 @@ class ModelConfig:
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
-        "prefill", (), " (without any, decode workers compute all prompts)"
+        "prefill", (), "; without any, decode workers compute all prompts"
     )
     served_model_name: tuple[str, ...] = _list_flag(
         (),
         "NAME",
-        "names of the model in requests; workers must serve the first one (default: the last "
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
         "part of --model)",
         is_list=True,
     )
@@ -122,7 +127,7 @@ class RouterConfig:
 
     Attributes:
         grpc: the address of the gRPC server, and how the router stops.
-        http: the address of the HTTP server.
+        http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
 
     Raises:
@@ -131,7 +136,7 @@ class RouterConfig:
     """
 
     grpc: ServerConfig
-    http: ServerConfig
+    http: HttpConfig
     models: tuple[ModelConfig, ...]
     max_local_prefill_tokens: int = flag(
         16,
@@ -219,7 +224,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         },
     )
     add_flags(parser, _GrpcPort, "server")
+    add_flags(parser, HttpConfig, "HTTP")
     add_flags(parser, ModelConfig, "model")
+    add_flags(parser, HubFlags, "model")
     add_flags(parser, _ModelsFile, "model")
     add_flags(parser, RouterConfig, "router")
 
@@ -230,13 +237,15 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
     Raises:
         ConfigurationError: a value is missing or out of range; names the flag.
     """
-    http = flags.config_from_args(ServerConfig, args)
+    server = flags.config_from_args(ServerConfig, args)
     grpc = flags.config_from_args(_GrpcPort, args)
     return flags.config_from_args(
         RouterConfig,
         args,
-        http=http,
-        grpc=replace(http, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
+        http=flags.config_from_args(
+            HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
+        ),
+        grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args),
     )
 
@@ -244,7 +253,9 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
 def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
     path = flags.config_from_args(_ModelsFile, args).models
     if path is None:
-        return (flags.config_from_args(ModelConfig, args),)
+        model = flags.config_from_args(ModelConfig, args)
+        revision = flags.config_from_args(HubFlags, args).revision
+        return (replace(model, model=with_revision(model.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)

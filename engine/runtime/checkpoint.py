@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigurationError
+from baton.hub_names import split_revision
 
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
 
@@ -126,7 +127,8 @@ def _download(name: str, with_weights: bool) -> Path:
 
     patterns = [*_HUB_PATTERNS, _HUB_WEIGHTS] if with_weights else list(_HUB_PATTERNS)
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        repository, revision = split_revision(name)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached and the model is not in the local cache"
         raise _no_model(name, reason) from error

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,11 +19,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigurationError
 from router.http.config import HttpConfig
+from rpc.server import write_port_file
 
 __all__ = ["HttpServer"]
 
 _LOGGER = logging.getLogger("baton.http")
 _BACKLOG = 2048
+_LEAST_GRACE_S = 0.05
+_END_TIMEOUT_S = 2.0
 
 
 class HttpServer:
@@ -69,10 +73,13 @@ class HttpServer:
         """Binds the address and begins to answer.
 
         Raises:
-            ConfigurationError: the address cannot be bound.
+            ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
+        assert self._config.port is not None, "a router without HTTP has no server"
         self._socket = _bound_socket(self._config.host, self._config.port)
         self.port = self._socket.getsockname()[1]
+        if self._config.port_file is not None:
+            write_port_file(Path(self._config.port_file), self.port)
         await self._server.begin([self._socket])
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)
@@ -89,6 +96,8 @@ class HttpServer:
             return
         task, self._task = self._task, None
         self.begin_drain()
+        # With 0, uvicorn would not even wait for connections that it closes itself.
+        grace_s = max(grace_s, _LEAST_GRACE_S)
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await task
@@ -114,7 +123,7 @@ class _Server(uvicorn.Server):
         """Waits for answers that `shutdown` has cancelled; closes what clients keep open."""
         tasks = list(self.server_state.tasks)
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
