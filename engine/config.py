@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.errors import ConfigurationError
 from baton.flags import byte_size, byte_size_with_unit, count, flag, gibibytes
+from baton.named_models import default_model_name
 
 __all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
@@ -248,7 +249,7 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The model name in requests."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or default_model_name(self.model)
 
 
 _CHOICES = {
