@@ -124,6 +124,40 @@ def save_model(
     return rounded
 
 
+def transformers_model(path: Path, dtype: torch.dtype) -> Any:
+    """Returns the `transformers` model of a llama file, read by the `gguf` package."""
+    import transformers
+
+    reader = gguf.GGUFReader(path)
+    keys = {
+        name: reader.fields[f"llama.{key}"].contents()
+        for key, name in {
+            "block_count": "num_hidden_layers",
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "feed_forward_length": "intermediate_size",
+            "attention.head_count": "num_attention_heads",
+            "attention.head_count_kv": "num_key_value_heads",
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+            "rope.freq_base": "rope_theta",
+            "vocab_size": "vocab_size",
+        }.items()
+    }
+    rope = {"rope_type": "default", "rope_theta": keys.pop("rope_theta")}
+    config = transformers.LlamaConfig(**keys, rope_parameters=rope, tie_word_embeddings=True)
+    names = {gguf_name(name): name for name in transformers.LlamaForCausalLM(config).state_dict()}
+    weights = {}
+    for tensor in reader.tensors:
+        array = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            pairs = array.reshape(-1, config.head_dim // 2, 2, array.shape[-1])
+            array = pairs.swapaxes(1, 2).reshape(array.shape)
+        weights[names[tensor.name]] = torch.from_numpy(np.array(array))
+    model = transformers.LlamaForCausalLM(config)
+    model.load_state_dict(weights, strict=False)
+    return model.to(dtype).eval()
+
+
 def stored_array(
     weight: np.ndarray, kind: gguf.GGMLQuantizationType
 ) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
