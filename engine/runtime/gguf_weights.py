@@ -164,7 +164,7 @@ def _checkpoint_name(name: str) -> str:
     layer = _LAYER.fullmatch(stem)
     if layer is not None and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
-    return f"{_NAMES.get(stem, stem)}.{suffix}"
+    return f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else name
 
 
 @dataclass(frozen=True, slots=True)
