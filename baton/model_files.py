@@ -14,7 +14,7 @@ import tokenizers
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
 from baton.named_models import NAMED_MODELS
-from baton.tokenizer_files import load_tokenizer, read_json, resolve_folder
+from baton.tokenizer_files import load_tokenizer, read_json, read_settings, resolve_folder
 
 __all__ = [
     "CheckpointFolder",
@@ -38,12 +38,20 @@ class ModelFiles(Protocol):
         """Returns the object in a JSON file of a checkpoint folder; empty if there is none.
 
         Args:
-            name: config.json, generation_config.json or tokenizer_config.json; a GGUF file
-                has the same information under its own keys.
+            name: such as config.json or generation_config.json; a GGUF file has what is in
+                these two under its own keys.
 
         Raises:
             OSError, TypeError, ValueError: the file cannot be read, or has something else.
             ConfigurationError: a GGUF file's model is not supported.
+        """
+
+    def read_settings(self) -> dict[str, Any]:
+        """Returns special tokens and chat templates, as tokenizer_config.json has them.
+
+        Raises:
+            OSError, TypeError, ValueError: a file cannot be read, or has something else.
+            ConfigurationError: a GGUF file's metadata is malformed.
         """
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
@@ -71,6 +79,10 @@ class CheckpointFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """See `ModelFiles`."""
         return read_json(self.path / name)
+
+    def read_settings(self) -> dict[str, Any]:
+        """See `ModelFiles`."""
+        return read_settings(self.path)
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
         """See `ModelFiles`."""

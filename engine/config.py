@@ -36,7 +36,10 @@ class EngineConfig:
     """
 
     model: str = flag(
-        MISSING, "checkpoint folder or Hugging Face Hub name", metavar="MODEL", is_positional=True
+        MISSING,
+        "checkpoint folder, GGUF file, demo, smollm2, or Hugging Face Hub name",
+        metavar="MODEL",
+        is_positional=True,
     )
     served_model_name: str | None = flag(
         None,

@@ -58,8 +58,8 @@ class ModelConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder or Hub name; the router reads its tokenizer, chat template and "
-        "generation_config.json",
+        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
+        "tokenizer, chat template and generation_config.json",
         metavar="MODEL",
         is_positional=True,
     )

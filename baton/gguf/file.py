@@ -19,7 +19,6 @@ _T = TypeVar("_T")
 _READERS = {
     "config.json": config_json,
     "generation_config.json": generation_config_json,
-    "tokenizer_config.json": tokenizer_config_json,
 }
 
 
@@ -57,6 +56,14 @@ class GgufFile:
         """
         reader = _READERS.get(name)
         return self._read(reader) if reader else {}
+
+    def read_settings(self) -> dict[str, Any]:
+        """Returns special tokens and chat templates under tokenizer_config.json's names.
+
+        Raises:
+            ConfigurationError: the metadata is malformed.
+        """
+        return self._read(tokenizer_config_json)
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
         """Builds the tokenizer.

@@ -93,7 +93,7 @@ def reference_model():
 
 @cache
 def template():
-    text = open_model_files(MODEL).read_json("tokenizer_config.json")["chat_template"]
+    text = open_model_files(MODEL).read_settings()["chat_template"]
     return jinja2.Environment(keep_trailing_newline=True).from_string(text)
 
 

@@ -142,14 +142,14 @@ def test_the_router_takes_sampling_defaults_from_the_file(tmp_path):
 
 def test_chat_templates_have_the_form_of_tokenizer_config_json(tmp_path):
     one = written(tmp_path, tokenizer__chat_template="plain")
-    assert one.read_json("tokenizer_config.json") == {
+    assert one.read_settings() == {
         "bos_token": "<bos>",
         "eos_token": "<eos>",
         "chat_template": "plain",
     }
     keys = KEYS | {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
     two = GgufFile(write_gguf(tmp_path / "two.gguf", keys, EMBEDDING))
-    assert two.read_json("tokenizer_config.json")["chat_template"] == [
+    assert two.read_settings()["chat_template"] == [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools"},
     ]
