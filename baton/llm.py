@@ -40,7 +40,7 @@ class LLM:
     """A model in this process, for batches of prompts. Not thread-safe.
 
     Args:
-        model: checkpoint folder or Hugging Face Hub name.
+        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
         generation_config: whether `get_default_sampling_params` has the values of the
             checkpoint's generation_config.json ("auto") or only Baton's own ("none").
         reasoning_start_str: the text before the part in which the model reasons, such as

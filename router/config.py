@@ -13,6 +13,7 @@ from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag
 from baton.hub_names import HubFlags, with_revision
+from baton.named_models import default_model_name
 from router.discovery import parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -60,8 +61,8 @@ class ModelConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder or Hub name; the router reads its tokenizer, chat template and "
-        "generation_config.json",
+        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
+        "tokenizer, chat template and generation_config.json",
         metavar="MODEL",
         is_positional=True,
     )
@@ -118,7 +119,7 @@ class ModelConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may give. The first is the model's own, also on workers."""
-        return self.served_model_name or (self.model.rstrip("/").rsplit("/", 1)[-1],)
+        return self.served_model_name or (default_model_name(self.model),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

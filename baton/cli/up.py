@@ -28,7 +28,8 @@ _DEMO_PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
-        "--model", help="checkpoint folder or Hugging Face Hub name (default: the demo model)"
+        "--model",
+        help="checkpoint folder, GGUF file, smollm2, or Hugging Face Hub name (default: demo)",
     )
     parser.add_argument(
         "--demo", action="store_true", help="complete a prompt when the cluster is ready"
