@@ -162,6 +162,26 @@ def logits_with_cache(
     return model(token_ids, **argument, use_cache=True).logits
 
 
+def reference_beams(
+    path: Path, prompt: Sequence[int], *, num_beams: int, num_returned: int, max_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    """The generated tokens of the best hypotheses of a beam search, and their scores."""
+    output = reference_model(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=num_beams,
+        num_return_sequences=num_returned,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    sequences = [row[len(prompt) :].tolist() for row in output.sequences]
+    return sequences, output.sequences_scores.tolist()
+
+
 @cache
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The `transformers` model of a checkpoint, with plain ("eager") attention."""
