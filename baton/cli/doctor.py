@@ -6,8 +6,9 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 
-from baton.doctor import Finding, Level, connectors, machine, native_kernels, software
+from baton.doctor import Finding, Level, machine, native_kernels, software
 
 __all__ = ["add_args", "examine", "main"]
 
@@ -66,16 +67,27 @@ def examine(kv_connector: str | None = None) -> list[Finding]:
     """
     checks = [*_CHECKS]
     if kv_connector is not None:
-        checks.append(lambda: connectors.check_connector(kv_connector))
+        checks.append(partial(_check_connector, kv_connector))
     return [finding for check in checks for finding in _findings_of(check)]
+
+
+def _check_connector(url: str) -> Iterable[Finding]:
+    from baton.doctor import connectors  # here, as it imports every connector
+
+    return connectors.check_connector(url)
 
 
 def _findings_of(check: _Check) -> list[Finding]:
     """Returns a check's findings; an exception becomes a finding, since it is what we look for."""
+    name = getattr(getattr(check, "func", check), "__name__", "check")
+    topic = name.strip("_").removeprefix("check_").replace("_", " ")
     try:
         return list(check())
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # `check_torch` reports that it is missing
+            return [Finding(topic, Level.PROBLEM, str(error))]
+        return [Finding(topic, Level.NOTE, "not checked: it needs torch")]
     except Exception as error:
-        topic = getattr(check, "__name__", "check").removeprefix("check_")
         return [Finding(topic, Level.PROBLEM, f"{type(error).__name__}: {error}")]
 
 
