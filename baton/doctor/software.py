@@ -33,7 +33,6 @@ class _Extra:
 _EXTRAS = (
     _Extra("triton", "gpu", "kernels on NVIDIA GPUs", needs_gpu=True),
     _Extra("matplotlib", "bench", "plots of `baton bench`"),
-    _Extra("httpx", "bench", "`baton bench` of HTTP endpoints"),
 )
 
 

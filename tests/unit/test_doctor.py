@@ -230,9 +230,7 @@ def test_no_shared_memory_is_a_note(monkeypatch, tmp_path):
     assert "temporary folder" in finding.text
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "levels"), [(False, ["ok", "note", "note"]), (True, ["note", "note", "note"])]
-)
+@pytest.mark.parametrize(("has_gpu", "levels"), [(False, ["ok", "note"]), (True, ["note", "note"])])
 def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, levels):
     def version(distribution):
         raise metadata.PackageNotFoundError(distribution)
