@@ -39,6 +39,7 @@ COMMANDS = {
     "generate": _Command("baton.cli.generate", "complete a prompt over gRPC"),
     "chat": _Command("baton.cli.chat", "talk to a model over OpenAI's HTTP API"),
     "complete": _Command("baton.cli.complete", "complete a prompt over OpenAI's HTTP API"),
+    "run-batch": _Command("baton.cli.run_batch", "run a file of requests in OpenAI's batch format"),
     "tune": _Command("benchmarks.tune_command", "search flags for the highest goodput"),
     "bench": _Command("benchmarks.cli", "measure a running endpoint, an engine or its parts"),
     "doctor": _Command("baton.cli.doctor", "check this installation and this machine"),

@@ -151,7 +151,7 @@ def add_sampling_args(
         options = {"default": argparse.SUPPRESS, **given_options}
         if flag == "max-tokens":
             options |= {} if max_tokens is None else {"default": max_tokens}
-            default = max_tokens or "the server decides"
+            default: Any = max_tokens or "the server decides"
         else:
             default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
         note = "" if default in (None, ()) or "(default" in text else f" (default: {default})"
