@@ -43,6 +43,7 @@ COMMANDS = {
     "tune": _Command("benchmarks.tune_command", "search flags for the highest goodput"),
     "bench": _Command("benchmarks.cli", "measure a running endpoint, an engine or its parts"),
     "doctor": _Command("baton.cli.doctor", "check this installation and this machine"),
+    "collect-env": _Command("baton.cli.collect_env", "print the facts that a bug report needs"),
     "health": _Command("baton.health", "ask a server whether it is serving"),
 }
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from baton.doctor import Finding, Level, machine, native_kernels, software
 
-__all__ = ["add_args", "examine", "main"]
+__all__ = ["add_args", "examine", "format_findings", "main"]
 
 _LEVEL_WIDTH = 8
 _TOPIC_WIDTH = 21
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         report = {"ok": not has_problem, "findings": list(map(asdict, findings))}
         print(json.dumps(report, indent=2))
     else:
-        _print_page(findings)
+        print(*format_findings(findings), sep="\n")
     return 1 if has_problem else 0
 
 
@@ -91,18 +91,19 @@ def _findings_of(check: _Check) -> list[Finding]:
         return [Finding(topic, Level.PROBLEM, f"{type(error).__name__}: {error}")]
 
 
-def _print_page(findings: Sequence[Finding]) -> None:
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """Returns the findings as lines of text, wrapped to the terminal's width."""
     indent = " " * (_LEVEL_WIDTH + _TOPIC_WIDTH)
     width = max(shutil.get_terminal_size().columns, len(indent) + _MIN_TEXT_WIDTH)
+    lines = []
     for finding in findings:
         lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
-        print(
-            textwrap.fill(
-                finding.text,
-                width,
-                initial_indent=lead,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        lines += textwrap.wrap(
+            finding.text,
+            width,
+            initial_indent=lead,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
+    return lines
