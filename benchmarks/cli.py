@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from baton.flag_parser import FlagParser
+
 __all__ = ["add_args", "main"]
 
 
@@ -40,17 +42,17 @@ _COMMANDS = {
 }
 
 
-class _LazyParser(argparse.ArgumentParser):
+class _LazyParser(FlagParser):
     """A parser that adds its flags on first use, so that other subcommands are not imported."""
 
     module = ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Adds the module's flags, then parses."""
-        module = import_module(self.module)
-        self.description = module.main.__doc__
-        module.add_args(self)
-        self.set_defaults(run_benchmark=module.main)
+        if not self.is_filled:
+            module = import_module(self.module)
+            self.fill(module.main, module.add_args)
+            self.set_defaults(run_benchmark=module.main)
         return super().parse_known_args(args, namespace)
 
 

@@ -65,7 +65,7 @@ async def measure_latencies(workload: Workload) -> dict[str, object]:
         dtype=MODELS[workload.model],
         kv_connector=workload.kv_connector,
         num_threads=workload.num_threads,
-        kv_cache_memory=1 << 28,
+        kv_cache_memory_bytes=1 << 28,
     )
     async with _both_clusters(engine) as clusters:
         answers = await _ask_in_turn(workload, clusters)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from baton.up.cluster import engine_flags
+from baton.flags import flags_of_config
 from benchmarks.arrivals import add_rated_arrival_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.load import LoadLimits
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 def up_command(engine: EngineConfig, candidate: Candidate) -> str:
     """Returns the command line that runs a candidate."""
-    flags = engine_flags(engine_of(engine, candidate), omit=("role", "kv_connector"))
+    flags = flags_of_config(engine_of(engine, candidate), omit=("role", "kv_connector"))
     tiers = ("--prefill", str(candidate.num_prefill), "--decode", str(candidate.num_decode))
     return shlex.join(["baton", "up", *tiers, *flags])
 

@@ -1,11 +1,10 @@
 """`python -m decode_service`: one decode replica."""
 
-import argparse
 import sys
 
+from baton.flag_parser import FlagParser
 from decode_service.server import add_args, main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m decode_service", description=main.__doc__)
-    add_args(parser)
+    parser = FlagParser.of_command("python -m decode_service", main, add_args)
     sys.exit(main(parser.parse_args()))

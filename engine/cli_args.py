@@ -1,20 +1,19 @@
-"""Command-line flags made from `EngineConfig`'s fields, and a config from parsed flags.
+"""The engine's command-line flags: those of `EngineConfig`, and vLLM's that have one value here.
 
 Torch-free, so that every command's `--help` is quick.
 """
 
 import argparse
-import dataclasses
-import types
-import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
+from typing_extensions import override
+
 from baton.errors import ConfigurationError
+from baton.flags import add_flags, config_from_args
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
-from kvstore.url import parse_byte_size
 
 __all__ = ["FIXED_FIELDS", "add_engine_args", "engine_config_from_args"]
 
@@ -35,10 +34,8 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
         omit: names of fields that get no flag; pass their values to
             `engine_config_from_args`.
     """
-    group = parser.add_argument_group("engine")
-    for field in dataclasses.fields(EngineConfig):
-        if field.name not in omit:
-            group.add_argument(f"--{field.name.replace('_', '-')}", **_argument_options(field))
+    add_flags(parser, EngineConfig, "engine", omit=omit)
+    _add_fixed_args(parser)
 
 
 def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
@@ -50,9 +47,7 @@ def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> Engin
         ConfigurationError: a value is out of range, or the connector is of one
             process only; names the flag.
     """
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    flags = {name: value for name, value in vars(args).items() if name in names}
-    config = EngineConfig(**{**flags, **overrides})
+    config = config_from_args(EngineConfig, args, **overrides)
     if config.kv_connector is not None:
         _check_shared(config.kv_connector)
     return config
@@ -66,46 +61,44 @@ def _check_shared(kv_connector: str) -> None:
         )
 
 
-def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Keyword arguments of `add_argument` for one field."""
-    options: dict[str, Any] = {"help": _help(field)}
-    if field.default is dataclasses.MISSING:
-        options["required"] = True
-    else:
-        options["default"] = field.default
-    if _parser_of(field) is bool:
-        options["action"] = argparse.BooleanOptionalAction
-        return options
-    options["type"] = _parser_of(field)
-    if "choices" in field.metadata:
-        options["choices"] = field.metadata["choices"]
-    else:
-        options["metavar"] = options["type"].__name__.removeprefix("_").upper()
-    return options
+_FIXED_ARGS = (
+    (("--tensor-parallel-size", "-tp"), "1"),
+    (("--pipeline-parallel-size", "-pp"), "1"),
+    (("--data-parallel-size", "-dp"), "1"),
+    (("--quantization", "-q"), "none"),
+)
+"""Flags of vLLM that are accepted with their usual value, so that its command lines work."""
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    """The field's help text, with its default appended."""
-    text: str = field.metadata["help"].replace("%", "%%")
-    if field.default in (dataclasses.MISSING, None, ()):
-        return text
-    return f"{text} (default: %(default)s)"
+def _add_fixed_args(parser: argparse.ArgumentParser) -> None:
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    for names, value in _FIXED_ARGS:
+        parser.add_argument(*names, type=_only(value), **hidden)
+    parser.add_argument("--trust-remote-code", action=_NoRemoteCode, **hidden)
 
 
-def _parser_of(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """The function that parses the flag's text into the field's type; `X | None` counts as X."""
-    if field.metadata.get("parse") == "bytes":
-        return _bytes
-    if field.metadata.get("parse") == "names":
-        return str  # `EngineConfig` splits it
-    if not isinstance(field.type, types.UnionType):
-        return typing.cast("Callable[[str], Any]", field.type)
-    (parser,) = (member for member in typing.get_args(field.type) if member is not types.NoneType)
-    return typing.cast("Callable[[str], Any]", parser)
+def _only(value: str) -> Callable[[str], str]:
+    """Returns a parser that refuses all texts but `value`."""
+
+    def parse(text: str) -> str:
+        if text.lower() != value:
+            raise argparse.ArgumentTypeError(f"is {text!r}; Baton supports only {value}")
+        return value
+
+    return parse
 
 
-def _bytes(text: str) -> int:
-    try:
-        return parse_byte_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+class _NoRemoteCode(argparse.BooleanOptionalAction):
+    """`--no-trust-remote-code` does nothing, and `--trust-remote-code` is refused."""
+
+    @override
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Refuses the flag."""
+        if not (option_string or "").startswith("--no-"):
+            raise argparse.ArgumentError(self, "Baton runs no code from checkpoints")

@@ -7,11 +7,11 @@ too have vLLM's names.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.flags import byte_size, byte_size_with_unit, count, flag, gibibytes
 
 __all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
@@ -26,11 +26,6 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 
 
-def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    """Returns a field with its command-line help, which `engine.cli_args` reads."""
-    return field(default=default, metadata={"help": help_text, **metadata})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The flags of one engine, which loads a model, schedules requests and transfers KV.
@@ -39,140 +34,173 @@ class EngineConfig:
         ConfigurationError: a value is out of range; names the flag.
     """
 
-    model: str = field(metadata={"help": "checkpoint folder or Hugging Face Hub name"})
-    served_model_name: str | None = _flag(
-        None, "model name in requests (default: the last part of --model)"
+    model: str = flag(
+        MISSING, "checkpoint folder or Hugging Face Hub name", metavar="MODEL", is_positional=True
     )
-    role: str = _flag("both", "work of this engine: prefill, decode, or both", choices=ROLES)
-    dtype: str = _flag(
-        "auto", "type of weights, activations and KV; auto uses the checkpoint's", choices=DTYPES
+    served_model_name: str | None = flag(
+        None,
+        "model name in requests (default: the last part of --model)",
+        metavar="NAME",
+        is_main=True,
     )
-    load_format: str = _flag(
+    role: str = flag("both", "work of this engine: prefill, decode, or both", choices=ROLES)
+    dtype: str = flag(
+        "auto",
+        "type of weights, activations and KV; auto uses the checkpoint's",
+        choices=DTYPES,
+        is_main=True,
+    )
+    load_format: str = flag(
         "auto",
         "auto reads the checkpoint's weights; dummy makes random weights from config.json alone",
         choices=LOAD_FORMATS,
     )
-    kv_cache_dtype: str = _flag(
+    kv_cache_dtype: str = flag(
         "auto",
         "type of KV; auto uses that of --dtype, fp8_e4m3 takes about half the bytes of bfloat16",
         choices=KV_CACHE_DTYPES,
     )
-    device: str = _flag("auto", "torch device; auto uses a GPU if torch finds one, else the CPU")
-    num_threads: int | None = _flag(
+    device: str = flag(
+        "auto",
+        "torch device; auto uses a GPU if torch finds one, else the CPU",
+        metavar="DEVICE",
+        is_main=True,
+    )
+    num_threads: int | None = flag(
         None, "CPU threads that compute (default: the cores this process may use)"
     )
-    turns_folder: str | None = _flag(
-        None, "existing folder for lock files; CPU workers with the same folder compute in turn"
+    turns_folder: str | None = flag(
+        None,
+        "existing folder for lock files; CPU workers with the same folder compute in turn",
+        metavar="PATH",
     )
-    block_size: int = _flag(16, "tokens per KV block")
-    max_model_len: int | None = _flag(
-        None, "maximum of prompt and generated tokens together (default: the model's)"
+    block_size: int = flag(16, "tokens per KV block")
+    max_model_len: int | None = flag(
+        None,
+        "maximum of prompt and generated tokens together (default: the model's)",
+        parse=count,
+        is_main=True,
     )
-    max_num_seqs: int = _flag(64, "maximum number of sequences in one step")
-    max_num_batched_tokens: int = _flag(
-        2048, "maximum number of tokens in one step; longer prompts run in chunks"
+    max_num_seqs: int = flag(64, "maximum number of sequences in one step", is_main=True)
+    max_num_batched_tokens: int = flag(
+        2048,
+        "maximum number of tokens in one step; longer prompts run in chunks",
+        parse=count,
+        is_main=True,
     )
-    long_prefill_token_threshold: int | None = _flag(
-        None, "maximum tokens of one prompt in one step, so that short prompts get their share"
+    long_prefill_token_threshold: int | None = flag(
+        None,
+        "maximum tokens of one prompt in one step, so that short prompts get their share; 0 is off",
+        parse=count,
     )
-    max_num_partial_prefills: int = _flag(
+    max_num_partial_prefills: int = flag(
         1, "maximum number of partly computed prompts in a step; prompts that fit may overtake them"
     )
-    max_num_waiting: int = _flag(
+    max_num_waiting: int = flag(
         4096, "maximum number of waiting requests; further ones get RESOURCE_EXHAUSTED"
     )
-    priority_ageing_s: float = _flag(
+    priority_ageing_s: float = flag(
         30.0, "seconds of waiting that count as one level of a request's priority"
     )
-    preemption_mode: str = _flag(
+    preemption_mode: str = flag(
         "auto",
         "how a request is preempted: recompute its KV, swap it to host memory, or the faster one",
         choices=PREEMPTION_MODES,
     )
-    swap_space: int | None = _flag(
+    swap_space: int | None = flag(
         None,
         "host memory for swapped KV, such as 4GiB (default: 4GiB on a GPU, 0 on a CPU)",
-        parse="bytes",
+        parse=byte_size_with_unit,
+        aliases={"kv-offloading-size": gibibytes},
     )
-    async_scheduling: bool | None = _flag(
+    async_scheduling: bool | None = flag(
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
-    enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
-    logits_processors: Sequence[str] = _flag(
+    enforce_eager: bool = flag(False, "run decode steps without CUDA graphs")
+    logits_processors: Sequence[str] = flag(
         (),
         "logits processors to load, separated by commas: names of installed ones, or module:Class",
-        parse="names",
     )
-    logprobs_mode: str = _flag(
+    logprobs_mode: str = flag(
         "raw_logprobs",
         "log-probabilities that requests get: the model's own, or those of the distribution that "
         "tokens are drawn from, after all sampling parameters",
         choices=LOGPROBS_MODES,
     )
-    structured_outputs_backend: str = _flag(
+    structured_outputs_backend: str = flag(
         "auto",
         "library for structured outputs, equal on all workers; auto uses xgrammar for what it "
         "enforces and llguidance for the rest",
         choices=("auto", *GRAMMAR_BACKENDS),
     )
-    grammar_timeout_s: float = _flag(
+    grammar_timeout_s: float = flag(
         10.0,
         "CPU seconds for compiling one grammar, or thrice that on the clock; a request with a "
         "slower one is refused",
     )
-    grammar_cache_bytes: int = _flag(
-        256 * 2**20, "bytes for compiled grammars that are kept, such as 256MiB", parse="bytes"
+    grammar_cache_bytes: int = flag(
+        256 * 2**20, "bytes for compiled grammars that are kept, such as 256MiB", parse=byte_size
     )
-    enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
-    gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
-    kv_cache_memory: int | None = _flag(
-        None, "bytes for the KV cache, such as 2GiB (default: 1GiB on a CPU)", parse="bytes"
+    enable_prefix_caching: bool = flag(True, "reuse the KV blocks of equal prefixes")
+    gpu_memory_utilization: float = flag(
+        0.9, "share of GPU memory for weights and KV cache", is_main=True
     )
-    num_gpu_blocks_override: int | None = _flag(
+    kv_cache_memory_bytes: int | None = flag(
+        None,
+        "bytes for the KV cache, such as 2GiB (default: 1GiB on a CPU)",
+        parse=byte_size,
+        aliases={"kv-cache-memory": None},
+        is_main=True,
+    )
+    num_gpu_blocks_override: int | None = flag(
         None, "number of KV blocks in the pool, instead of the computed number"
     )
-    kv_connector: str | None = _flag(
+    kv_connector: str | None = flag(
         None,
         "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, "
         "nixl://, multi://URL,URL (several), faulty+URL (injects faults) or memory:// (within "
         "one process)",
+        metavar="URL",
+        is_main=True,
     )
-    kv_publish: str = _flag(
+    kv_publish: str = flag(
         "finish",
         "when to save generated KV: off, finish (when a sequence ends), or a number N (after "
         "every N full blocks)",
     )
-    kv_load_failure_policy: str = _flag(
+    kv_load_failure_policy: str = flag(
         "recompute",
         "recompute KV that cannot be loaded, or fail the request",
         choices=LOAD_FAILURE_POLICIES,
     )
-    kv_transfer_block_size: int | None = _flag(
+    kv_transfer_block_size: int | None = flag(
         None,
         "tokens per KV block between tiers; must divide --block-size and be equal on all workers "
         "(default: --block-size)",
     )
-    kv_transfer_dtype: str = _flag(
+    kv_transfer_dtype: str = flag(
         "auto",
         "type of KV between tiers, equal on all workers; auto uses this worker's",
         choices=KV_TRANSFER_DTYPES,
     )
-    kv_transfer_head_slices: int = _flag(
+    kv_transfer_head_slices: int = flag(
         1,
         "number of objects into which a KV block's heads are split between tiers, equal on all "
         "workers",
     )
-    kv_transfer_layer_slices: int = _flag(
+    kv_transfer_layer_slices: int = flag(
         1,
         "number of objects into which a KV block's layers are split between tiers, equal on all "
         "workers; memory, shm and file save each when its layers are computed",
     )
-    kv_transfer_timeout_s: float = _flag(
+    kv_transfer_timeout_s: float = flag(
         60.0, "longest wait for the result of a look-up, load or save; its blocks stay out of use"
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logits_processors", _names(self.logits_processors))
+        threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
+        object.__setattr__(self, "long_prefill_token_threshold", threshold)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")
@@ -244,12 +272,11 @@ _POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_waiting",
-    "kv_cache_memory",
+    "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
-    "long_prefill_token_threshold",
     "max_num_partial_prefills",
 )
-_NOT_NEGATIVE = ("swap_space", "grammar_cache_bytes")
+_NOT_NEGATIVE = ("swap_space", "long_prefill_token_threshold", "grammar_cache_bytes")
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s", "grammar_timeout_s")
 
 

@@ -1,11 +1,11 @@
-"""The grammar of store and connector URLs, and of byte sizes. Pure.
+"""The grammar of store and connector URLs. Pure.
 
 - `scheme://authority/path?option=value` is a store or peer (`StoreUrl`). Every store takes the
   option `ttl_s`; most take `lease_s`, `max_bytes` and `timeout_s`. A store lists the options that
   it takes, and any other is an error, so that a misspelt option is noticed.
 - `multi://URL,URL,...` is several connectors as one, each with its own options.
 - `faulty+URL` is a connector with injected faults, for tests.
-- `512MiB` and `1e9` are byte sizes.
+- Sizes in options are written as in flags (`baton.sizes`).
 """
 
 import math
@@ -13,12 +13,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.errors import ConfigurationError
+from baton.sizes import parse_byte_size
 from kvstore.store import DEFAULT_TIMEOUT_S
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "MULTI_SCHEME",
     "StoreLimits",
     "StoreUrl",
-    "parse_byte_size",
     "scheme_of",
     "split_members",
     "usable_folder",
@@ -48,16 +47,6 @@ LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
 _DEFAULT_LEASE_S = 30.0
 _SECONDS_RANGE = (0.001, 1e9)
 
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate("kmgt")},
-    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate("kmgt")},
-}
-_BYTE_SIZE = re.compile(
-    r"\s*([0-9]+(?:[.][0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE
-)
-
 
 def scheme_of(url: str) -> str:
     """Returns the part before `://` in lower case; empty if there is none."""
@@ -69,21 +58,6 @@ def split_members(url: str) -> tuple[str, ...]:
     """Returns the URLs in a `multi://` URL, as written."""
     rest = url.partition("://")[2]
     return tuple(_NEXT_MEMBER.split(rest)) if rest else ()
-
-
-def parse_byte_size(text: str) -> int:
-    """Returns the number of bytes that `text` means.
-
-    It is a number, alone or with B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (powers
-    of 1024), in upper or lower case.
-
-    Raises:
-        ValueError: anything else; names the text and the accepted forms.
-    """
-    match = _BYTE_SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _UNIT_BYTES:
-        raise ValueError(f"{text!r} is not a byte size; write it like 512MiB, 2GiB, 1e9 or 4096")
-    return int(Decimal(match[1]) * _UNIT_BYTES[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
 """`python -m prefill_service`: one prefill replica."""
 
-import argparse
 import sys
 
+from baton.flag_parser import FlagParser
 from prefill_service.server import add_args, main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m prefill_service", description=main.__doc__)
-    add_args(parser)
+    parser = FlagParser.of_command("python -m prefill_service", main, add_args)
     sys.exit(main(parser.parse_args()))

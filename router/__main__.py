@@ -1,11 +1,10 @@
 """`python -m router`: one router."""
 
-import argparse
 import sys
 
+from baton.flag_parser import FlagParser
 from router.server import add_args, main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m router", description=main.__doc__)
-    add_args(parser)
+    parser = FlagParser.of_command("python -m router", main, add_args)
     sys.exit(main(parser.parse_args()))

@@ -1,20 +1,19 @@
 """`RouterConfig`, `ModelConfig` and their command-line flags."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Any, NoReturn
 
-import yaml
+from typing_extensions import override
 
+from baton import flags
 from baton.errors import ConfigurationError
+from baton.flag_parser import FlagParser
+from baton.flag_sources import Given, read_list
+from baton.flags import add_flags, count, flag
 from router.discovery import parse_target
-from rpc.server_config import (
-    ServerConfig,
-    add_address_args,
-    add_lifecycle_args,
-)
+from rpc.server_config import ServerConfig
 
 __all__ = [
     "DEFAULT_GRPC_PORT",
@@ -34,18 +33,10 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 """Workers receive the time left in milliseconds, in 32 bits."""
 
 
-def _flag(
-    default: Any, parse: Callable[[str], Any], help_text: str, *, choices: Sequence[str] = ()
-) -> Any:
-    """Makes a field and the parser, help and choices of its command-line flag."""
-    metadata = {"parse": parse, "help": help_text, "choices": choices}
-    return field(default=default, metadata=metadata)
-
-
-def _list_flag(default: Any, metavar: str, help_text: str) -> Any:
+def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
     help_text = f"{help_text}; comma-separated, repeatable"
-    return field(default=default, metadata={"metavar": metavar, "help": help_text})
+    return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
@@ -63,11 +54,12 @@ class ModelConfig:
         ConfigurationError: there is no decode replica, or a target is malformed.
     """
 
-    model: str = _flag(
+    model: str = flag(
         MISSING,
-        str,
         "checkpoint folder or Hub name; the router reads its tokenizer, chat template and "
         "generation_config.json",
+        metavar="MODEL",
+        is_positional=True,
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
@@ -78,33 +70,38 @@ class ModelConfig:
         "NAME",
         "names of the model in requests; workers must serve the first one (default: the last "
         "part of --model)",
+        is_list=True,
     )
-    generation_config: str = _flag(
+    generation_config: str = flag(
         "auto",
-        str,
         "defaults of the sampling parameters that a request leaves unset: those of the model's "
         "generation_config.json (auto), or only Baton's own (none)",
         choices=GENERATION_CONFIGS,
     )
-    chat_template: str | None = _flag(
+    chat_template: str | None = flag(
         None,
-        str,
         "chat template: a file, or the template itself (default: that of the checkpoint)",
+        is_main=True,
     )
-    tool_call_parser: str | None = _flag(
-        None, str, "format in which the model writes tool calls, such as hermes; see docs/chat.md"
-    )
-    reasoning_parser: str | None = _flag(
-        None, str, "format in which the model writes its reasoning, such as qwen3"
-    )
-    reasoning_start_str: str | None = _flag(
+    tool_call_parser: str | None = flag(
         None,
-        str,
+        "format in which the model writes tool calls, such as hermes; see docs/chat.md",
+        metavar="NAME",
+        is_main=True,
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "format in which the model writes its reasoning, such as qwen3",
+        metavar="NAME",
+        is_main=True,
+    )
+    reasoning_start_str: str | None = flag(
+        None,
         "text before the part in which the model reasons, such as <think>; with it, structured "
         "outputs begin after that part, and requests may limit it (thinking_token_budget)",
     )
-    reasoning_end_str: str | None = _flag(
-        None, str, "text after that part, such as </think>; set both or none"
+    reasoning_end_str: str | None = flag(
+        None, "text after that part, such as </think>; set both or none"
     )
 
     def __post_init__(self) -> None:
@@ -136,25 +133,24 @@ class RouterConfig:
     grpc: ServerConfig
     http: ServerConfig
     models: tuple[ModelConfig, ...]
-    max_local_prefill_tokens: int = _flag(
+    max_local_prefill_tokens: int = flag(
         16,
-        int,
         "a decode worker computes uncached remainders of up to this many prompt tokens itself",
+        parse=count,
     )
-    default_timeout_s: float = _flag(
+    default_timeout_s: float = flag(
         600.0,
-        float,
         "deadline in seconds of requests without one, and the longest deadline accepted",
     )
-    max_concurrent_requests: int = _flag(
-        4096, int, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
+    max_concurrent_requests: int = flag(
+        4096, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
     )
-    resume_timeout_s: float = _flag(
-        30.0, float, "seconds for which a request that lost its decode replica waits for another"
+    resume_timeout_s: float = flag(
+        30.0, "seconds for which a request that lost its decode replica waits for another"
     )
-    dns_interval_s: float = _flag(5.0, float, "seconds between two look-ups of dns:/// targets")
-    max_indexed_blocks: int = _flag(
-        100_000, int, "maximum number of KV block keys remembered per replica"
+    dns_interval_s: float = flag(5.0, "seconds between two look-ups of dns:/// targets")
+    max_indexed_blocks: int = flag(
+        100_000, "maximum number of KV block keys remembered per replica"
     )
 
     def __post_init__(self) -> None:
@@ -166,8 +162,8 @@ class RouterConfig:
                 raise ConfigurationError(f"--served-model-name {name} is the name of two models")
         for name, holds, limit in self._limits():
             if not holds:
-                flag = name.replace("_", "-")
-                raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be {limit}")
+                shown = f"--{name.replace('_', '-')} is {getattr(self, name)!r}"
+                raise ConfigurationError(f"{shown}; it must be {limit}")
 
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
         """Per field: its name, whether its value is in range, and the range."""
@@ -183,111 +179,103 @@ class RouterConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GrpcPort:
+    """The flags of the gRPC server that it does not share with the HTTP server."""
+
+    grpc_port: int | None = flag(
+        DEFAULT_GRPC_PORT,
+        "port of the gRPC server; 0 picks a free one, none turns it off",
+        metavar="PORT",
+        is_main=True,
+    )
+    grpc_port_file: str | None = flag(
+        None, "file to which the gRPC server writes its port when it is listening", metavar="PATH"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelsFile:
+    """The flag of a file with several models."""
+
+    models: str | None = flag(
+        None,
+        "YAML file with a list of models, each with the keys model, decode, prefill, "
+        "served-model-name ... of the flags of this group, which are then not given",
+        metavar="FILE",
+    )
+
+
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a router."""
-    server = add_lifecycle_args(parser)
-    add_address_args(server, "", "HTTP", DEFAULT_PORT)
-    add_address_args(server, "grpc-", "gRPC", DEFAULT_GRPC_PORT)
-    group = parser.add_argument_group("model")
-    for flag in _flags(ModelConfig):
-        _add_flag(group, flag)
-    group.add_argument(
-        "--models",
-        metavar="FILE",
-        help="YAML file with a list of models, each with the keys model, decode, prefill, "
-        "served-model-name ... of the flags of this group, which are then not given",
+    add_flags(
+        parser,
+        ServerConfig,
+        "server",
+        defaults={"port": DEFAULT_PORT},
+        helps={
+            "port": "port of the HTTP server; 0 picks a free one, none turns it off",
+            "port_file": "file to which the HTTP server writes its port when it is listening",
+        },
     )
-    group = parser.add_argument_group("router")
-    for flag in _flags(RouterConfig):
-        _add_flag(group, flag)
+    add_flags(parser, _GrpcPort, "server")
+    add_flags(parser, ModelConfig, "model")
+    add_flags(parser, _ModelsFile, "model")
+    add_flags(parser, RouterConfig, "router")
 
 
 def config_from_args(args: argparse.Namespace) -> RouterConfig:
     """The config that parsed flags describe.
 
     Raises:
-        ConfigurationError: a value is out of range; names the flag.
+        ConfigurationError: a value is missing or out of range; names the flag.
     """
-    limits = {flag.name: getattr(args, flag.name) for flag in _flags(RouterConfig)}
-    servers = [
-        ServerConfig(
-            host=args.host, port=port, port_file=port_file, drain_timeout_s=args.drain_timeout_s
-        )
-        for port, port_file in (
-            (args.grpc_port, args.grpc_port_file),
-            (args.port, args.port_file),
-        )
-    ]
-    return RouterConfig(grpc=servers[0], http=servers[1], models=_models(args), **limits)
+    http = flags.config_from_args(ServerConfig, args)
+    grpc = flags.config_from_args(_GrpcPort, args)
+    return flags.config_from_args(
+        RouterConfig,
+        args,
+        http=http,
+        grpc=replace(http, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
+        models=_models(args),
+    )
 
 
 def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
-    if args.models is not None:
-        return _models_of_file(Path(args.models))
-    values = {flag.name: getattr(args, flag.name) for flag in _flags(ModelConfig)}
-    if values["model"] is None:
-        raise ConfigurationError("--model is missing; give it, or --models")
-    return (_model_of(values),)
+    path = flags.config_from_args(_ModelsFile, args).models
+    if path is None:
+        return (flags.config_from_args(ModelConfig, args),)
+    if args.model is not None or args.decode is not None:
+        raise ConfigurationError("--models is set; give no flags of a model beside it")
+    return _models_of_file(path)
 
 
-def _model_of(values: Mapping[str, Any]) -> ModelConfig:
-    lists = {flag.name for flag in _flags(ModelConfig) if "metavar" in flag.metadata}
-    fields_: dict[str, Any] = {
-        name: _split(value) if name in lists else value for name, value in values.items()
-    }
-    return ModelConfig(**fields_)
-
-
-def _split(texts: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Splits comma-separated texts."""
-    joined = texts if isinstance(texts, str) else ",".join(map(str, texts or ()))
-    return tuple(part.strip() for part in joined.split(",") if part.strip())
-
-
-def _models_of_file(path: Path) -> tuple[ModelConfig, ...]:
+def _models_of_file(path: str) -> tuple[ModelConfig, ...]:
     """Reads the models of a YAML file.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not such a list; names the entry.
     """
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"--models {path}: {error}") from None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigurationError(f"--models {path}: it must be a list of models")
-    return tuple(_model_of_entry(f"--models {path}, entry {i}", e) for i, e in enumerate(entries))
+        entries = read_list(path)
+    except ValueError as error:
+        raise ConfigurationError(f"--models {error}") from None
+    return tuple(_model_of(f"--models {path}, entry {i}", one) for i, one in enumerate(entries))
 
 
-def _model_of_entry(where: str, entry: Any) -> ModelConfig:
-    if not isinstance(entry, dict):
-        raise ConfigurationError(f"{where}: it must be a mapping of flags to values")
-    known = {flag.name for flag in _flags(ModelConfig)}
-    values = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    for name in values:
-        if name not in known:
-            raise ConfigurationError(
-                f"{where}: {name} is unknown; it has {', '.join(sorted(known))}"
-            )
-    if "model" not in values:
-        raise ConfigurationError(f"{where}: model is missing")
+def _model_of(where: str, values: Mapping[str, Given]) -> ModelConfig:
+    parser = _EntryParser(prog=where)
+    add_flags(parser, ModelConfig, "model")
     try:
-        return _model_of({"decode": (), **values})
+        return flags.config_from_args(ModelConfig, parser.parse_given(values))
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error.message}") from None
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Field[Any]) -> None:
-    options: dict[str, Any] = {"help": flag.metadata["help"]}
-    if "parse" in flag.metadata:
-        options |= {"type": flag.metadata["parse"], "choices": flag.metadata["choices"] or None}
-    else:
-        options |= {"action": "append", "metavar": flag.metadata["metavar"]}
-    if flag.default not in (MISSING, None, ()):
-        options["default"] = flag.default
-        options["help"] += " (default: %(default)s)"
-    group.add_argument(f"--{flag.name.replace('_', '-')}", **options)
+class _EntryParser(FlagParser):
+    """A parser of values in a file, which raises errors."""
 
-
-def _flags(config: type[ModelConfig | RouterConfig]) -> list[Field[Any]]:
-    return [field for field in fields(config) if "help" in field.metadata]
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Raises a `ConfigurationError`."""
+        raise ConfigurationError(message)

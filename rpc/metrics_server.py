@@ -1,6 +1,5 @@
-"""Serves a process's metrics to Prometheus over HTTP, at a port of its own; and its flags."""
+"""Serves a process's metrics to Prometheus over HTTP, at a port of its own."""
 
-import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,10 @@ from wsgiref.simple_server import WSGIRequestHandler
 from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.errors import ConfigurationError
+from baton.flags import flag
 from rpc.server_config import join_host_port
 
-__all__ = ["MetricsConfig", "add_metrics_args", "metrics_config_from_args", "serving_metrics"]
+__all__ = ["MetricsConfig", "serving_metrics"]
 
 _CLIENT_TIMEOUT_S = 10.0
 """A client that is silent for this long loses its connection, which frees the server's thread."""
@@ -23,45 +23,23 @@ _LOGGER = logging.getLogger("baton.rpc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """The address at which metrics are served.
-
-    Attributes:
-        host: address to listen on.
-        port: port to listen on; 0 chooses a free one, None serves no metrics.
+    """The flags of the address at which metrics are served.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
 
-    host: str = "127.0.0.1"
-    port: int | None = None
+    host: str = flag("127.0.0.1", "address for metrics", name="metrics-host", metavar="HOST")
+    port: int | None = flag(
+        None,
+        "serve Prometheus metrics on this port; 0 picks a free one (default: no metrics)",
+        name="metrics-port",
+        metavar="PORT",
+    )
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port < 2**16:
             raise ConfigurationError(f"--metrics-port is {self.port}; it must be in [0, 65536)")
-
-
-def add_metrics_args(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `MetricsConfig`."""
-    group = parser.add_argument_group("metrics")
-    group.add_argument(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="serve Prometheus metrics on this port; 0 picks a free one (default: no metrics)",
-    )
-    group.add_argument(
-        "--metrics-host", default="127.0.0.1", help="address for metrics (default: %(default)s)"
-    )
-
-
-def metrics_config_from_args(args: argparse.Namespace) -> MetricsConfig:
-    """Builds the config from flags that `add_metrics_args` added.
-
-    Raises:
-        ConfigurationError: a value is out of range; names the flag.
-    """
-    return MetricsConfig(host=args.metrics_host, port=args.metrics_port)
 
 
 @contextmanager

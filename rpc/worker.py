@@ -9,11 +9,12 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
-from baton.errors import InvalidArgumentError
+from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.flags import add_flags, config_from_args
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from rpc.metrics_server import add_metrics_args, metrics_config_from_args, serving_metrics
+from rpc.metrics_server import MetricsConfig, serving_metrics
 from rpc.server import RpcServer, Service, serve
-from rpc.server_config import add_server_args, server_config_from_args
+from rpc.server_config import ServerConfig
 
 __all__ = ["Worker", "WorkerServicer", "WorkerTier", "add_worker_args", "serve_worker"]
 
@@ -26,8 +27,14 @@ StartWorker = Callable[[RpcServer, CollectorRegistry], Coroutine[Any, Any, "Work
 
 def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     """Adds the flags of a worker's server and of its metrics."""
-    add_server_args(parser, default_port=default_port)
-    add_metrics_args(parser)
+    add_flags(
+        parser,
+        ServerConfig,
+        "server",
+        defaults={"port": default_port},
+        helps={"port": "port of the gRPC server; 0 picks a free one"},
+    )
+    add_flags(parser, MetricsConfig, "metrics")
 
 
 async def serve_worker(
@@ -44,8 +51,10 @@ async def serve_worker(
         ConfigurationError: a flag is out of range, an address cannot be bound, or the worker
             cannot start.
     """
-    server_config, registry = server_config_from_args(args), CollectorRegistry()
-    with serving_metrics(metrics_config_from_args(args), registry):
+    server_config, registry = config_from_args(ServerConfig, args), CollectorRegistry()
+    if server_config.port is None:
+        raise ConfigurationError("--port is none; a worker is called by gRPC alone")
+    with serving_metrics(config_from_args(MetricsConfig, args), registry):
         await serve(server_config, service_names, lambda server: start(server, registry))
 
 

@@ -1,6 +1,7 @@
 """The `baton` command. Each subcommand is a module with `add_args` and `main`."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -8,8 +9,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from typing_extensions import override
+
 import baton
 from baton.errors import BatonError, ConfigurationError
+from baton.flag_parser import FlagParser
 
 __all__ = ["COMMANDS", "build_parser", "discard_unread_output", "main"]
 
@@ -27,33 +31,56 @@ _EXIT_BROKEN_PIPE = 141  # the status a shell reports for a program killed by SI
 class _Command:
     """A subcommand: the module that defines `add_args(parser)` and `main(args)`, and its help."""
 
+    group: str
     module: str
     help: str
 
 
+_SERVE, _USE, _CHECK = "Serve a model", "Use a server", "Measure and check"
+
 COMMANDS = {
-    "up": _Command("baton.cli.up", "run a whole cluster on this machine"),
-    "router": _Command("router.server", "run the router, which clients connect to"),
-    "prefill": _Command("prefill_service.server", "run a prefill worker"),
-    "decode": _Command("decode_service.server", "run a decode worker"),
-    "generate": _Command("baton.cli.generate", "complete a prompt over gRPC"),
-    "chat": _Command("baton.cli.chat", "talk to a model over OpenAI's HTTP API"),
-    "complete": _Command("baton.cli.complete", "complete a prompt over OpenAI's HTTP API"),
-    "run-batch": _Command("baton.cli.run_batch", "run a file of requests in OpenAI's batch format"),
-    "tune": _Command("benchmarks.tune_command", "search flags for the highest goodput"),
-    "bench": _Command("benchmarks.cli", "measure a running endpoint, an engine or its parts"),
-    "doctor": _Command("baton.cli.doctor", "check this installation and this machine"),
-    "collect-env": _Command("baton.cli.collect_env", "print the facts that a bug report needs"),
-    "health": _Command("baton.health", "ask a server whether it is serving"),
+    "serve": _Command(_SERVE, "baton.cli.serve", "serve a model on this machine"),
+    "router": _Command(_SERVE, "router.server", "run the router, which clients connect to"),
+    "prefill": _Command(_SERVE, "prefill_service.server", "run a prefill worker"),
+    "decode": _Command(_SERVE, "decode_service.server", "run a decode worker"),
+    "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
+    "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
+    "run-batch": _Command(_USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"),
+    "generate": _Command(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
+    "health": _Command(_USE, "baton.health", "ask a server whether it is serving"),
+    "bench": _Command(
+        _CHECK, "benchmarks.cli", "measure a running endpoint, an engine or its parts"
+    ),
+    "tune": _Command(_CHECK, "benchmarks.tune_command", "search flags for the highest goodput"),
+    "doctor": _Command(_CHECK, "baton.cli.doctor", "check this installation and this machine"),
+    "collect-env": _Command(_CHECK, "baton.cli.collect_env", "print what a bug report needs"),
+    "completion": _Command(_CHECK, "baton.cli.completion", "print the shell's completion code"),
 }
+
+_END = """\
+Help:
+  baton COMMAND --help      the main flags of a command; --help=all prints all of them
+  baton --version           this version (also -v)
+
+Example:
+  baton up --demo                       a cluster on the demo model, and a first completion
+  baton generate "Return a list of"     a completion by that cluster, from another terminal
+
+Every flag of a command is also an environment variable, BATON_<FLAG>, and a key of the YAML file
+that --config names.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the console script; returns the exit status."""
     # OpenMP reads this when torch is loaded. Idle threads that spin would take cores from others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "_ARGCOMPLETE" in os.environ:
+        from baton.cli.completion import complete
+
+        complete(build_parser)
     arguments = sys.argv[1:] if argv is None else argv
-    args = build_parser(arguments[0] if arguments else "").parse_args(arguments)
+    args = build_parser(_command_of(arguments)).parse_args(arguments)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         status = run(args) or 0
@@ -69,17 +96,48 @@ def main(argv: list[str] | None = None) -> int:
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE
 
 
-def build_parser(command: str) -> argparse.ArgumentParser:
+def _command_of(arguments: list[str]) -> str:
+    """Returns the command's name, empty for a flag of `baton` itself; exits if it is unknown."""
+    word = arguments[0] if arguments else ""
+    if word.startswith("-") or word in COMMANDS:
+        return word
+    nearest = difflib.get_close_matches(word, COMMANDS, n=1)
+    suggestion = f"did you mean {nearest[0]}?" if nearest else "see baton --help"
+    problem = f"unknown command {word!r}" if arguments else "no command"
+    sys.stderr.write(f"baton: error: {problem}; {suggestion}\n")
+    sys.exit(_EXIT_USAGE)
+
+
+class _BatonParser(FlagParser):
+    """The parser of `baton` itself, whose help lists the commands in groups."""
+
+    @override
+    def format_help(self) -> str:
+        """Returns the help page."""
+        lines = ["usage: baton COMMAND [flags]", "", _DESCRIPTION]
+        for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+            lines += ["", f"{group}:"]
+            lines += [
+                f"  {name:<12}{command.help}"
+                for name, command in COMMANDS.items()
+                if command.group == group
+            ]
+        return "\n".join([*lines, "", _END])
+
+
+def build_parser(command: str) -> FlagParser:
     """Builds the parser with the flags of `command` only; other commands are not imported."""
-    parser = argparse.ArgumentParser(prog="baton", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"baton {baton.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser = _BatonParser(prog="baton")
+    version = f"baton {baton.__version__}"
+    parser.add_argument("-v", "--version", action="version", version=version)
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=FlagParser
+    )
     for name, entry in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=entry.help, description=entry.help)
         if name == command:
             module = import_module(entry.module)
-            subparser.description = module.main.__doc__
-            module.add_args(subparser)
+            subparser.fill(module.main, module.add_args)
             subparser.set_defaults(run=module.main)
     return parser
 

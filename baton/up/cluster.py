@@ -5,13 +5,13 @@ On a signal the router stops first, then the workers.
 """
 
 import asyncio
-import dataclasses
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
+from baton.flags import flags_of_config
 from baton.health import wait_until_serving
 from baton.up.supervisor import ProcessSpec, SupervisedProcess
 from engine.cli_args import FIXED_FIELDS
@@ -22,7 +22,6 @@ __all__ = [
     "ClusterConfig",
     "ClusterPlan",
     "Server",
-    "engine_flags",
     "plan_cluster",
     "run_cluster",
     "start_server",
@@ -110,22 +109,6 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     return ClusterPlan(_plan_router(config, router_port, prefill, decode), prefill, decode)
 
 
-def engine_flags(config: EngineConfig, *, omit: Collection[str] = ()) -> list[str]:
-    """Returns the command-line flags for `config`, without those at their defaults."""
-    flags: list[str] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in omit or value == field.default:
-            continue
-        name = field.name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            flags += [f"--{name}", text]
-    return flags
-
-
 def _free_ports(config: ClusterConfig) -> list[int]:
     """Returns the router's port and one port per worker, all different.
 
@@ -161,7 +144,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _plan_tier(config: ClusterConfig, tier: str, ports: Iterable[int]) -> tuple[Server, ...]:
     flags = (
-        *engine_flags(config.engine, omit=FIXED_FIELDS[tier]),
+        *flags_of_config(config.engine, omit=FIXED_FIELDS[tier]),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     )
     return tuple(

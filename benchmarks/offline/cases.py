@@ -111,7 +111,7 @@ def run_times(records: Sequence[RequestRecord]) -> RunTimes:
     if not gaps_s:
         raise ConfigurationError(
             f"{len(records)} requests never decode all together; use a smaller --batch-size, "
-            "a larger --output-len, or a larger --max-num-seqs or --kv-cache-memory"
+            "a larger --output-len, or a larger --max-num-seqs or --kv-cache-memory-bytes"
         )
     started_s, ended_s = min(r.sent_s for r in records), max(r.ended_s for r in records)
     num_tokens = sum(len(record.token_times_s) for record in records)

@@ -108,7 +108,7 @@ def decide_num_blocks(
     """Returns the number of blocks of the pool.
 
     The first of these that applies: `num_gpu_blocks_override`; the blocks that fit in
-    `kv_cache_memory`; on a GPU, those that fit in `free_bytes`; on a CPU, those that
+    `kv_cache_memory_bytes`; on a GPU, those that fit in `free_bytes`; on a CPU, those that
     fit in 1 GiB, but no more than `max_num_seqs` requests of `max_model_len` need.
 
     Args:
@@ -125,8 +125,8 @@ def decide_num_blocks(
     blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
-    elif config.kv_cache_memory is not None:
-        num_blocks = config.kv_cache_memory // layout.block_bytes
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // layout.block_bytes
     elif free_bytes is not None:
         num_blocks = free_bytes // layout.block_bytes
     else:
@@ -173,7 +173,7 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
     except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
         raise ConfigurationError(
             f"cannot allocate a KV cache of {num_blocks * layout.block_bytes // _MEBIBYTE} MiB "
-            f"on {device}; set --kv-cache-memory lower"
+            f"on {device}; set --kv-cache-memory-bytes lower"
         ) from error
 
 
@@ -220,7 +220,7 @@ def _too_small(
         enlarge = f"--num-gpu-blocks-override {blocks_per_request}"
     else:
         needed_bytes = blocks_per_request * layout.block_bytes
-        enlarge = f"--kv-cache-memory {-(-needed_bytes // _MEBIBYTE)}MiB"
+        enlarge = f"--kv-cache-memory-bytes {-(-needed_bytes // _MEBIBYTE)}MiB"
     num_tokens = spec.max_tokens(num_blocks, max_model_len)
     shorten = f" or set --max-model-len {num_tokens}" if num_tokens else ""
     whose = "--max-model-len is" if config.max_model_len is not None else "the model's length is"

@@ -9,20 +9,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import ConfigurationError
+from baton.flags import add_flags, config_from_args
 from kvstore.metrics import KvMetrics
 from kvstore.metrics_collector import KvMetricsCollector
-from rpc.metrics_server import (
-    MetricsConfig,
-    add_metrics_args,
-    metrics_config_from_args,
-    serving_metrics,
-)
+from rpc.metrics_server import MetricsConfig, serving_metrics
 
 
 def _config(*flags: str) -> MetricsConfig:
     parser = argparse.ArgumentParser()
-    add_metrics_args(parser)
-    return metrics_config_from_args(parser.parse_args(flags))
+    add_flags(parser, MetricsConfig, "metrics")
+    return config_from_args(MetricsConfig, parser.parse_args(flags))
 
 
 def _read(port: int | None) -> str:

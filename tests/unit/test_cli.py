@@ -2,6 +2,9 @@
 
 import argparse
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -16,13 +19,14 @@ from tests.support.fake_generation import running_fake_generation
 COMMANDS = {
     "up": ("--prefill", "--decode", "--kv-connector", "--demo", "--max-num-seqs"),
     "router": ("--prefill", "--decode", "--model", "--port"),
-    "prefill": ("--kv-connector", "--block-size", "--max-num-batched-tokens", "--port"),
+    "prefill": ("--kv-connector", "--max-num-seqs", "--max-num-batched-tokens", "--port"),
     "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
     "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop", "--beam-width"),
     "tune": ("--goodput", "--num-workers", "--workload", "--max-num-seqs"),
     "bench": ("SUBCOMMAND", "serve", "split", "scheduling"),
     "doctor": ("--json", "--kv-connector"),
     "health": ("HOST:PORT", "--timeout-s"),
+    "completion": ("bash", "zsh", "fish"),
 }
 
 
@@ -37,7 +41,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"\n    {command} " in text for command in COMMANDS)
+    assert all(f"\n  {command} " in text for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -50,12 +54,78 @@ def test_every_command_prints_help_with_its_flags(command, capsys):
     assert all(flag in text for flag in COMMANDS[command])
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate"]])
-def test_usage_errors_exit_with_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "baton: error: no command; see baton --help"),
+        (["nonsense"], "baton: error: unknown command 'nonsense'; see baton --help"),
+        (["rooter"], "baton: error: unknown command 'rooter'; did you mean router?"),
+        (["generate"], "baton generate: error: the following arguments are required: prompt"),
+        (
+            ["up", "--max-num-sequences", "3"],
+            "baton up: error: unknown flag --max-num-sequences; did you mean --max-num-seqs?",
+        ),
+        (
+            ["bench", "latency", "--inputlen=3"],
+            "baton bench latency: error: unknown flag --inputlen; did you mean --input-len?",
+        ),
+        (["decode", "m", "--host"], "baton decode: error: --host: expected one argument"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exits_with_2(arguments, line, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
-    assert "usage: baton" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize("command", ["router", "prefill", "decode"])
+def test_help_has_the_main_flags_and_help_all_has_all(command, capsys):
+    pages = {}
+    for flag in ("--help", "--help=all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        pages[flag] = capsys.readouterr().out
+    minor = "--drain-timeout-s"
+    assert minor not in pages["--help"]
+    assert minor in pages["--help=all"]
+    assert f"more flags: baton {command} --help=all" in pages["--help"]
+    assert 8 <= sum(line.startswith("  --") for line in pages["--help"].splitlines()) <= 14
+
+
+def test_missing_flags_are_named(capsys):
+    assert main(["router"]) == 2
+    assert capsys.readouterr().err == "baton router: error: --model and --decode are missing\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_code_for_the_shell(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert "_ARGCOMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("baton ro", {"router"}),
+        ("baton decode --max-num-s", {"--max-num-seqs"}),
+        ("baton decode --dtype floa", {"float32", "float16"}),
+        ("baton bench latency --input-l", {"--input-len"}),
+    ],
+)
+def test_the_shell_gets_completions(line, expected, tmp_path):
+    answer = tmp_path / "answer"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    code = "from baton.cli import main; main()"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    assert {word.strip() for word in answer.read_text().split("\n")} >= expected
+    assert all(word.startswith(line.split()[-1]) for word in answer.read_text().split("\n"))
 
 
 def test_generate_streams_text_to_stdout_and_figures_to_stderr(capsys):
@@ -244,7 +314,7 @@ def test_prefill_has_no_flags_for_its_fixed_fields(field, capsys):
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(SystemExit):
         main(["prefill", "--model", "m", flag, "off"])
-    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+    assert f"unknown flag {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])

@@ -1,6 +1,5 @@
 """Flags made from `EngineConfig`."""
 
-import argparse
 import dataclasses
 import os
 import subprocess
@@ -9,28 +8,31 @@ import sys
 import pytest
 
 from baton.errors import ConfigurationError
+from baton.flag_parser import FlagParser
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
 from kvstore.registry import known_stores
 
 
 def _parse(*arguments, omit=(), **overrides):
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_engine_args(parser, omit=omit)
     return engine_config_from_args(parser.parse_args(arguments), **overrides)
 
 
-def _help():
-    parser = argparse.ArgumentParser(prog="engine")
+def _help(capsys):
+    parser = FlagParser(prog="engine")
     add_engine_args(parser)
-    return " ".join(parser.format_help().split())
+    parser.print_all_help()
+    return " ".join(capsys.readouterr().out.split())
 
 
-def test_the_help_names_every_connector_scheme():
+def test_the_help_names_every_connector_scheme(capsys):
+    page = _help(capsys)
     stores = {scheme for scheme in known_stores() if not scheme.startswith("redis")}
     for scheme in (*stores, "redis", "grpc", "nixl", "multi"):
-        assert f"{scheme}://" in _help()
-    assert "faulty+" in _help()
+        assert f"{scheme}://" in page
+    assert "faulty+" in page
 
 
 def test_no_flags_give_the_defaults():
@@ -62,7 +64,7 @@ def test_every_field_can_be_given(tmp_path):
         enforce_eager=True,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
-        kv_cache_memory=1234,
+        kv_cache_memory_bytes=1234,
         num_gpu_blocks_override=11,
         kv_connector="shm://",
         kv_publish="3",
@@ -84,19 +86,23 @@ def test_every_field_can_be_given(tmp_path):
         assert value != getattr(default, name), f"{name} is not exercised"
         flag = name.replace("_", "-")
         text = ",".join(value) if isinstance(value, tuple) else str(value)
+        text = f"{text}B" if name == "swap_space" else text
         by_value = {False: [f"--no-{flag}"], True: [f"--{flag}"]}
         arguments += by_value[value] if isinstance(value, bool) else [f"--{flag}", text]
     assert _parse(*arguments) == config
 
 
 def test_byte_sizes_may_have_units():
-    assert _parse("--model", "m", "--kv-cache-memory", "512MiB").kv_cache_memory == 512 * 2**20
+    assert (
+        _parse("--model", "m", "--kv-cache-memory-bytes", "512MiB").kv_cache_memory_bytes
+        == 512 * 2**20
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a byte size"),
+        (["--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes: 'lots' is not a byte size"),
         (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
         (["--role", "chef"], "--role: invalid choice: 'chef'"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: invalid choice: 'int3'"),
@@ -104,7 +110,7 @@ def test_byte_sizes_may_have_units():
             ["--structured-outputs-backend", "outlines"],
             "--structured-outputs-backend: invalid choice",
         ),
-        (["--blocksize", "4"], "unrecognized arguments: --blocksize"),
+        (["--blocksize", "4"], "unknown flag --blocksize; did you mean --block-size?"),
     ],
 )
 def test_a_bad_value_names_its_flag(arguments, message, capsys):
@@ -113,10 +119,48 @@ def test_a_bad_value_names_its_flag(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_model_is_required(capsys):
-    with pytest.raises(SystemExit):
+def test_the_model_is_required():
+    with pytest.raises(ConfigurationError, match=r"^--model is missing$"):
         _parse()
-    assert "--model" in capsys.readouterr().err
+
+
+def test_the_model_may_be_the_first_argument():
+    assert _parse("m", "--block-size", "8") == _parse("--model", "m", "--block-size", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["--kv-cache-memory", "2MiB"], "kv_cache_memory_bytes", 2**21),
+        (["--kv-cache-memory-bytes", "2M"], "kv_cache_memory_bytes", 2**21),
+        (["--swap-space", "4GiB"], "swap_space", 2**32),
+        (["--swap-space", "0"], "swap_space", 0),
+        (["--kv-offloading-size", "1.5"], "swap_space", 3 * 2**29),
+        (["--long-prefill-token-threshold", "0"], "long_prefill_token_threshold", None),
+        (["--max-model-len", "4k"], "max_model_len", 4000),
+        (["--max_num_batched_tokens", "4K"], "max_num_batched_tokens", 4096),
+        (["-tp", "1", "--pipeline-parallel-size=1", "--data-parallel-size", "1"], "role", "both"),
+        (["--quantization", "none", "--no-trust-remote-code"], "role", "both"),
+    ],
+)
+def test_flags_of_vllm_mean_the_same(arguments, field, value):
+    assert getattr(_parse("m", *arguments), field) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--swap-space", "4"], "--swap-space: '4' has no unit; write 4GiB, or 4B for bytes"),
+        (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
+        (["-tp", "2"], "--tensor-parallel-size: is '2'; Baton supports only 1"),
+        (["--quantization", "awq"], "--quantization: is 'awq'; Baton supports only none"),
+        (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),
+    ],
+)
+def test_what_baton_lacks_is_refused_by_name(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        _parse("m", *arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_ranges_are_checked_by_the_config():
@@ -165,21 +209,21 @@ def test_omitted_fields_have_no_flag_and_take_overrides(capsys):
     assert (config.role, config.block_size) == ("decode", 4)
     with pytest.raises(SystemExit):
         _parse("--model", "m", "--role", "decode", omit=("role",))
-    assert "unrecognized arguments: --role" in capsys.readouterr().err
+    assert "unknown flag --role" in capsys.readouterr().err
 
 
 def test_flags_of_other_components_are_ignored():
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     parser.add_argument("--port", type=int, default=1)
     add_engine_args(parser)
     assert engine_config_from_args(parser.parse_args(["--model", "m"])) == EngineConfig(model="m")
 
 
-def test_the_help_has_the_meaning_and_default_of_every_flag():
-    text = _help()
+def test_the_help_has_the_meaning_and_default_of_every_flag(capsys):
+    text = _help(capsys)
     for field in dataclasses.fields(EngineConfig):
         assert f"--{field.name.replace('_', '-')}" in text
-        assert field.metadata["help"] in text
+        assert field.metadata["flag"].help in text
     assert "tokens per KV block (default: 16)" in text
     assert "--no-enable-prefix-caching" in text
 

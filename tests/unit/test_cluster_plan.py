@@ -15,7 +15,8 @@ import pytest
 
 from baton.cli import up
 from baton.errors import ConfigurationError
-from baton.up.cluster import ClusterConfig, engine_flags, plan_cluster
+from baton.flags import config_from_args, flags_of_config
+from baton.up.cluster import ClusterConfig, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
 from decode_service.server import add_args as add_decode_args
 from engine.cli_args import engine_config_from_args
@@ -23,14 +24,14 @@ from engine.config import EngineConfig
 from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import config_from_args as router_config_from_args
-from rpc.server_config import ServerConfig, server_config_from_args
+from rpc.server_config import ServerConfig
 
 ENGINE = EngineConfig(
     model="/models/some",
     kv_connector="shm://x",
     enable_prefix_caching=False,
     block_size=8,
-    kv_cache_memory=2**20,
+    kv_cache_memory_bytes=2**20,
     kv_load_failure_policy="fail",
     kv_publish="off",
     num_threads=1,
@@ -78,26 +79,27 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
         **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
         role="decode",
     )
-    server = server_config_from_args(args)
+    server = config_from_args(ServerConfig, args)
     assert plan.decode[1].address == f"{server.host}:{server.port}"
     args = parse(add_prefill_args, plan.prefill[0].spec.arguments)
     assert engine_config_from_args(args, role="prefill").block_size == 8
     router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
-    assert router.prefill == tuple(server.address for server in plan.prefill)
-    assert router.decode == tuple(server.address for server in plan.decode)
-    assert router.model_name == ENGINE.model_name == "some"
-    assert router.generation_config == "none"
-    assert (router.reasoning_start_str, router.reasoning_end_str) == tuple(marks.values())
+    (served,) = router.models
+    assert served.prefill == tuple(server.address for server in plan.prefill)
+    assert served.decode == tuple(server.address for server in plan.decode)
+    assert served.names == (ENGINE.model_name,) == ("some",)
+    assert served.generation_config == "none"
+    assert (served.reasoning_start_str, served.reasoning_end_str) == tuple(marks.values())
 
 
 def test_defaults_need_no_flags():
-    assert engine_flags(EngineConfig(model="m")) == ["--model", "m"]
-    assert engine_flags(EngineConfig(model="m"), omit={"model"}) == []
+    assert flags_of_config(EngineConfig(model="m")) == ["--model", "m"]
+    assert flags_of_config(EngineConfig(model="m"), omit={"model"}) == []
 
 
 def test_names_are_separated_by_commas():
     config = EngineConfig(model="m", logits_processors=["a", "b:C"])
-    assert engine_flags(config, omit={"model"}) == ["--logits-processors", "a,b:C"]
+    assert flags_of_config(config, omit={"model"}) == ["--logits-processors", "a,b:C"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_the_address_of_the_router_is_reachable_from_this_machine(host, reachabl
     router = plan_cluster(config(router=ServerConfig(host=host))).router
     assert router.address.rpartition(":")[0] == reachable
     parsed = router_config_from_args(parse(add_router_args, router.spec.arguments))
-    assert parsed.server.host == host
+    assert parsed.grpc.host == host
 
 
 def has_ipv6():

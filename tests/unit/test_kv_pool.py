@@ -35,13 +35,13 @@ def _decide(max_model_len=100, free_bytes=None, spec=_SPEC, **flags):
 
 
 def test_the_override_wins_over_everything():
-    flags = {"num_gpu_blocks_override": 7, "kv_cache_memory": _GIBIBYTE}
+    flags = {"num_gpu_blocks_override": 7, "kv_cache_memory_bytes": _GIBIBYTE}
     assert _decide(free_bytes=_GIBIBYTE, **flags) == 7
 
 
 def test_the_pool_fills_the_given_memory_with_whole_blocks():
-    assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50 - 1) == 49
-    assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50, free_bytes=1) == 50
+    assert _decide(kv_cache_memory_bytes=_LAYOUT.block_bytes * 50 - 1) == 49
+    assert _decide(kv_cache_memory_bytes=_LAYOUT.block_bytes * 50, free_bytes=1) == 50
 
 
 def test_the_pool_fills_the_free_memory_of_a_gpu_with_whole_blocks():
@@ -60,8 +60,8 @@ def test_the_pool_of_a_cpu_is_at_most_one_gibibyte():
     ("flags", "size_flag"),
     [
         ({"num_gpu_blocks_override": 6}, "--num-gpu-blocks-override"),
-        ({"kv_cache_memory": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory"),
-        ({"free_bytes": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory"),
+        ({"kv_cache_memory_bytes": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory-bytes"),
+        ({"free_bytes": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory-bytes"),
     ],
 )
 def test_the_error_of_a_pool_too_small_for_one_request_names_sufficient_flags(flags, size_flag):
@@ -87,7 +87,7 @@ def test_the_error_of_a_pool_too_small_for_max_model_len_names_that_flag():
 
 def test_the_error_of_an_empty_pool_suggests_no_length():
     with pytest.raises(ConfigurationError) as caught:
-        _decide(kv_cache_memory=1)
+        _decide(kv_cache_memory_bytes=1)
     assert "--max-model-len" not in caught.value.message
 
 
@@ -144,7 +144,7 @@ def test_8_bit_heads_fill_whole_words(head_dim, block_size, multiple):
 
 
 def test_a_pool_beyond_memory_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="--kv-cache-memory"):
+    with pytest.raises(ConfigurationError, match="--kv-cache-memory-bytes"):
         allocate_pool(2**50, _LAYOUT, torch.device("cpu"))
 
 

@@ -1,6 +1,5 @@
 """The router's configuration, flags and targets, and `Discovery`."""
 
-import argparse
 import asyncio
 import socket
 import threading
@@ -8,6 +7,7 @@ import threading
 import pytest
 
 from baton.errors import ConfigurationError
+from baton.flag_parser import FlagParser
 from router import discovery as discovery_module
 from router.config import ModelConfig, RouterConfig, add_args, config_from_args
 from router.discovery import Discovery, Target, parse_target
@@ -15,7 +15,7 @@ from rpc.server_config import ServerConfig
 
 
 def config_of(*flags):
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_args(parser)
     return config_from_args(parser.parse_args(flags))
 
@@ -70,15 +70,25 @@ def test_a_file_names_several_models(tmp_path):
     )
 
 
+def test_flags_of_a_model_beside_a_file_are_refused(tmp_path):
+    path = tmp_path / "models.yaml"
+    path.write_text("- {model: m, decode: 'a:1'}")
+    with pytest.raises(ConfigurationError, match="--models is set; give no flags of a model"):
+        config_of("--models", str(path), "--decode", "b:1")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "while parsing"),
-        ("{}", "must be a list of models"),
-        ("- a", "entry 0: it must be a mapping"),
-        ("- {decode: 'a:1'}", "entry 0: model is missing"),
+        ("[", "models.yaml:1: expected the node content"),
+        ("{}", "must be a list of mappings"),
+        ("- a", "models.yaml:1: must be a mapping"),
+        ("- {decode: 'a:1'}", "entry 0: --model is missing"),
         ("- {model: m}", "entry 0: --decode is missing"),
-        ("- {model: m, decode: 'a:1', decod: 'b:1'}", "entry 0: decod is unknown"),
+        (
+            "- {model: m, decode: 'a:1', decod: 'b:1'}",
+            "entry 0: .*models.yaml:1: unknown flag decod; did you mean decode",
+        ),
         ("- {model: m, decode: 'a:1'}\n- {model: x/m, decode: 'a:2'}", "m is the name of two"),
     ],
 )

@@ -1,0 +1,143 @@
+"""Values of flags from the environment and from a YAML file, as texts.
+
+A flag `--max-num-seqs` is the environment variable `BATON_<FLAG>`, with capitals and underscores,
+and the key `max-num-seqs` of the file, with dashes or underscores.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Given",
+    "read_environment",
+    "read_file",
+    "read_list",
+    "variable_of",
+    "without_flag_variables",
+]
+
+_PREFIX = "BATON_"
+_OTHER_VARIABLES = frozenset(
+    {
+        "BATON_COMMIT",
+        "BATON_CPU_KERNELS",
+        "BATON_TEST_DEVICE",
+        "BATON_TEST_RESULTS",
+    }
+)
+"""Variables that are not values of flags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag's value outside of the command line.
+
+    Attributes:
+        texts: what a command line would have; a list in the file has several.
+        origin: the environment variable, or the file and the line.
+    """
+
+    texts: tuple[str, ...]
+    origin: str
+
+
+def variable_of(name: str) -> str:
+    """Returns the environment variable of the flag `--name`."""
+    return _PREFIX + name.replace("-", "_").upper()
+
+
+def read_environment(name: str, environment: Mapping[str, str] = os.environ) -> Given | None:
+    """Returns the value of the flag `--name`; None if it is unset or empty."""
+    text = environment.get(variable_of(name))
+    return Given((text,), variable_of(name)) if text else None
+
+
+def without_flag_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without variables of flags.
+
+    A process that Baton starts gets all of its flags on its command line; a variable that was
+    meant for the parent, such as its port, must not set what that line leaves at the default.
+    """
+    return {
+        name: text
+        for name, text in environment.items()
+        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES
+    }
+
+
+def read_file(path: str) -> dict[str, Given]:
+    """Reads a YAML file of flags.
+
+    Values are taken as they are written: `4k`, `no` and `1e9` stay texts, which the flags' parsers
+    read. A key without a value is left out.
+
+    Returns:
+        by flag, without dashes in front.
+
+    Raises:
+        ValueError: the file cannot be read, is not a YAML mapping, or has a key twice; names the
+            file and the line.
+    """
+    root = _compose(path)
+    return {} if root is None else _read_mapping(path, root)
+
+
+def read_list(path: str) -> list[dict[str, Given]]:
+    """Reads a YAML file with a list of mappings of flags, each as `read_file` reads one.
+
+    Raises:
+        ValueError: as `read_file`; the file has no list.
+    """
+    root = _compose(path)
+    if root is None or root.id != "sequence" or not root.value:
+        raise ValueError(f"{path}: must be a list of mappings of flags to values")
+    return [_read_mapping(path, entry) for entry in root.value]
+
+
+def _compose(path: str) -> Any:
+    """Returns the root node of a YAML file; None if the file is empty."""
+    import yaml  # 40 ms, which most commands do not need
+
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ValueError(f"cannot read {path}: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ValueError(f"{where}: {getattr(error, 'problem', error)}") from None
+
+
+def _read_mapping(path: str, root: Any) -> dict[str, Given]:
+    if root.id != "mapping":
+        line = root.start_mark.line + 1
+        raise ValueError(
+            f"{path}:{line}: must be a mapping of flags to values, such as max-num-seqs: 64"
+        )
+    given: dict[str, Given] = {}
+    seen: set[str] = set()
+    for key, value in root.value:
+        origin = f"{path}:{key.start_mark.line + 1}"
+        name = str(key.value).replace("_", "-")
+        if name in seen:
+            raise ValueError(f"{origin}: {name} is set twice")
+        seen.add(name)
+        texts = _texts(value, f"{origin}: {name}")
+        if texts is not None:
+            given[name] = Given(texts, origin)
+    return given
+
+
+def _texts(node: Any, where: str) -> tuple[str, ...] | None:
+    """Returns the texts of a value; None for YAML's null."""
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    if isinstance(node.value, str):
+        return (node.value,)
+    if any(isinstance(one, tuple) or not isinstance(one.value, str) for one in node.value):
+        raise ValueError(f"{where} must be a value or a list of values")
+    return tuple(one.value for one in node.value)
