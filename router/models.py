@@ -13,7 +13,9 @@ from baton.v1 import generation_pb2
 from router.admission import Admission
 from router.chat.chat_prompt import conversation_of_chat
 from router.chat.conversation import Conversation
+from router.chat.reasoning_parsers import reasoning_parser
 from router.chat.template import ChatTemplate
+from router.chat.tool_parsers import tool_parser
 from router.config import ModelConfig, RouterConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
@@ -34,7 +36,7 @@ class ModelFiles:
     Attributes:
         tokenizer: the model's tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
-        chat_template: makes chats prompts; None if the model has none.
+        chat_template: the model's chat template; None if it has none.
     """
 
     tokenizer: Tokenizer
@@ -71,10 +73,14 @@ class Model:
         created: seconds since 1970 when the router started to serve it.
         tokenizer: its tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
+        chat_template: its chat template; None if it has none.
+        tool_parser: reads tool calls in its answers; None if its format is not known.
+        reasoning_parser: reads the reasoning part of its answers; None if they have none.
         fleet: its replicas.
 
     Raises:
-        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
+        ConfigurationError: a target is malformed, a parser is unknown, or the marks of the
+            reasoning part are bad.
     """
 
     def __init__(
@@ -90,7 +96,10 @@ class Model:
         self.created = int(time.time())
         self.tokenizer = files.tokenizer
         self.default_params = files.default_params
-        self._chat_template = files.chat_template
+        self.chat_template = files.chat_template
+        tools, reasoning = config.tool_call_parser, config.reasoning_parser
+        self.tool_parser = tool_parser(tools) if tools else None
+        self.reasoning_parser = reasoning_parser(reasoning) if reasoning else None
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s
@@ -123,11 +132,11 @@ class Model:
             FailedPreconditionError: the model has no chat template.
             InvalidArgumentError: the template cannot render the chat; names the field.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise FailedPreconditionError(
                 f"model {self.name!r} has no chat template; the operator can set --chat-template"
             )
-        return await asyncio.to_thread(self._chat_template.render, conversation)
+        return await asyncio.to_thread(self.chat_template.render, conversation)
 
     @asynccontextmanager
     async def responses(

@@ -143,3 +143,8 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
         return bool(self._backend.id_to_token(token_id))
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it; None for an unknown id."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token

@@ -27,6 +27,8 @@ class ChatRequest:
         request_id: names the request; empty: it gets one.
         priority: lower is scheduled first.
         cache_salt: separates prefix caches.
+        add_special_tokens: whether the tokenizer adds the model's special tokens to the prompt.
+            Most templates write them.
     """
 
     conversation: Conversation
@@ -36,6 +38,7 @@ class ChatRequest:
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,290 @@
+"""`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
+from baton.v1 import common_pb2, generation_pb2
+from baton.wire import build_request
+from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
+from router.chat.conversation import Conversation
+from router.chat.delta import ChatDelta
+from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
+from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
+from router.chat.template import ends_in_reasoning
+from router.chat.tool_parsers import ToolParser, forced_tool_parser
+from router.models import Model
+
+__all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
+
+_Response = generation_pb2.GenerateStreamResponse
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORTED: "abort",
+}
+
+
+class ChatService:
+    """Answers chats of one model.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    async def stream(
+        self, request: ChatRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[ChatChunk, None]:
+        """Yields the chunks of an answer. The caller closes the generator.
+
+        Args:
+            request: the chat.
+            timeout_s: seconds until the deadline; None: the router's.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template, or no parser of tool calls
+                although the request needs one; names the flag.
+            BatonError: a field is wrong, or one of those that `GenerationService` documents.
+        """
+        request = _without_unused_tools(request)
+        prompt = await self._model.render(request.conversation)
+        answers = _Answers(self._model, request, prompt)
+        message = self._message(request, prompt, answers.params)
+        async with self._model.responses(message, timeout_s) as responses:
+            async for response in responses:
+                yield answers.chunk(response)
+
+    async def count_tokens(self, conversation: Conversation) -> int:
+        """The number of tokens of a chat's prompt.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template.
+            InvalidArgumentError: the messages cannot be rendered.
+        """
+        return len(await self.encode(conversation))
+
+    async def encode(
+        self, conversation: Conversation, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The tokens of a chat's prompt; errors are those of `count_tokens`."""
+        prompt = await self._model.render(conversation)
+        return await self._model.tokenizer.encode_async(
+            prompt, add_special_tokens=add_special_tokens
+        )
+
+    def _message(
+        self, request: ChatRequest, prompt: str, params: Mapping[str, Any]
+    ) -> generation_pb2.GenerateRequest:
+        if "max_tokens" not in params and "max_tokens" not in self._model.default_params:
+            params = {**params, "max_tokens": None}  # an answer may be as long as fits
+        message = build_request(
+            prompt,
+            params,
+            self._model.name,
+            request_id=request.request_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        message.add_special_tokens = request.add_special_tokens
+        return message
+
+
+class _Answers:
+    """The candidates of one request, whose text becomes deltas.
+
+    Args:
+        model: the model.
+        request: the chat.
+        prompt: its text.
+
+    Attributes:
+        params: the stated parameters, with those that parsers and forced calls need.
+    """
+
+    def __init__(self, model: Model, request: ChatRequest, prompt: str) -> None:
+        self._model = model
+        self._request = request
+        self._prompt = prompt
+        self._outputs: dict[int, ChatOutput] = {}
+        self._num_reasoning_tokens = 0
+        self.params = self._params()
+
+    def chunk(self, message: _Response) -> ChatChunk:
+        """What a message adds to its candidate."""
+        output = self._outputs.get(message.index)
+        if output is None:
+            output = self._outputs[message.index] = self._new_output()
+        was_in_reasoning = output.in_reasoning
+        delta = output.push(message.text) if message.text else ChatDelta()
+        if was_in_reasoning or output.in_reasoning:
+            self._num_reasoning_tokens += len(message.token_ids)
+        if not message.finish_reason:
+            return ChatChunk(
+                message.request_id, message.index, delta, message.token_ids, message.logprobs
+            )
+        return ChatChunk(
+            message.request_id,
+            message.index,
+            join_deltas((delta, output.finish())),
+            message.token_ids,
+            message.logprobs,
+            _finish_reason(message, output),
+            self._matched_stop(message.matched_stop),
+            self._usage(message),
+        )
+
+    def _new_output(self) -> ChatOutput:
+        return ChatOutput(
+            self._reasoning_parser(),
+            self._tool_parser(),
+            parallel_tool_calls=self._request.parallel_tool_calls,
+        )
+
+    def _reasoning_parser(self) -> ReasoningParser | None:
+        kind = self._model.reasoning_parser
+        if kind is None:
+            return None
+        conversation = self._request.conversation
+        if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
+            prefill = _text_of(conversation.messages[-1].get("content"))
+            return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
+        return kind(kind.is_open_after(self._prompt))
+
+    def _tool_parser(self) -> ToolParser | None:
+        """The parser of calls; None if the answer has none.
+
+        Raises:
+            FailedPreconditionError: the format of the model's calls is not known.
+        """
+        tools = self._request.conversation.tools
+        if not tools:
+            return None
+        forced = forced_tool_parser(self._request.tool_choice)
+        if forced is not None:
+            return forced
+        if self._model.tool_parser is None:
+            raise FailedPreconditionError(
+                "tools is set, but the format of the model's tool calls is not known; the "
+                "operator must set --tool-call-parser, or the request must force a call "
+                "(tool_choice)"
+            )
+        return self._model.tool_parser(tools)
+
+    def _params(self) -> dict[str, Any]:
+        """The stated parameters, and what the parsers and forced calls need.
+
+        Raises:
+            InvalidArgumentError: a forced call excludes another form of the text.
+        """
+        params = dict(self._request.params)
+        choice, tools = self._request.tool_choice, self._request.conversation.tools
+        forced = StructuredOutputs.of_tools(tools, choice)
+        if forced is not None:
+            if params.get("structured_outputs") is not None:
+                raise InvalidArgumentError(
+                    "tool_choice forces a call and response_format states another form; unset one"
+                )
+            params["structured_outputs"] = forced
+        tool_parser = self._tool_parser()
+        kinds = (self._model.reasoning_parser, tool_parser)
+        if any(kind is not None and kind.needs_special_tokens for kind in kinds):
+            params["skip_special_tokens"] = False
+        return params
+
+    def _matched_stop(self, stop: common_pb2.MatchedStop) -> str | int | None:
+        """The stop of the request that ended the candidate; the model's own end is none."""
+        match stop.WhichOneof("match"):
+            case "text":
+                return stop.text
+            case "token_id" if stop.token_id in (self._request.params.get("stop_token_ids") or ()):
+                return stop.token_id
+        return None
+
+    def _usage(self, message: _Response) -> ChatUsage | None:
+        if not message.HasField("usage"):
+            return None
+        usage = message.usage
+        return ChatUsage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCandidate:
+    """One candidate of a whole answer; fields are those of `ChatChunk`."""
+
+    index: int
+    answer: ChatAnswer
+    token_ids: Sequence[int]
+    logprobs: Sequence[common_pb2.TokenLogprobs]
+    finish_reason: str | None
+    matched_stop: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChat:
+    """A whole answer: its candidates by index, and token counts."""
+
+    request_id: str
+    candidates: Sequence[WholeCandidate]
+    usage: ChatUsage
+
+
+async def whole_chat(chunks: AsyncIterator[ChatChunk]) -> WholeChat:
+    """Joins the chunks of a stream, to its end."""
+    by_index: dict[int, list[ChatChunk]] = {}
+    usage = ChatUsage(0, 0, 0, 0)
+    request_id = ""
+    async for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+        request_id = chunk.request_id
+        usage = chunk.usage or usage
+    candidates = [_candidate(index, by_index[index]) for index in sorted(by_index)]
+    return WholeChat(request_id, candidates, usage)
+
+
+def _candidate(index: int, chunks: Sequence[ChatChunk]) -> WholeCandidate:
+    return WholeCandidate(
+        index=index,
+        answer=whole_answer(chunk.delta for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[entry for chunk in chunks for entry in chunk.logprobs],
+        finish_reason=chunks[-1].finish_reason,
+        matched_stop=chunks[-1].matched_stop,
+    )
+
+
+def _without_unused_tools(request: ChatRequest) -> ChatRequest:
+    """The request without tools if it forbids calls: the model then does not read of them.
+
+    Raises:
+        InvalidArgumentError: `tool_choice` is unknown.
+    """
+    choice = request.tool_choice
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        limit = "none, auto, required, or an object that names a function"
+        raise InvalidArgumentError.for_field("tool_choice", choice[:64], limit)
+    if choice != "none" or not request.conversation.tools:
+        return request
+    return replace(request, conversation=replace(request.conversation, tools=()))
+
+
+def _finish_reason(message: _Response, output: ChatOutput) -> str:
+    reason = _FINISH_REASONS.get(message.finish_reason, "stop")
+    return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message's content: a text, or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))

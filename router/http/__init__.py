@@ -1,0 +1,1 @@
+"""The router's HTTP door: OpenAI's API, and others, over the same pipeline as gRPC."""

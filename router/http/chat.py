@@ -1,0 +1,348 @@
+"""`/v1/chat/completions`: OpenAI's chat completions, with vLLM's further fields."""
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidArgumentError
+from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
+from router.chat.conversation import Conversation
+from router.chat.delta import ChatDelta, ToolCallDelta
+from router.chat.messages import conversation_of
+from router.chat.output import ToolCall
+from router.chat.service import ChatService, WholeCandidate, whole_chat
+from router.http.bodies import SamplingBody
+from router.http.door import Protocol, answer, door_of, error_event, json_answer
+from router.http.json_bytes import event, text_json
+from router.http.logprobs import chat_logprobs
+from router.http.params import request_id_of, stated_fields, timeout_of
+from router.http.sse import DONE, Emit, SseResponse, unless_client_leaves
+from router.http.token_texts import TokenTexts
+from router.http.usage import usage_fields
+
+__all__ = ["PROTOCOL", "ChatBody", "ChatJob"]
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER)
+
+
+class ChatBody(SamplingBody):
+    """A chat to answer.
+
+    Attributes:
+        messages: the chat so far.
+        tools: the functions that the model may call.
+        tool_choice: none, auto, required, or the function to call.
+        max_completion_tokens: the newer name of `max_tokens`.
+        logprobs: whether the answer has log-probabilities.
+        top_logprobs: how many likeliest tokens are returned at each place.
+        reasoning_effort: a variable of the chat template.
+        include_reasoning: whether the answer has the reasoning part.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def conversation(self) -> Conversation:
+        """The chat, checked.
+
+        Raises:
+            InvalidArgumentError: a message, tool or document is malformed; names the part.
+        """
+        continues = bool(self.continue_final_message)
+        begins = self.add_generation_prompt
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return conversation_of(
+            self.messages,
+            tools=self.tools,
+            documents=self.documents,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            template_kwargs=variables,
+        )
+
+    def stated(self) -> dict[str, Any]:
+        """The stated fields of `SamplingParams`.
+
+        Raises:
+            InvalidArgumentError: a field is set that chats do not have, or without another one
+                that it needs.
+        """
+        stated = stated_fields(self)
+        if self.prompt_logprobs is not None:
+            raise InvalidArgumentError("prompt_logprobs is set; only completions return them")
+        if self.max_completion_tokens is not None:
+            stated["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            stated["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidArgumentError("top_logprobs is set without logprobs; set both")
+        return stated
+
+
+@_ROUTER.post("/v1/chat/completions", responses=answer("The answer.", streams=True))
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    """Answers a chat."""
+    door = door_of(request)
+    model = door.models.find(body.model or "")
+    request_id = request_id_of(request, body)
+    chat_request = ChatRequest(
+        conversation=body.conversation(),
+        params=body.stated(),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+    job = ChatJob(
+        body,
+        chat_request,
+        door.chat(model),
+        door.token_texts(model),
+        model_name=body.model or model.name,
+        timeout_s=timeout_of(request),
+    )
+    if body.stream:
+        return SseResponse(
+            job.stream,
+            error_event=error_event,
+            request_id=request_id,
+            keepalive_s=door.config.keepalive_interval_s,
+        )
+    return json_answer(await unless_client_leaves(request.receive, job.whole()))
+
+
+class ChatJob:
+    """One chat, answered whole or as a stream.
+
+    Args:
+        body: the client's.
+        request: the chat.
+        service: answers it.
+        texts: the texts of the model's tokens.
+        model_name: as the client wrote it.
+        timeout_s: seconds until the client's deadline; None if it states none.
+    """
+
+    def __init__(
+        self,
+        body: ChatBody,
+        request: ChatRequest,
+        service: ChatService,
+        texts: TokenTexts,
+        *,
+        model_name: str,
+        timeout_s: float | None,
+    ) -> None:
+        self._body = body
+        self._request = request
+        self._service = service
+        self._texts = texts
+        self._timeout_s = timeout_s
+        self._id = f"chatcmpl-{request.request_id}"
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._echoed = _echoed(body, request.conversation)
+        self._begun: set[int] = set()
+        self._num_generated = 0
+        self._prompt_ids: Sequence[int] | None = None
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer with all choices."""
+        await self._encode_prompt(is_needed=bool(self._body.return_token_ids))
+        async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
+            chat = await whole_chat(chunks)
+        fields = self._head("chat.completion") | {
+            "choices": [self._choice(candidate) for candidate in chat.candidates],
+            "usage": _usage(chat.usage),
+        }
+        if self._prompt_ids is not None:
+            fields["prompt_token_ids"] = list(self._prompt_ids)
+        return fields
+
+    async def stream(self, emit: Emit) -> None:
+        """Writes the answer's deltas as they come: the role first, then text."""
+        body = self._body
+        needs_prompt = body.counts_continuously or bool(body.return_token_ids)
+        await self._encode_prompt(is_needed=needs_prompt)
+        head = self._head("chat.completion.chunk")
+        before = f'data: {text_json(head)[:-1]},"choices":['
+        usage: ChatUsage | None = None
+        async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
+            async for chunk in chunks:
+                usage = chunk.usage or usage
+                self._num_generated += len(chunk.token_ids)
+                after = self._chunk_end()
+                choices = [*self._role(chunk.index), *self._choice_delta(chunk)]
+                if choices:
+                    events = "".join(f"{before}{choice}{after}" for choice in choices)
+                    await emit(events.encode())
+        end = b""
+        if body.includes_usage and usage is not None:
+            end = event({**head, "choices": [], "usage": _usage(usage)})
+        await emit(end + DONE)
+
+    async def _encode_prompt(self, *, is_needed: bool) -> None:
+        if is_needed:
+            self._prompt_ids = await self._service.encode(
+                self._request.conversation, add_special_tokens=self._request.add_special_tokens
+            )
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model_name,
+        }
+
+    def _chunk_end(self) -> str:
+        """What comes after the choice in a chunk."""
+        if not self._body.includes_usage:
+            return "]}\n\n"
+        if not self._body.counts_continuously or self._prompt_ids is None:
+            return '],"usage":null}\n\n'
+        usage = text_json(usage_fields(len(self._prompt_ids), self._num_generated))
+        return f'],"usage":{usage}}}\n\n'
+
+    def _role(self, index: int) -> list[str]:
+        """The first choice of a candidate's chunks, if it is to come now."""
+        if index in self._begun:
+            return []
+        self._begun.add(index)
+        delta = {"role": "assistant", "content": self._echoed}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self._body.return_token_ids and self._prompt_ids is not None:
+            choice["prompt_token_ids"] = list(self._prompt_ids)
+        return [text_json(choice)]
+
+    def _choice_delta(self, chunk: ChatChunk) -> list[str]:
+        """The choice of a chunk; none if it would say nothing."""
+        delta = chunk.delta
+        has_tokens = bool(chunk.token_ids) and bool(self._body.return_token_ids)
+        if chunk.finish_reason is None and not chunk.logprobs and not has_tokens:
+            if delta.content and not delta.reasoning and not delta.tool_calls:
+                # Most chunks are such, and cost the least so.
+                text = text_json(delta.content)
+                return [
+                    f'{{"index":{chunk.index},"delta":{{"content":{text}}},'
+                    f'"logprobs":null,"finish_reason":null}}'
+                ]
+            if not self._delta_fields(delta):
+                return []
+        choice: dict[str, Any] = {
+            "index": chunk.index,
+            "delta": self._delta_fields(delta),
+            "logprobs": self._logprobs(chunk.token_ids, chunk),
+            "finish_reason": chunk.finish_reason,
+        }
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.matched_stop
+        if has_tokens:
+            choice["token_ids"] = list(chunk.token_ids)
+        return [text_json(choice)]
+
+    def _delta_fields(self, delta: ChatDelta) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if delta.reasoning and self._body.include_reasoning is not False:
+            fields |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        if delta.content:
+            fields["content"] = delta.content
+        if delta.tool_calls:
+            fields["tool_calls"] = list(map(_call_delta, delta.tool_calls))
+        return fields
+
+    def _choice(self, candidate: WholeCandidate) -> dict[str, Any]:
+        parts = candidate.answer
+        reasoning = None if self._body.include_reasoning is False else parts.reasoning
+        content = parts.content
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": self._echoed + (content or "") if self._echoed else content,
+            "refusal": None,
+            "reasoning": reasoning,
+            "reasoning_content": reasoning,
+        }
+        if parts.tool_calls:
+            message["tool_calls"] = list(map(_whole_call, parts.tool_calls))
+        choice: dict[str, Any] = {
+            "index": candidate.index,
+            "message": message,
+            "logprobs": self._logprobs(candidate.token_ids, candidate),
+            "finish_reason": candidate.finish_reason,
+            "stop_reason": candidate.matched_stop,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(candidate.token_ids)
+        return choice
+
+    def _logprobs(
+        self, token_ids: Sequence[int], source: ChatChunk | WholeCandidate
+    ) -> dict[str, Any] | None:
+        if not source.logprobs:
+            return None
+        return chat_logprobs(
+            self._texts,
+            token_ids,
+            source.logprobs,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
+        )
+
+
+def _echoed(body: ChatBody, conversation: Conversation) -> str:
+    """The text of a final message of the assistant, if the answer is to begin with it."""
+    last = conversation.messages[-1]
+    if not body.echo or last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _usage(usage: ChatUsage) -> dict[str, Any]:
+    return usage_fields(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.reasoning_tokens,
+    )
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """A call's delta; id, type and name come with its first one."""
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, **function},
+    }
+
+
+def _whole_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

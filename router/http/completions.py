@@ -1,0 +1,333 @@
+"""`/v1/completions`: OpenAI's legacy completions, with vLLM's further fields."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidArgumentError
+from baton.v1 import common_pb2, generation_pb2
+from router.http.bodies import SamplingBody
+from router.http.door import Protocol, answer, door_of, error_event, json_answer
+from router.http.json_bytes import event, text_json
+from router.http.logprobs import LegacyLogprobs, prompt_logprobs
+from router.http.params import (
+    Prompt,
+    generate_request,
+    request_id_of,
+    stated_fields,
+    timeout_of,
+)
+from router.http.sse import DONE, Emit, SseResponse, unless_client_leaves
+from router.http.token_texts import TokenTexts
+from router.http.usage import UsageCount, usage_fields
+from router.models import Model
+from router.request import tokenize_prompt
+
+__all__ = ["PROTOCOL", "CompletionBody", "CompletionJob"]
+
+_Response = generation_pb2.GenerateStreamResponse
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER)
+
+FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORTED: "abort",
+}
+
+
+class CompletionBody(SamplingBody):
+    """A request for completions.
+
+    Attributes:
+        prompt: a text, several texts, token ids, or several lists of them.
+        logprobs: how many likeliest tokens are returned at each place, beside the token.
+    """
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, one by one.
+
+        Raises:
+            InvalidArgumentError: there is none, or one is empty.
+        """
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        prompts: list[Prompt] = [given] if is_one else given
+        if not all(prompts) or not prompts:
+            raise InvalidArgumentError("prompt is empty; it must have at least 1 token")
+        return prompts
+
+
+@_ROUTER.post("/v1/completions", responses=answer("The completions.", streams=True))
+async def create_completion(body: CompletionBody, request: Request) -> Response:
+    """Completes one or several prompts."""
+    door = door_of(request)
+    model = door.models.find(body.model or "")
+    request_id = request_id_of(request, body)
+    job = await CompletionJob.prepare(body, model, door.token_texts(model), request_id)
+    job.timeout_s = timeout_of(request)
+    if body.stream:
+        return SseResponse(
+            job.stream,
+            error_event=error_event,
+            request_id=request_id,
+            keepalive_s=door.config.keepalive_interval_s,
+        )
+    return json_answer(await unless_client_leaves(request.receive, job.whole()))
+
+
+class CompletionJob:
+    """One request for completions; its parts are the choices' pieces, streamed or joined.
+
+    Args:
+        body: the request.
+        model: the model.
+        texts: the texts of its tokens.
+        request_id: names the request.
+        prompt_ids: the prompts' tokens; None if no answer needs them.
+
+    Attributes:
+        timeout_s: seconds until the client's deadline; None if it states none.
+    """
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        model: Model,
+        texts: TokenTexts,
+        request_id: str,
+        prompt_ids: Sequence[Sequence[int]] | None,
+    ) -> None:
+        self.timeout_s: float | None = None
+        self._body = body
+        self._model = model
+        self._texts = texts
+        self._prompts = body.prompts()
+        self._prompt_ids = prompt_ids
+        self._num_choices = 1 if body.n is None else body.n
+        self._returns_text = not (body.echo and body.max_tokens == 0)
+        self._is_plain = not (
+            body.echo
+            or body.return_token_ids
+            or body.counts_continuously
+            or body.logprobs is not None
+            or body.prompt_logprobs is not None
+        )
+        self._choices: dict[tuple[int, int], _Choice] = {}
+        self._first_messages: dict[int, _Response] = {}
+        self._usage = UsageCount(self._returns_text)
+        self._num_generated = 0
+        stated = _stated(body)
+        self._message = generate_request(
+            prompt_ids or self._prompts,
+            stated,
+            model=model.name,
+            request_id=request_id,
+            body=body,
+        )
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or model.name,
+        }
+
+    @classmethod
+    async def prepare(
+        cls, body: CompletionBody, model: Model, texts: TokenTexts, request_id: str
+    ) -> "CompletionJob":
+        """Checks a request; encodes its prompts if the answer needs their tokens.
+
+        Raises:
+            BatonError: a field is wrong, or the model is not ready.
+        """
+        prompt_ids = None
+        if body.return_token_ids or (body.stream and body.counts_continuously):
+            _, limits = model.fleet.require_model()
+            prompt_ids = [
+                await tokenize_prompt(
+                    prompt,
+                    model.tokenizer,
+                    limits,
+                    body.truncate_prompt_tokens,
+                    add_special_tokens=body.add_special_tokens is not False,
+                )
+                for prompt in body.prompts()
+            ]
+        return cls(body, model, texts, request_id, prompt_ids)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer with all choices."""
+        choices: dict[int, dict[str, Any]] = {}
+        async with self._model.responses(self._message, self.timeout_s) as responses:
+            async for message in responses:
+                part = self._part(message)
+                _join(choices.setdefault(part["index"], {}), part)
+        ordered = [choices[index] for index in sorted(choices)]
+        return {**self._head, "choices": ordered, "usage": self._usage.fields()}
+
+    async def stream(self, emit: Emit) -> None:
+        """Writes the choices' pieces as they come."""
+        before, after = self._chunk_frame()
+        async with self._model.responses(self._message, self.timeout_s) as responses:
+            async for message in responses:
+                if not self._is_plain:
+                    part = self._part(message)
+                    usage = self._usage_so_far()
+                    await emit(event({**self._head, "choices": [part], **usage}))
+                elif message.finish_reason or message.text:
+                    plain = self._plain_part(message)
+                    await emit(f"{before}{plain}{after}".encode())
+        end = b""
+        if self._body.includes_usage:
+            end = event({**self._head, "choices": [], "usage": self._usage.fields()})
+        await emit(end + DONE)
+
+    def _chunk_frame(self) -> tuple[str, str]:
+        """What comes before and after the choice in each chunk."""
+        usage = ',"usage":null' if self._body.includes_usage else ""
+        return f'data: {text_json(self._head)[:-1]},"choices":[', f"]{usage}}}\n\n"
+
+    def _plain_part(self, message: _Response) -> str:
+        """The JSON of a part that has text alone; short, as most messages are such."""
+        index = message.prompt_index * self._num_choices + message.index
+        text = text_json(message.text)
+        if not message.finish_reason:
+            return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
+        if message.HasField("usage"):
+            self._usage.add(message.usage)
+        end = text_json({"logprobs": None, **self._end(message)})
+        return f'{{"index":{index},"text":{text},{end[1:]}'
+
+    def _part(self, message: _Response) -> dict[str, Any]:
+        """What a message adds to its choice."""
+        key = message.prompt_index, message.index
+        self._first_messages.setdefault(message.prompt_index, message)
+        if message.HasField("usage"):
+            self._usage.add(message.usage)
+        part: dict[str, Any] = {
+            "index": message.prompt_index * self._num_choices + message.index,
+            "text": "",
+            "logprobs": None,
+            **self._end(message),
+        }
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = _Choice(self._body, self._texts)
+            self._add_prompt(choice, part, message.prompt_index)
+        if self._returns_text:
+            self._num_generated += len(message.token_ids)
+            choice.add_tokens(part, message)
+        return part
+
+    def _end(self, message: _Response) -> dict[str, Any]:
+        """How the choice ended; nulls if it has not."""
+        reason = FINISH_REASONS.get(message.finish_reason) if message.finish_reason else None
+        stop: str | int | None = None
+        match message.matched_stop.WhichOneof("match"):
+            case "text":
+                stop = message.matched_stop.text
+            case "token_id" if message.matched_stop.token_id in (self._body.stop_token_ids or ()):
+                stop = message.matched_stop.token_id
+        return {"finish_reason": reason, "stop_reason": stop}
+
+    def _add_prompt(self, choice: "_Choice", part: dict[str, Any], prompt_index: int) -> None:
+        """Adds what the first piece of a choice has of the prompt."""
+        first = self._first_messages[prompt_index]
+        if self._body.echo:
+            part["text"] = self._echoed(prompt_index)
+            choice.add_prompt(part, first)
+        if self._body.prompt_logprobs is not None and first.prompt_token_ids:
+            part["prompt_logprobs"] = prompt_logprobs(
+                self._texts, first.prompt_token_ids, first.prompt_logprobs
+            )
+        if self._body.return_token_ids and self._prompt_ids is not None:
+            part["prompt_token_ids"] = list(self._prompt_ids[prompt_index])
+
+    def _echoed(self, prompt_index: int) -> str:
+        prompt = self._prompts[prompt_index]
+        return prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt)
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        if not self._body.includes_usage:
+            return {}
+        if not self._body.counts_continuously or self._prompt_ids is None:
+            return {"usage": None}
+        num_prompt_tokens = sum(map(len, self._prompt_ids))
+        return {"usage": usage_fields(num_prompt_tokens, self._num_generated)}
+
+
+class _Choice:
+    """The pieces of one choice that are more than text.
+
+    Args:
+        body: the request.
+        texts: the texts of the model's tokens.
+    """
+
+    def __init__(self, body: CompletionBody, texts: TokenTexts) -> None:
+        self._body = body
+        self._logprobs = LegacyLogprobs(texts, as_ids=bool(body.return_tokens_as_token_ids))
+
+    def add_prompt(self, part: dict[str, Any], first: _Response) -> None:
+        """Adds the log-probabilities of the prompt's tokens."""
+        if self._body.logprobs is not None and first.prompt_token_ids:
+            entries = [None, *first.prompt_logprobs]
+            part["logprobs"] = self._logprobs.fields(first.prompt_token_ids, entries)
+
+    def add_tokens(self, part: dict[str, Any], message: _Response) -> None:
+        """Adds the text and the tokens of a message."""
+        part["text"] += message.text
+        if self._body.return_token_ids:
+            part["token_ids"] = list(message.token_ids)
+        if self._body.logprobs is not None and message.token_ids:
+            fields = self._logprobs.fields(message.token_ids, message.logprobs)
+            if part["logprobs"] is None:
+                part["logprobs"] = fields
+            else:
+                _extend(part["logprobs"], fields)
+
+
+def _stated(body: CompletionBody) -> dict[str, Any]:
+    """The stated parameters. An echo with log-probabilities needs those of the prompt. A
+    candidate has at least one token, so an echo alone (`max_tokens` 0) generates one too.
+    """
+    stated = stated_fields(body)
+    if body.logprobs is not None:
+        stated["logprobs"] = body.logprobs
+        if body.echo and body.prompt_logprobs is None:
+            stated["prompt_logprobs"] = body.logprobs
+    if body.echo and body.max_tokens == 0:
+        stated["max_tokens"] = 1
+        stated.pop("min_tokens", None)
+    return stated
+
+
+def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:
+    """Adds a part to a choice."""
+    if not choice:
+        choice.update(part)
+        return
+    choice["text"] += part["text"]
+    choice["finish_reason"] = part["finish_reason"]
+    choice["stop_reason"] = part["stop_reason"]
+    if "token_ids" in part:
+        choice["token_ids"] += part["token_ids"]
+    if part["logprobs"] is not None:
+        if choice["logprobs"] is None:
+            choice["logprobs"] = part["logprobs"]
+        else:
+            _extend(choice["logprobs"], part["logprobs"])
+
+
+def _extend(lists: dict[str, list[Any]], further: dict[str, list[Any]]) -> None:
+    for name, values in further.items():
+        lists[name].extend(values)

@@ -1,0 +1,144 @@
+"""Errors as HTTP answers.
+
+Every error becomes a `Problem`: a status and the parts of a body. The body's shape depends on
+the protocol: `openai_error` here, others beside their protocols. The cause of a bug is logged
+with the request's id; the client gets the id alone.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from baton.errors import BatonError
+
+__all__ = ["ErrorBody", "Problem", "http_problem", "openai_error", "problem_of"]
+
+_LOGGER = logging.getLogger("baton.http")
+
+INVALID_REQUEST = "invalid_request_error"
+_RETRY_AFTER_S = 1
+_MOST_MESSAGE_CHARS = 2000
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why a request failed.
+
+    Attributes:
+        status: of the HTTP answer.
+        message: may be shown to the client.
+        kind: OpenAI's `type` of the error.
+        param: the field of the request that is wrong.
+        code: OpenAI's `code` of the error.
+        headers: further headers of the answer.
+    """
+
+    status: int
+    message: str
+    kind: str = INVALID_REQUEST
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+ErrorBody = Callable[[Problem], dict[str, Any]]
+"""Makes the JSON body of an answer with an error, as a protocol wants it."""
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """The body that OpenAI's API has."""
+    return {
+        "error": {
+            "message": problem.message,
+            "type": problem.kind,
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
+
+
+_OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
+    "INVALID_ARGUMENT": (400, INVALID_REQUEST, None),
+    "FAILED_PRECONDITION": (400, INVALID_REQUEST, None),
+    "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "UNAVAILABLE": (503, "server_error", "service_unavailable"),
+    "ABORTED": (503, "server_error", "aborted"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
+    "CANCELLED": (499, INVALID_REQUEST, "cancelled"),
+}
+"""Status, type and code by the code of a `BatonError`; the other codes are bugs."""
+_OF_STATUS: Mapping[int, tuple[str, str | None]] = {
+    404: ("there is no such path", "unknown_url"),
+    405: ("the path does not allow this method", "method_not_supported"),
+}
+_RETRIED = (429, 503)
+_FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
+"""A field's name, with which messages about a field begin."""
+_WORDS = frozenset({"a", "the", "this", "one", "no", "internal", "cannot"})
+
+
+def problem_of(error: BaseException, request_id: str) -> Problem:
+    """The problem that an exception stands for. A bug is logged, with its cause.
+
+    Args:
+        error: what was raised.
+        request_id: of the request that failed.
+    """
+    match error:
+        case BatonError() if error.code in _OF_CODE:
+            return _of_baton_error(error)
+        case RequestValidationError():
+            return _of_validation_error(error)
+        case HTTPException():
+            return http_problem(error.status_code, str(error.detail), dict(error.headers or {}))
+    _LOGGER.error("failed request_id=%s", ascii(request_id), exc_info=error)
+    return Problem(
+        status=500, message=f"internal error; request_id={request_id}", kind="server_error"
+    )
+
+
+def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEADERS) -> Problem:
+    """The problem of an answer without a `BatonError`; well-known statuses have their own text."""
+    known, code = _OF_STATUS.get(status, (message, None))
+    kind = INVALID_REQUEST if status < 500 else "server_error"
+    return Problem(status=status, message=known, kind=kind, code=code, headers=headers)
+
+
+def _of_baton_error(error: BatonError) -> Problem:
+    status, kind, code = _OF_CODE[error.code]
+    param = "model" if status == 404 else _field_of(error.message) if status == 400 else None
+    return Problem(
+        status=status,
+        message=error.message[:_MOST_MESSAGE_CHARS],
+        kind=kind,
+        param=param,
+        code=code,
+        headers={"Retry-After": str(_RETRY_AFTER_S)} if status in _RETRIED else _NO_HEADERS,
+    )
+
+
+def _field_of(message: str) -> str | None:
+    """The field that a message is about; None if it does not begin with a name."""
+    found = _FIELD.match(message)
+    return found[1] if found and found[1] not in _WORDS else None
+
+
+def _of_validation_error(error: RequestValidationError) -> Problem:
+    """Names the first field that has a wrong type."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return Problem(status=400, message="the body is not JSON")
+    *_, param = ["", *(str(part) for part in first["loc"][1:2])]
+    message = str(first["msg"])[:_MOST_MESSAGE_CHARS]
+    if not param:
+        return Problem(status=400, message=f"the body must be a JSON object: {message}")
+    given = f"; it is {first['input']!r}"[:100] if first["type"] != "missing" else ""
+    return Problem(status=400, message=f"{param}: {message}{given}", param=param)

@@ -1,0 +1,66 @@
+"""Whether the process lives, and whether it can serve."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.version import __version__
+from router.http.door import JSON_OBJECT, Protocol, answer, door_of, json_answer
+from router.models import Model
+
+__all__ = ["PROTOCOL"]
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER)
+
+
+@_ROUTER.get("/health", responses=answer("The process lives."))
+async def health() -> Response:
+    """Answers while the process lives."""
+    return json_answer({"status": "ok"})
+
+
+@_ROUTER.get("/ping", responses=answer("The process lives."))
+async def ping() -> Response:
+    """Answers while the process lives."""
+    return json_answer({"status": "ok"})
+
+
+@_ROUTER.post("/ping", responses=answer("The process lives."))
+async def ping_by_post() -> Response:
+    """Answers while the process lives."""
+    return json_answer({"status": "ok"})
+
+
+@_ROUTER.get(
+    "/ready",
+    responses={
+        **answer("Every model can be served."),
+        503: {"description": "A model cannot be served.", "content": JSON_OBJECT},
+    },
+)
+async def ready(request: Request) -> Response:
+    """Answers 200 if every model can be served and the router takes requests, else 503."""
+    door = door_of(request)
+    models = [_state(model) for model in door.models]
+    is_ready = not door.is_draining and all(model["ready"] for model in models)
+    body = {"ready": is_ready, "draining": door.is_draining, "models": models}
+    return json_answer(body, 200 if is_ready else 503)
+
+
+@_ROUTER.get("/version", responses=answer("The version."))
+async def version() -> Response:
+    """Returns Baton's version."""
+    return json_answer({"version": __version__})
+
+
+def _state(model: Model) -> dict[str, Any]:
+    fleet = model.fleet
+    return {
+        "id": model.name,
+        "ready": fleet.can_serve,
+        "decode_replicas": len(fleet.decode.candidates),
+        "prefill_replicas": len(fleet.prefill.candidates),
+    }

@@ -1,0 +1,116 @@
+"""Log-probabilities in the shapes of OpenAI's APIs and vLLM's."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from baton.v1 import common_pb2
+from router.http.token_texts import TokenTexts
+
+__all__ = ["LegacyLogprobs", "chat_logprobs", "prompt_logprobs"]
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON lacks; as in vLLM."""
+
+
+class LegacyLogprobs:
+    """OpenAI's legacy `logprobs` of one choice, piece by piece.
+
+    Args:
+        texts: the texts of the model's tokens.
+        as_ids: whether tokens are written as `token_id:ID`.
+    """
+
+    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+        self._texts = texts
+        self._as_ids = as_ids
+        self._offset = 0
+
+    def fields(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[common_pb2.TokenLogprobs | None],
+    ) -> dict[str, list[Any]]:
+        """The fields for the next tokens; a token without log-probabilities has null."""
+        tokens: list[str] = []
+        own: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            text = self._written(token_id)
+            tokens.append(text)
+            own.append(None if entry is None else max(entry.logprob, _LEAST))
+            top.append(None if entry is None else self._top(text, entry))
+            offsets.append(self._offset)
+            self._offset += len(self._texts.text(token_id))
+        return {
+            "tokens": tokens,
+            "token_logprobs": own,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _top(self, text: str, entry: common_pb2.TokenLogprobs) -> dict[str, float]:
+        top = {
+            self._written(token_id): max(logprob, _LEAST)
+            for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        }
+        top.setdefault(text, max(entry.logprob, _LEAST))
+        return top
+
+    def _written(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._texts.text(token_id)
+
+
+def chat_logprobs(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[common_pb2.TokenLogprobs],
+    *,
+    as_ids: bool = False,
+) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a chat's choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": f"token_id:{token_id}" if as_ids else texts.text(token_id),
+            "logprob": max(logprob, _LEAST),
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    content = [
+        entry(token_id, own.logprob)
+        | {"top_logprobs": list(map(entry, own.top_token_ids, own.top_logprobs))}
+        for token_id, own in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[common_pb2.TokenLogprobs],
+) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` of vLLM, by token id; null for the first token of the prompt."""
+    return [
+        None,
+        *(
+            _by_token(texts, token_id, own)
+            for token_id, own in zip(token_ids[1:], logprobs, strict=True)
+        ),
+    ]
+
+
+def _by_token(
+    texts: TokenTexts, token_id: int, own: common_pb2.TokenLogprobs
+) -> dict[str, dict[str, Any]]:
+    entries = [(token_id, own.logprob, own.rank)]
+    pairs = zip(own.top_token_ids, own.top_logprobs, strict=True)
+    entries += [(other, logprob, rank) for rank, (other, logprob) in enumerate(pairs, start=1)]
+    return {
+        str(each): {
+            "logprob": max(logprob, _LEAST),
+            "rank": rank,
+            "decoded_token": texts.text(each),
+        }
+        for each, logprob, rank in entries
+    }

@@ -1,0 +1,62 @@
+"""`/v1/models`: the served models and their aliases. `/v1/embeddings`: not served."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import UnavailableError
+from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer
+from router.http.errors import Problem, openai_error
+from router.models import Model
+
+__all__ = ["PROTOCOL"]
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER)
+
+
+@_ROUTER.get("/v1/models", responses=answer("The served models."))
+async def list_models(request: Request) -> Response:
+    """Lists the served models; each alias is listed too."""
+    data = [_fields(model, name) for model in door_of(request).models for name in model.names]
+    return json_answer({"object": "list", "data": data})
+
+
+@_ROUTER.get("/v1/models/{model_id:path}", responses=answer("The model."))
+async def get_model(model_id: str, request: Request) -> Response:
+    """Describes one model."""
+    return json_answer(_fields(door_of(request).models.find(model_id), model_id))
+
+
+@_ROUTER.post("/v1/embeddings", status_code=501, responses={501: ANSWERS[500], **ANSWERS})
+async def create_embeddings(request: Request) -> Response:
+    """Refuses: no served model makes embeddings."""
+    problem = Problem(
+        status=501,
+        message="this server generates text; none of its models makes embeddings",
+        kind="not_implemented_error",
+        code="not_implemented",
+    )
+    return json_answer(openai_error(problem), 501)
+
+
+def _fields(model: Model, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "baton",
+        "root": model.config.model,
+        "parent": None if name == model.name else model.name,
+        "max_model_len": _max_model_len(model),
+    }
+
+
+def _max_model_len(model: Model) -> int | None:
+    """The model's context length; None while no replica is connected."""
+    try:
+        return model.fleet.require_model()[1].max_model_len
+    except UnavailableError:
+        return None

@@ -1,0 +1,162 @@
+"""From request bodies to the stated fields of `SamplingParams`, and to messages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from baton.errors import InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
+from baton.v1 import generation_pb2
+from baton.wire import build_request
+from router.http.bodies import SamplingBody, refuse_lacking
+
+__all__ = ["Prompt", "generate_request", "request_id_of", "stated_fields", "timeout_of"]
+
+Prompt = str | Sequence[int]
+
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "best_of",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "max_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "thinking_token_budget",
+)
+_TIMEOUT_HEADER = "x-request-timeout-s"
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def stated_fields(body: SamplingBody) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a body states.
+
+    Raises:
+        InvalidArgumentError: a field is set that this server lacks, or two that exclude each
+            other.
+    """
+    refuse_lacking(body)
+    stated = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    if body.vllm_xargs is not None:
+        stated["extra_args"] = body.vllm_xargs
+    if body.use_beam_search:
+        stated |= _beam_search(body, stated)
+    outputs = _structured_outputs(body)
+    if outputs is not None:
+        stated["structured_outputs"] = outputs
+    return stated
+
+
+def _beam_search(body: SamplingBody, stated: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a beam search, whose width is the number of candidates, as in vLLM."""
+    fields = {"beam_width": stated.pop("best_of", None) or body.n or 1}
+    for name in ("length_penalty", "early_stopping"):
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def _structured_outputs(body: SamplingBody) -> StructuredOutputs | None:
+    """The form of the text, which one field at most may state."""
+    guided = {form: value for name, form in _GUIDED.items() if (value := getattr(body, name))}
+    given = {
+        "response_format": body.response_format,
+        "structured_outputs": body.structured_outputs,
+        "guided_*": guided or None,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{names[0]} is set together with {names[1]}; set one of them")
+    if body.response_format is not None:
+        return StructuredOutputs.of_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        stated = {k: v for k, v in body.structured_outputs.items() if v is not None}
+        return StructuredOutputs.of(stated)
+    if not guided:
+        return None
+    return StructuredOutputs(**guided, whitespace_pattern=body.guided_whitespace_pattern)
+
+
+def request_id_of(request: Request, body: SamplingBody) -> str:
+    """The id that a request runs under: the body's, else that of the HTTP request."""
+    return body.request_id or str(request.state.request_id)
+
+
+def timeout_of(request: Request) -> float | None:
+    """Seconds until the deadline that the client states in a header; None if it states none.
+
+    Raises:
+        InvalidArgumentError: the header is no positive number.
+    """
+    text = request.headers.get(_TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not timeout_s > 0:
+        raise InvalidArgumentError.for_field("X-Request-Timeout-S", text[:64], "a number > 0")
+    return timeout_s
+
+
+def generate_request(
+    prompts: Sequence[Prompt],
+    stated: Mapping[str, Any],
+    *,
+    model: str,
+    request_id: str,
+    body: SamplingBody,
+) -> generation_pb2.GenerateRequest:
+    """The message that asks for completions of one or several prompts.
+
+    Raises:
+        InvalidArgumentError: a value is out of range.
+    """
+    message = build_request(
+        prompts[0],
+        stated,
+        model,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    if len(prompts) > 1:
+        _set_prompts(message, prompts)
+    if body.add_special_tokens is not None:
+        message.add_special_tokens = body.add_special_tokens
+    return message
+
+
+def _set_prompts(message: generation_pb2.GenerateRequest, prompts: Sequence[Prompt]) -> None:
+    try:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                message.prompts.prompts.add(text=prompt)
+            else:
+                message.prompts.prompts.add().token_ids.ids.extend(prompt)
+    except ValueError as error:  # out of the field's range, or a lone surrogate
+        raise InvalidArgumentError(f"prompt cannot be sent: {error}") from error

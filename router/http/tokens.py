@@ -1,0 +1,128 @@
+"""`/tokenize` and `/detokenize`, with the bodies that vLLM has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidArgumentError, UnavailableError
+from router.chat.conversation import Conversation
+from router.chat.messages import conversation_of
+from router.http.door import Protocol, answer, door_of, json_answer
+from router.models import Model
+from router.validation import (
+    MAX_DETOKENIZE_TOKEN_IDS,
+    MAX_TOKENIZE_CHARS,
+    check_length,
+    check_token_ids,
+)
+
+__all__ = ["PROTOCOL", "DetokenizeBody", "TokenizeBody"]
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER)
+
+
+class TokenizeBody(BaseModel):
+    """A text or a chat to encode.
+
+    Attributes:
+        prompt: the text.
+        messages: the chat, as in `/v1/chat/completions`.
+        add_special_tokens: default: true for a text; false for a chat, whose template writes them.
+        return_token_strs: whether the answer has the tokens' texts.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def conversation(self) -> Conversation:
+        """The chat, checked.
+
+        Raises:
+            InvalidArgumentError: a part is malformed; names it.
+        """
+        continues = bool(self.continue_final_message)
+        begins = self.add_generation_prompt
+        return conversation_of(
+            self.messages,
+            tools=self.tools,
+            documents=self.documents,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class DetokenizeBody(BaseModel):
+    """Token ids to decode."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+@_ROUTER.post("/tokenize", responses=answer("The token ids."))
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Encodes a text or a chat as a request for a completion would."""
+    door = door_of(request)
+    model = door.models.find(body.model or "")
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgumentError("exactly one of prompt and messages must be set")
+    if body.prompt is not None:
+        check_length("prompt", body.prompt, MAX_TOKENIZE_CHARS)
+        token_ids = await model.tokenizer.encode_async(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    else:
+        token_ids = await door.chat(model).encode(
+            body.conversation(), add_special_tokens=bool(body.add_special_tokens)
+        )
+    texts = door.token_texts(model)
+    return json_answer(
+        {
+            "count": len(token_ids),
+            "max_model_len": _max_model_len(model),
+            "tokens": token_ids,
+            "token_strs": list(map(texts.text, token_ids)) if body.return_token_strs else None,
+        }
+    )
+
+
+@_ROUTER.post("/detokenize", responses=answer("The text."))
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """Decodes token ids; special tokens are part of the text."""
+    model = door_of(request).models.find(body.model or "")
+    check_length("tokens", body.tokens, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
+    _check_not_negative(body.tokens)
+    check_token_ids("tokens", body.tokens, model.vocab_size)
+    text = await model.tokenizer.decode_async(body.tokens, skip_special_tokens=False)
+    return json_answer({"prompt": text})
+
+
+def _check_not_negative(token_ids: Sequence[int]) -> None:
+    least = min(token_ids, default=0)
+    if least < 0:
+        raise InvalidArgumentError.for_field("tokens", least, "a token id, >= 0")
+
+
+def _max_model_len(model: Model) -> int | None:
+    """The model's context length; None while no replica is connected."""
+    try:
+        return model.fleet.require_model()[1].max_model_len
+    except UnavailableError:
+        return None

@@ -1,0 +1,51 @@
+"""`UsageCount`: the token counts of an answer, as OpenAI's API has them."""
+
+from typing import Any
+
+from baton.v1 import common_pb2
+
+__all__ = ["UsageCount", "usage_fields"]
+
+
+def usage_fields(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
+    """OpenAI's `usage`. Details that are None are left out."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
+
+
+class UsageCount:
+    """Sums the counts of several prompts.
+
+    Args:
+        counts_completion: whether generated tokens count; they do not if the client gets none.
+    """
+
+    def __init__(self, counts_completion: bool = True) -> None:
+        self._counts_completion = counts_completion
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+
+    def add(self, usage: common_pb2.Usage) -> None:
+        """Adds the counts of one prompt."""
+        self._prompt_tokens += usage.prompt_tokens
+        self._cached_tokens += usage.cached_tokens
+        if self._counts_completion:
+            self._completion_tokens += usage.completion_tokens
+
+    def fields(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return usage_fields(self._prompt_tokens, self._completion_tokens, self._cached_tokens)

@@ -1,0 +1,276 @@
+"""`/v1/chat/completions` through OpenAI's client, over a real router and scripted workers."""
+
+import json
+
+import openai
+import pytest
+
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
+from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode
+from tests.support.running_http import running_http
+from tests.support.running_router import script_of, tokenizer
+
+TEXT = "The quick brown fox, naïve café 😀."
+MODEL = "scripted"
+USER = [{"role": "user", "content": "Hi"}]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if tools %}[tools {{ tools | length }}]{% endif %}"
+    "{% if mood is defined %}[{{ mood }}]{% endif %}"
+    "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def chat_template() -> ChatTemplate:
+    return ChatTemplate(TemplateSource({"default": TemplateText(TEMPLATE, "test")}, {}))
+
+
+def answering(text: str) -> FakeDecode:
+    return FakeDecode([*script_of(text), EOS_TOKEN_ID])
+
+
+def running_chat(*workers, **config):
+    return running_http(*workers, chat_template=chat_template(), **config)
+
+
+def prompt_text(decode: FakeDecode) -> str:
+    return tokenizer().decode(decode.starts[-1].spec.prompt_token_ids, skip_special_tokens=False)
+
+
+async def joined(stream) -> tuple[dict, list]:
+    """The message that a stream's deltas make, and its chunks."""
+    message = {"content": "", "reasoning": "", "tool_calls": {}, "finish_reason": None}
+    chunks = []
+    async for chunk in stream:
+        chunks.append(chunk)
+        for choice in chunk.choices:
+            delta = choice.delta
+            message["content"] += delta.content or ""
+            message["reasoning"] += getattr(delta, "reasoning", None) or ""
+            for call in delta.tool_calls or ():
+                known = message["tool_calls"].setdefault(call.index, {"arguments": ""})
+                if call.id is not None:
+                    known |= {"id": call.id, "name": call.function.name, "type": call.type}
+                known["arguments"] += call.function.arguments
+            message["finish_reason"] = choice.finish_reason or message["finish_reason"]
+    return message, chunks
+
+
+async def test_a_chat_is_rendered_and_answered():
+    decode = answering(TEXT)
+    async with running_chat(decode) as door:
+        answer = await door.openai.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            max_completion_tokens=99,
+            reasoning_effort="low",
+            extra_body={"chat_template_kwargs": {"mood": "calm"}},
+        )
+    assert prompt_text(decode) == "[user]Hi[calm][low][assistant]"
+    assert decode.starts[0].spec.stopping.max_tokens == 99
+    (choice,) = answer.choices
+    assert answer.object == "chat.completion"
+    assert choice.message.content == TEXT
+    assert choice.message.role == "assistant"
+    assert choice.message.tool_calls is None
+    assert choice.message.reasoning_content is None
+    assert choice.finish_reason == "stop"
+    assert answer.usage.prompt_tokens == len(script_of("[user]Hi[calm][low][assistant]"))
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+async def test_a_stream_has_the_role_first_and_joined_equals_the_whole():
+    async with running_chat(answering(TEXT)) as door:
+        create = door.openai.chat.completions.create
+        whole = await create(model=MODEL, messages=USER)
+        stream = await create(
+            model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True}
+        )
+        message, chunks = await joined(stream)
+    assert message["content"] == TEXT
+    assert message["finish_reason"] == "stop"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(not chunk.choices or not chunk.choices[0].delta.role for chunk in chunks[1:])
+    assert chunks[-1].usage == whole.usage
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_an_answer_may_be_as_long_as_fits_unless_the_model_states_a_default():
+    decode = answering(TEXT)
+    async with running_chat(decode) as door:
+        await door.openai.chat.completions.create(model=MODEL, messages=USER)
+    assert decode.starts[0].spec.stopping.max_tokens > 4000
+    decode = answering("ab")
+    async with running_chat(decode, default_params={"max_tokens": 7}) as door:
+        await door.openai.chat.completions.create(model=MODEL, messages=USER)
+    assert decode.starts[0].spec.stopping.max_tokens == 7
+
+
+async def test_logprobs_have_texts_and_bytes():
+    async with running_chat(answering("abc 😀")) as door:
+        create = door.openai.chat.completions.create
+        answer = await create(model=MODEL, messages=USER, logprobs=True, top_logprobs=2)
+        stream = await create(
+            model=MODEL, messages=USER, logprobs=True, top_logprobs=2, stream=True
+        )
+        _, chunks = await joined(stream)
+    content = answer.choices[0].logprobs.content
+    *text, end = content
+    assert bytes(byte for entry in text for byte in entry.bytes).decode() == "abc 😀"
+    assert end.token == "</s>"
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(content)
+    streamed = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert streamed == content
+
+
+async def test_n_candidates():
+    decode = FakeDecode(script_of("abc"), others=[script_of("def")])
+    async with running_chat(decode) as door:
+        answer = await door.openai.chat.completions.create(
+            model=MODEL, messages=USER, n=2, max_tokens=1
+        )
+    first, second = (tokenizer().decode(script_of(text)[:1]) for text in ("abc", "def"))
+    assert [choice.message.content for choice in answer.choices] == [first, second]
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+async def test_calls_of_the_models_format():
+    decode = answering(f"Let me see. {CALL}")
+    async with running_chat(decode, tool_call_parser="hermes") as door:
+        create = door.openai.chat.completions.create
+        whole = await create(model=MODEL, messages=USER, tools=[TOOL])
+        stream = await create(model=MODEL, messages=USER, tools=[TOOL], stream=True)
+        message, _ = await joined(stream)
+    assert "[tools 1]" in prompt_text(decode)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "add")
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert call.id
+    assert message["finish_reason"] == "tool_calls"
+    assert message["tool_calls"][0]["name"] == "add"
+    assert json.loads(message["tool_calls"][0]["arguments"]) == {"a": 1}
+    assert message["content"].strip() == choice.message.content.strip() == "Let me see."
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("required", '[{"name": "add", "parameters": {"a": 1}}]'),
+        ({"type": "function", "function": {"name": "add"}}, '{"a": 1}'),
+    ],
+)
+async def test_forced_calls_need_no_parser(choice, text):
+    decode = answering(text)
+    async with running_chat(decode) as door:
+        answer = await door.openai.chat.completions.create(
+            model=MODEL, messages=USER, tools=[TOOL], tool_choice=choice
+        )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert decode.starts[0].spec.sampling.structured_outputs.json
+
+
+async def test_no_tools_are_rendered_if_calls_are_forbidden():
+    decode = answering(CALL)
+    async with running_chat(decode, tool_call_parser="hermes") as door:
+        answer = await door.openai.chat.completions.create(
+            model=MODEL, messages=USER, tools=[TOOL], tool_choice="none"
+        )
+    assert "[tools" not in prompt_text(decode)
+    assert answer.choices[0].message.content == CALL
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_reasoning_is_apart_from_content_and_counted():
+    decode = answering("<think>\nHm.\n</think>\n\nYes.")
+    async with running_chat(decode, reasoning_parser="qwen3") as door:
+        create = door.openai.chat.completions.create
+        whole = await create(model=MODEL, messages=USER)
+        stream = await create(model=MODEL, messages=USER, stream=True)
+        message, _ = await joined(stream)
+        hidden = await create(model=MODEL, messages=USER, extra_body={"include_reasoning": False})
+    parts = whole.choices[0].message
+    assert parts.reasoning.strip() == "Hm."
+    assert parts.reasoning_content == parts.reasoning
+    assert parts.content.strip() == "Yes."
+    assert (message["reasoning"], message["content"]) == (parts.reasoning, parts.content)
+    usage = whole.usage
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    assert hidden.choices[0].message.reasoning is None
+    assert hidden.choices[0].message.content == parts.content
+
+
+async def test_a_final_message_is_continued_and_echoed():
+    decode = answering("def")
+    messages = [*USER, {"role": "assistant", "content": "abc"}]
+    fields = {"continue_final_message": True, "echo": True}
+    async with running_chat(decode) as door:
+        create = door.openai.chat.completions.create
+        answer = await create(model=MODEL, messages=messages, extra_body=fields)
+        stream = await create(model=MODEL, messages=messages, extra_body=fields, stream=True)
+        message, _ = await joined(stream)
+    assert prompt_text(decode) == "[user]Hi[assistant]abc"
+    assert answer.choices[0].message.content == message["content"] == "abcdef"
+
+
+async def test_response_format_and_token_ids():
+    decode = answering("{}")
+    async with running_chat(decode) as door:
+        answer = await door.openai.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            response_format={"type": "json_object"},
+            extra_body={"return_token_ids": True},
+        )
+    assert decode.starts[0].spec.sampling.structured_outputs.json_object
+    assert answer.choices[0].token_ids == [*script_of("{}"), EOS_TOKEN_ID]
+    assert answer.prompt_token_ids == script_of("[user]Hi[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "x", "content": "a"}]}, "messages[0].role"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"tools": [{"type": "x"}]}, "tools[0].type"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"functions": [{}]}, "functions"),
+    ],
+)
+async def test_a_wrong_field_is_named(fields, param):
+    async with running_chat(answering("a")) as door:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await door.openai.chat.completions.create(model=MODEL, messages=USER, extra_body=fields)
+    assert caught.value.param == param
+
+
+async def test_a_model_without_a_template_says_which_flag_sets_one():
+    async with running_http(answering("a")) as door:
+        with pytest.raises(openai.BadRequestError, match="--chat-template"):
+            await door.openai.chat.completions.create(model=MODEL, messages=USER)

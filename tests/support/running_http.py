@@ -1,0 +1,52 @@
+"""The HTTP door over a whole router in this process, and clients of it."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from openai import AsyncOpenAI
+
+from router.http.app import build_app
+from router.http.config import HttpConfig
+from router.http.server import HttpServer
+from tests.support.fake_workers import FakeWorker, running_workers
+from tests.support.running_router import RunningRouter, running_router
+
+
+class RunningHttp:
+    """The door, and two clients: OpenAI's, and one that sends anything."""
+
+    def __init__(self, server: HttpServer, router: RunningRouter) -> None:
+        self.server = server
+        self.router = router
+        self.url = f"http://{server.address}"
+        self.openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.http = httpx2.AsyncClient(base_url=self.url, timeout=30)
+
+    async def close(self) -> None:
+        await self.openai.close()
+        await self.http.aclose()
+
+
+@asynccontextmanager
+async def running_http(
+    *workers: FakeWorker, http: Mapping[str, Any] | None = None, **config: Any
+) -> AsyncIterator[RunningHttp]:
+    """Runs workers, a router and its HTTP door.
+
+    Args:
+        workers: the workers.
+        http: fields of `HttpConfig`.
+        config: as `running_router` takes it.
+    """
+    async with running_workers(*workers), running_router(*workers, **config) as router:
+        http_config = HttpConfig(port=0, **(http or {}))
+        server = HttpServer(build_app(router.service.models, http_config), http_config)
+        await server.start()
+        running = RunningHttp(server, router)
+        try:
+            yield running
+        finally:
+            await running.close()
+            await server.stop(0)
