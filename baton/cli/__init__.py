@@ -57,14 +57,16 @@ COMMANDS = {
     "completion": _Command(_CHECK, "baton.cli.completion", "print the shell's completion code"),
 }
 
+_EARLIER_NAMES = {"up": "serve"}
+
 _END = """\
 Help:
   baton COMMAND --help      the main flags of a command; --help=all prints all of them
   baton --version           this version (also -v)
 
 Example:
-  baton up --demo                       a cluster on the demo model, and a first completion
-  baton generate "Return a list of"     a completion by that cluster, from another terminal
+  baton serve                           serves the demo model over HTTP and gRPC
+  baton complete "Return a list of"     a completion by that server, from another terminal
 
 Every flag of a command is also an environment variable, BATON_<FLAG>, and a key of the YAML file
 that --config names.
@@ -80,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
 
         complete(build_parser)
     arguments = sys.argv[1:] if argv is None else argv
-    args = build_parser(_command_of(arguments)).parse_args(arguments)
+    command = _command_of(arguments)
+    args = build_parser(command).parse_args([command, *arguments[1:]])
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         status = run(args) or 0
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command_of(arguments: list[str]) -> str:
     """Returns the command's name, empty for a flag of `baton` itself; exits if it is unknown."""
-    word = arguments[0] if arguments else ""
+    word = _EARLIER_NAMES.get(arguments[0], arguments[0]) if arguments else ""
     if word.startswith("-") or word in COMMANDS:
         return word
     nearest = difflib.get_close_matches(word, COMMANDS, n=1)
