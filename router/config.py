@@ -14,6 +14,7 @@ from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag, flags_of_config
 from router.discovery import parse_target
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
 __all__ = [
@@ -124,7 +125,7 @@ class RouterConfig:
 
     Attributes:
         grpc: the address of the gRPC server, and how the router stops.
-        http: the address of the HTTP server.
+        http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
 
     Raises:
@@ -133,7 +134,7 @@ class RouterConfig:
     """
 
     grpc: ServerConfig
-    http: ServerConfig
+    http: HttpConfig
     models: tuple[ModelConfig, ...]
     max_local_prefill_tokens: int = flag(
         16,
@@ -233,6 +234,7 @@ def add_args(
         **options,
     )
     add_flags(parser, _GrpcPort, "server", **options)
+    add_flags(parser, HttpConfig, "HTTP", **options)
     add_flags(parser, ModelConfig, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
     add_flags(parser, RouterConfig, "router", **options)
@@ -248,13 +250,15 @@ def config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
     Raises:
         ConfigurationError: a value is missing or out of range; names the flag.
     """
-    http = flags.config_from_args(ServerConfig, args)
+    server = flags.config_from_args(ServerConfig, args)
     grpc = flags.config_from_args(_GrpcPort, args)
     return flags.config_from_args(
         RouterConfig,
         args,
-        http=http,
-        grpc=replace(http, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
+        http=flags.config_from_args(
+            HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
+        ),
+        grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args, model),
     )
 
@@ -264,8 +268,10 @@ def flags_of_router(config: RouterConfig) -> list[str]:
     (model,) = config.models
     ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
     return [
+        # Both servers share these flags, but for the ports, which are those of HTTP here.
         *("--port", "none" if config.http.port is None else str(config.http.port)),
-        *flags_of_config(config.http, omit=("port",)),
+        *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
+        *flags_of_config(config.http),
         *flags_of_config(ports),
         *flags_of_config(model),
         *flags_of_config(config),

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -14,6 +15,9 @@ from router.pace import Pace
 from router.servicer import GenerationServicer
 from rpc.server import RpcServer, Service, run_process, serve
 
+if TYPE_CHECKING:
+    from router.http.server import HttpServer
+
 __all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
@@ -21,8 +25,11 @@ SERVICE_NAMES: tuple[str, ...] = (
 )
 
 
+_HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
+
+
 class RouterService(Service):
-    """A started router. It can serve while a decode replica takes requests.
+    """A router, which can serve while a decode replica takes requests.
 
     Args:
         config: the router's.
@@ -31,6 +38,7 @@ class RouterService(Service):
 
     Attributes:
         models: the served models.
+        http: the HTTP server; None if the config has no port for it.
 
     Raises:
         ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
@@ -54,12 +62,27 @@ class RouterService(Service):
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
 
+        self.http = _http_server(self.models, config) if config.http.port is not None else None
+
+    async def start_http(self) -> None:
+        """Begins to answer HTTP, if the config has a port for it.
+
+        Raises:
+            ConfigurationError: the address cannot be bound, or the port file cannot be written.
+        """
+        if self.http is not None:
+            await self.http.start()
+
     @override
     async def drain(self, timeout_s: float) -> None:
+        if self.http is not None:
+            self.http.begin_drain()
         await self._admission.drain(timeout_s)
 
     @override
     async def close(self) -> None:
+        if self.http is not None:
+            await self.http.stop(_HTTP_STOP_GRACE_S)
         for task in self._tasks:
             task.cancel()
         await self.models.close()
@@ -68,6 +91,14 @@ class RouterService(Service):
         while True:
             self._server.set_serving(self.models.can_serve)
             await model.fleet.wait_for_change()
+
+
+def _http_server(models: Models, config: RouterConfig) -> "HttpServer":
+    # Imported here: a router without HTTP starts without the packages that HTTP needs.
+    from router.http.app import build_app
+    from router.http.server import HttpServer
+
+    return HttpServer(build_app(models, config.http), config.http)
 
 
 async def run(config: RouterConfig) -> None:
@@ -79,7 +110,13 @@ async def run(config: RouterConfig) -> None:
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(ModelFiles.load, model) for model in config.models)
-        return RouterService(config, await asyncio.gather(*loads), server)
+        service = RouterService(config, await asyncio.gather(*loads), server)
+        try:
+            await service.start_http()
+        except BaseException:
+            await service.close()
+            raise
+        return service
 
     await serve(config.grpc, SERVICE_NAMES, start)
 

@@ -38,6 +38,7 @@ __all__ = [
     "StartInterruptedError",
     "run_process",
     "serve",
+    "write_port_file",
 ]
 
 EXIT_CONFIGURATION = 2
@@ -159,7 +160,7 @@ class RpcServer:
             ) from None
         await self._server.start()
         if self._config.port_file is not None:
-            _write_port_file(Path(self._config.port_file), self.port)
+            write_port_file(Path(self._config.port_file), self.port)
         _LOGGER.info("listening address=%s", self.address)
 
     @property
@@ -263,8 +264,12 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _
             await asyncio.wait((task,))
 
 
-def _write_port_file(path: Path, port: int) -> None:
-    """Writes another file and renames it, so that no reader sees half a number."""
+def write_port_file(path: Path, port: int) -> None:
+    """Writes a server's port, in one piece: no reader sees half a number.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(f"{port}\n")

@@ -12,6 +12,7 @@ from baton.up.supervisor import ProcessSpec
 from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
 from router.config import ModelConfig, RouterConfig, flags_of_router
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
@@ -52,8 +53,8 @@ class ClusterConfig:
             prefill=prefill,
             decode=decode,
         )
-        address = ServerConfig(log_level="warning", drain_timeout_s=5.0)
-        router = RouterConfig(grpc=address, http=replace(address, port=None), models=(model,))
+        grpc = ServerConfig(log_level="warning", drain_timeout_s=5.0)
+        router = RouterConfig(grpc=grpc, http=HttpConfig(port=None), models=(model,))
         return cls(engine=engine, router=router)
 
     @property
@@ -122,9 +123,9 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
             machine; names the flag.
     """
     router = _with_ports(config)
-    http, model = router.http, config.model
+    grpc, model = router.grpc, config.model
     worker_flags = flags_of_config(
-        ServerConfig(log_level=http.log_level, drain_timeout_s=http.drain_timeout_s)
+        ServerConfig(log_level=grpc.log_level, drain_timeout_s=grpc.drain_timeout_s)
     )
     prefill, decode = (
         tuple(
@@ -134,7 +135,7 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
     )
     spec = ProcessSpec("router", "router", tuple(flags_of_router(router)))
-    return ClusterPlan(Server(spec, _reached(router.grpc), _reached(http)), prefill, decode)
+    return ClusterPlan(Server(spec, _reached(grpc), _reached(router.http)), prefill, decode)
 
 
 def _worker_spec(
@@ -161,10 +162,11 @@ def _with_ports(config: ClusterConfig) -> RouterConfig:
         host, _, port = target.rpartition(":")
         wanted.append((host, int(port), "--port"))
     ports = iter(_bound_ports(wanted))
-    http, grpc = (
-        server if server.port is None else replace(server, port=next(ports))
-        for server in (router.http, router.grpc)
-    )
+    http, grpc = router.http, router.grpc
+    if http.port is not None:
+        http = replace(http, port=next(ports))
+    if grpc.port is not None:
+        grpc = replace(grpc, port=next(ports))
     return replace(router, http=http, grpc=grpc)
 
 
@@ -200,7 +202,7 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
     return bound
 
 
-def _reached(server: ServerConfig) -> str:
+def _reached(server: ServerConfig | HttpConfig) -> str:
     """Returns the address at which this machine reaches a server; empty if it is off."""
     if server.port is None:
         return ""

@@ -1,28 +1,21 @@
-"""`HttpConfig`: the limits of the HTTP door."""
+"""`HttpConfig`: the address and the limits of the HTTP server."""
 
 from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
+from baton.flags import byte_size, flag
 
 __all__ = ["HttpConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """The HTTP door's address and limits.
+    """The HTTP server's address and limits.
 
     Attributes:
         host: address to listen on.
-        port: 0 takes a free one.
-        allowed_origins: origins of browsers' pages that may call the API; none: no CORS.
-        allowed_methods: the methods that these pages may use.
-        allowed_headers: the headers that these pages may send.
-        allow_credentials: whether these pages may send cookies.
-        max_request_bytes: the most bytes of a request's body.
-        max_connections: the most open connections; further ones are closed at once.
-        header_timeout_s: how long a client may take for the headers of a request.
-        body_timeout_s: how long a client may take for the body of a request.
-        keep_alive_timeout_s: how long a connection without a request stays open.
+        port: port to listen on; 0 chooses a free one, None is no server.
+        port_file: file to which the server writes its port once it listens; None for no file.
         keepalive_interval_s: a stream that is silent for this long gets a comment.
 
     Raises:
@@ -30,21 +23,30 @@ class HttpConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    max_request_bytes: int = 16 * 1024 * 1024
-    max_connections: int = 8192
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
-    keep_alive_timeout_s: float = 30.0
+    port: int | None = 0
+    port_file: str | None = None
     keepalive_interval_s: float = 15.0
+    allowed_origins: tuple[str, ...] = flag(
+        (), "origins of web pages whose scripts may call the HTTP server, or *", metavar="ORIGIN"
+    )
+    allowed_methods: tuple[str, ...] = flag(("*",), "the methods that these scripts may use")
+    allowed_headers: tuple[str, ...] = flag(("*",), "the headers that these scripts may send")
+    allow_credentials: bool = flag(False, "let these scripts send cookies")
+    max_request_bytes: int = flag(16 * 2**20, "most bytes of a request's body", parse=byte_size)
+    max_connections: int = flag(8192, "most open HTTP connections; further ones are closed at once")
+    header_timeout_s: float = flag(
+        10.0, "longest time in which the headers of a request arrive", metavar="SECONDS"
+    )
+    body_timeout_s: float = flag(
+        60.0, "longest time in which the body of a request arrives", metavar="SECONDS"
+    )
+    keep_alive_timeout_s: float = flag(
+        30.0, "how long a connection without a request stays open", metavar="SECONDS"
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"--port is {self.port}; it must be in [0, 65535]")
+        if self.port is not None and not 0 <= self.port < 2**16:
+            raise ConfigurationError(f"--port is {self.port}; it must be in [0, 65536)")
         for name in (
             "max_request_bytes",
             "max_connections",
@@ -54,5 +56,7 @@ class HttpConfig:
             "keepalive_interval_s",
         ):
             if not getattr(self, name) > 0:
-                flag = name.replace("_", "-")
-                raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be > 0")
+                flag_name = name.replace("_", "-")
+                raise ConfigurationError(
+                    f"--{flag_name} is {getattr(self, name)!r}; it must be > 0"
+                )

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigurationError
 from router.http.config import HttpConfig
+from rpc.server import write_port_file
 
 __all__ = ["HttpServer"]
 
@@ -69,10 +71,13 @@ class HttpServer:
         """Binds the address and begins to answer.
 
         Raises:
-            ConfigurationError: the address cannot be bound.
+            ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
+        assert self._config.port is not None, "a router without HTTP has no server"
         self._socket = _bound_socket(self._config.host, self._config.port)
         self.port = self._socket.getsockname()[1]
+        if self._config.port_file is not None:
+            write_port_file(Path(self._config.port_file), self.port)
         await self._server.begin([self._socket])
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)

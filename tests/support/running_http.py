@@ -7,9 +7,7 @@ from typing import Any
 import httpx2
 from openai import AsyncOpenAI
 
-from router.http.app import build_app
 from router.http.config import HttpConfig
-from router.http.server import HttpServer
 from tests.support.fake_workers import FakeWorker, running_workers
 from tests.support.running_router import RunningRouter, running_router
 
@@ -17,7 +15,9 @@ from tests.support.running_router import RunningRouter, running_router
 class RunningHttp:
     """The door, and two clients: OpenAI's, and one that sends anything."""
 
-    def __init__(self, server: HttpServer, router: RunningRouter) -> None:
+    def __init__(self, router: RunningRouter) -> None:
+        server = router.service.http
+        assert server is not None
         self.server = server
         self.router = router
         self.url = f"http://{server.address}"
@@ -40,13 +40,10 @@ async def running_http(
         http: fields of `HttpConfig`.
         config: as `running_router` takes it.
     """
+    config["http"] = HttpConfig(**(http or {}))
     async with running_workers(*workers), running_router(*workers, **config) as router:
-        http_config = HttpConfig(port=0, **(http or {}))
-        server = HttpServer(build_app(router.service.models, http_config), http_config)
-        await server.start()
-        running = RunningHttp(server, router)
+        running = RunningHttp(router)
         try:
             yield running
         finally:
             await running.close()
-            await server.stop(0)

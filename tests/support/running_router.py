@@ -14,6 +14,7 @@ import grpc
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
 from router.config import ModelConfig, RouterConfig
+from router.http.config import HttpConfig
 from router.models import ModelFiles, Models
 from router.server import SERVICE_NAMES, RouterService
 from router.tokenizer import Tokenizer
@@ -104,6 +105,7 @@ async def running_router(
     router_config = router_config_of({"model": MODEL, **targets, **config})
     files = ModelFiles(tokenizer(), default_params or {}, chat_template)
     service = RouterService(router_config, [files] * len(router_config.models), server)
+    await service.start_http()
     try:
         async with open_channel(server.address) as channel:
             router = RunningRouter(service, server, channel)
@@ -111,6 +113,8 @@ async def running_router(
             yield router
     finally:
         await server.stop(0)
+        if service.http is not None:
+            await service.http.stop(0)
         await service.close()
 
 
@@ -124,7 +128,7 @@ def router_config_of(options: Mapping[str, Any]) -> RouterConfig:
     names = {field.name for field in fields(ModelConfig)}
     model = {name: value for name, value in options.items() if name in names}
     router = {name: value for name, value in options.items() if name not in names}
-    servers = {"grpc": ServerConfig(), "http": ServerConfig(port=None)}
+    servers = {"grpc": ServerConfig(), "http": HttpConfig(port=None)}
     return RouterConfig(models=(ModelConfig(**model), *more_models), **(servers | router))
 
 

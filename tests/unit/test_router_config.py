@@ -11,6 +11,7 @@ from baton.flag_parser import FlagParser
 from router import discovery as discovery_module
 from router.config import ModelConfig, RouterConfig, add_args, config_from_args
 from router.discovery import Discovery, Target, parse_target
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
 
@@ -45,7 +46,7 @@ def test_flags_set_the_configuration():
 def test_defaults_are_those_of_the_dataclass():
     config = parse_config("--decode", "a:1")
     model = ModelConfig(model="org/name", decode=("a:1",))
-    servers = {"http": ServerConfig(port=8000), "grpc": ServerConfig(port=50051)}
+    servers = {"http": HttpConfig(port=8000), "grpc": ServerConfig(port=50051)}
     assert config == RouterConfig(models=(model,), **servers)
     assert model.names == ("name",)
     (model,) = parse_config("--decode", "a:1", "--served-model-name", "n,m").models
