@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from baton.demo import demo_model_path
 from baton.up.plan import ClusterConfig, worker_targets
@@ -22,8 +23,14 @@ _DRAIN_TIMEOUT_S = 5.0
 _DEMO_MODEL = "demo"
 
 
-def add_cluster_args(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a cluster: its own, the router's and the engine's."""
+def add_cluster_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds the flags of a cluster: its own, the router's and the engine's.
+
+    Args:
+        parser: gets the flags.
+        defaults: by field of the router's configs, defaults that differ from those of
+            `baton serve`.
+    """
     for tier, text in (
         ("prefill", "number of prefill workers; with 0, decode workers compute prompts too"),
         ("decode", "number of decode workers"),
@@ -47,12 +54,12 @@ def add_cluster_args(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="let workers on the CPU compute one at a time, in turn (default: %(default)s)",
     )
-    defaults = {
+    own_defaults = {
         "model": _DEMO_MODEL,
         "log_level": "warning",
         "drain_timeout_s": _DRAIN_TIMEOUT_S,
     }
-    add_router_args(parser, omit=_NOT_ROUTER, defaults=defaults)
+    add_router_args(parser, omit=_NOT_ROUTER, defaults={**own_defaults, **defaults})
     add_engine_args(parser, omit=_NOT_ENGINE)
 
 
