@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +15,11 @@ from baton.cli.batch.input_file import BatchLine, check_input, read_lines
 from baton.cli.batch.output_file import OutputFile
 from baton.cli.batch.sender import BatchSender
 from baton.cli.openai_endpoint import DEFAULT_URL, client_options, parse_base_url
+from baton.cli.serve_config import add_cluster_args, running_config
+from baton.cli.terminal import write_log_line
 from baton.errors import ConfigurationError
+from baton.up.background import background_cluster
+from baton.up.plan import plan_cluster
 
 __all__ = ["add_args", "main", "run_batch"]
 
@@ -41,7 +45,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="results, a JSON object per line; requests that it answers already are not run again",
     )
     parser.add_argument(
-        "--url", default=DEFAULT_URL, help="base URL of an OpenAI API (default: %(default)s)"
+        "--url",
+        help="base URL of an OpenAI API; with --model, a cluster is started instead "
+        f"(default: {DEFAULT_URL})",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="key of the API (default: the variable OPENAI_API_KEY)"
@@ -68,6 +74,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="longest time of one attempt (default: %(default)g)",
     )
+    add_cluster_args(parser, model=None, port=0, grpc_port=None)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -78,6 +85,9 @@ def main(args: argparse.Namespace) -> int:
     again. A line that is no request becomes an error line. A file in which a custom_id occurs
     twice is refused before anything runs, because results are matched by it. The exit status is
     1 if a result is an error.
+
+    With --model, the command starts a cluster with the flags of `baton serve`, and stops it at the
+    end.
     """
     for flag, number, least in (
         ("concurrency", args.concurrency, 1),
@@ -85,14 +95,28 @@ def main(args: argparse.Namespace) -> int:
     ):
         if number < least:
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
+    if args.model is not None and (args.url is not None or args.port is None):
+        raise ConfigurationError("--model starts a cluster; leave --url and --port none out")
     num_lines = check_input(args.input_file)
-    with OutputFile(args.output_file) as output:
-        asyncio.run(run_batch(args, args.url, output, num_lines))
+    with OutputFile(args.output_file) as output, _served(args) as url:
+        asyncio.run(run_batch(args, url, output, num_lines))
         sys.stderr.write(
             f"{output.num_succeeded} requests succeeded, {output.num_failed} failed; "
             f"results in {args.output_file}\n"
         )
         return int(output.num_failed > 0)
+
+
+@contextmanager
+def _served(args: argparse.Namespace) -> Generator[str, None, None]:
+    """Yields the URL of the server; starts a cluster for that if there is a `--model`."""
+    if args.model is None:
+        yield args.url or DEFAULT_URL
+        return
+    with running_config(args) as config:
+        plan = plan_cluster(config)
+        with background_cluster(plan, write_log_line):
+            yield f"http://{plan.router.http_address}/v1"
 
 
 async def run_batch(args: argparse.Namespace, url: str, output: OutputFile, num_lines: int) -> None:

@@ -12,7 +12,7 @@ from baton.cli.chat import Conversation, converse
 from baton.cli.generate import print_stream
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import Terminal
+from baton.cli.terminal import Terminal, write_log_line
 from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
@@ -22,7 +22,7 @@ from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
 from router.chat.template import ChatTemplate
 
-__all__ = ["add_args", "example_command", "main", "write_log_line"]
+__all__ = ["add_args", "example_command", "main"]
 
 _TRY_PROMPT = "Return a list of"
 _TRY_MESSAGE = "What is the capital of France?"
@@ -62,14 +62,6 @@ def main(args: argparse.Namespace) -> int:
             ready = partial(_on_ready, config, plan, args.demo)
             asyncio.run(run_cluster(plan, write_log_line, ready))
     return 0
-
-
-def write_log_line(line: str) -> None:
-    """Writes to the log. If the reader has closed the pipe, the cluster keeps running."""
-    try:
-        sys.stderr.write(f"{line}\n")
-    except OSError:
-        discard_unread_output()
 
 
 def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-__all__ = ["Terminal", "format_usage"]
+from baton.cli import discard_unread_output
+
+__all__ = ["Terminal", "format_usage", "write_log_line"]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -69,6 +71,14 @@ def format_usage(finish_reason: str | None, usage: Mapping[str, Any] | None) -> 
     )
     known = ", ".join(f"{count} {name}" for count, name in counts if count is not None)
     return f"[{finish_reason}; tokens: {known}]"
+
+
+def write_log_line(line: str) -> None:
+    """Writes to the log. If the reader has closed the pipe, the cluster keeps running."""
+    try:
+        sys.stderr.write(f"{line}\n")
+    except OSError:
+        discard_unread_output()
 
 
 def _has_colors(stream: TextIO) -> bool:
