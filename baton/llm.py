@@ -38,7 +38,7 @@ class LLM:
     """A model in this process, for batches of prompts. Not thread-safe.
 
     Args:
-        model: checkpoint folder or Hugging Face Hub name.
+        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
         arguments: `baton.engine_args.EngineArgs` documents them: `max_model_len`, `dtype`,
             `seed`, `chat_template` ...
 

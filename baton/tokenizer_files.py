@@ -148,9 +148,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no such file.
 
     Raises:
-        TypeError, ValueError: the file has something else.
+        OSError: the file cannot be read.
+        TypeError: it does not have an object.
+        ValueError: it is not JSON.
     """
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(f"{path} does not contain a JSON object")
+    return content
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
             `engine_config_from_args`.
     """
     add_flags(parser, EngineConfig, "engine", omit=omit)
-    add_flags(parser, HubFlags, "engine")
+    add_flags(parser, HubFlags, "engine", omit=omit)
     _add_fixed_args(parser)
 
 

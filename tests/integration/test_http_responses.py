@@ -75,7 +75,9 @@ async def test_a_whole_response_and_a_stream_are_the_same():
     assert body["store"] is False
     assert set(body) == set(last)
     assert without_ids(last["output"]) == without_ids(body["output"])
-    assert [event["type"].removeprefix("response.") for event in events if "delta" not in event] == [
+    assert [
+        event["type"].removeprefix("response.") for event in events if "delta" not in event
+    ] == [
         "created",
         "in_progress",
         "output_item.added",
@@ -201,7 +203,10 @@ async def test_an_error_within_a_stream_is_a_failed_response():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

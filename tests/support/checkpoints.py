@@ -203,7 +203,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+    vocab = {character: byte for byte, character in enumerate(byte_level_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -218,7 +218,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _byte_level_alphabet() -> list[str]:
+def byte_level_alphabet() -> list[str]:
     """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     shifted = iter(range(256, 512))

@@ -8,27 +8,28 @@ import sys
 import pytest
 
 import kernels
-from baton.cli import main, up
+from baton.cli import main, serve
+from baton.cli.serve_config import config_from_args
 from baton.flag_sources import variable_of
 from baton.machine_limits import usable_cores
 
 pytestmark = pytest.mark.alone
 
 
-def engine_of_up(*flags):
+def engine_of_serve(*flags):
     parser = argparse.ArgumentParser()
-    up.add_args(parser)
-    return up._config_from_args(parser.parse_args(flags), "shm://x").engine
+    serve.add_args(parser)
+    return config_from_args(parser.parse_args(flags), "shm://x").engine
 
 
 @pytest.mark.parametrize("num_workers", ["1", "5"])
 def test_each_worker_uses_all_cores_for_any_number_of_workers(num_workers):
-    assert engine_of_up("--decode", num_workers).num_threads is None
+    assert engine_of_serve("--decode-workers", num_workers).num_threads is None
     assert kernels.default_num_threads() == usable_cores()
 
 
 def test_a_given_number_of_threads_applies_to_each_worker():
-    assert engine_of_up("--decode", "2", "--num-threads", "3").num_threads == 3
+    assert engine_of_serve("--decode-workers", "2", "--num-threads", "3").num_threads == 3
 
 
 def test_importing_the_command_line_does_not_import_torch():
