@@ -21,6 +21,7 @@ class Kitchen:
     is_open: bool = flag(False, "whether guests come")
     mode: str = flag("auto", "mode", choices=("auto", "slow"))
     orders: tuple[str, ...] = flag((), "orders")
+    days: tuple[str, ...] = flag(("monday",), "days")
     names: tuple[str, ...] = flag((), "further names", is_list=True)
     sign: str | None = flag(None, "sign")
     secret: int = 7
@@ -108,6 +109,7 @@ def test_names_may_have_underscores_and_lists_commas_or_repetitions():
     assert (config.max_num_cooks, config.step_tokens) == (3, 4000)
     assert config.orders == ("a_b", "c", "d")
     assert kitchen("--names", "a", "b", "--sign", "_x").names == ("a", "b")
+    assert kitchen("--days", "friday").days == ("friday",)
     assert kitchen("--orders", '["a,b", "c"]').orders == ("a,b", "c")
     assert kitchen("--orders", "[::1]:5,7", "--orders", "8").orders == ("[::1]:5", "7", "8")
 
