@@ -264,3 +264,9 @@ def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
 def test_the_variable_of_a_kubernetes_service_is_no_flag(monkeypatch):
     monkeypatch.setenv(variable_of("door-port"), "tcp://10.0.0.1:8000")
     assert config_from_args(Door, parse("k")).port == 5
+
+
+def test_variables_have_no_aliases_but_files_do(monkeypatch, write):
+    monkeypatch.setenv(variable_of("tokens"), "3")
+    assert kitchen().step_tokens == 16
+    assert kitchen(*write("tokens: 4\n")).step_tokens == 4
