@@ -6,8 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import UnavailableError
-from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer
+from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer, max_model_len
 from router.http.errors import Problem, openai_error
 from router.models import Model
 
@@ -50,13 +49,5 @@ def _fields(model: Model, name: str) -> dict[str, Any]:
         "owned_by": "baton",
         "root": model.config.model,
         "parent": None if name == model.name else model.name,
-        "max_model_len": _max_model_len(model),
+        "max_model_len": max_model_len(model),
     }
-
-
-def _max_model_len(model: Model) -> int | None:
-    """The model's context length; None while no replica is connected."""
-    try:
-        return model.fleet.require_model()[1].max_model_len
-    except UnavailableError:
-        return None

@@ -1,4 +1,4 @@
-"""OpenAI's client through HTTP, router, prefill and decode processes: the tokens of `transformers`."""
+"""OpenAI's client through HTTP, router, prefill and decode: the tokens of `transformers`."""
 
 import asyncio
 import json
