@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer, max_model_len
-from router.http.errors import Problem, openai_error
+from router.http.errors import Problem, error_answer, openai_error
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
@@ -38,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
         kind="not_implemented_error",
         code="not_implemented",
     )
-    return json_answer(openai_error(problem), 501)
+    return error_answer(problem, openai_error)
 
 
 def _fields(model: Model, name: str) -> dict[str, Any]:
