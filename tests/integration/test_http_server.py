@@ -111,10 +111,10 @@ async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
 
 async def test_a_client_that_never_reads_is_cut_off():
     decode = FakeDecode(ENDLESS, pause_after=600)
-    names, limits = (MODEL, LONG_NAME), {"send_timeout_s": 0.2}
-    async with running_http(decode, served_model_name=names, http=limits) as door:
+    name, limits = LONG_NAME * 50, {"send_timeout_s": 0.2}  # one chunk fills every buffer
+    async with running_http(decode, served_model_name=(MODEL, name), http=limits) as door:
         _, writer = await open_narrow_connection(door)
-        body = json.dumps({**REQUEST, "model": LONG_NAME, "stream": True})
+        body = json.dumps({**REQUEST, "model": name, "stream": True})
         writer.write(post("/v1/completions", body.encode()))
         await decode.changes.until(lambda: decode.cancels)
         writer.transport.abort()
