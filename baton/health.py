@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import http.client
 import sys
 import time
 
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import DeadlineExceededError
 from rpc.channels import open_channel
 
-__all__ = ["add_args", "check_health", "main", "wait_until_serving"]
+__all__ = ["add_args", "check_health", "main", "wait_until_ready", "wait_until_serving"]
 
 _POLL_INTERVAL_S = 0.1
 _CHECK_TIMEOUT_S = 5.0
@@ -58,6 +59,31 @@ async def check_health(
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+async def wait_until_ready(address: str, timeout_s: float) -> None:
+    """Polls the HTTP server at `address` until it is ready to take requests.
+
+    Raises:
+        DeadlineExceededError: it is not ready after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(_is_ready, address):
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(f"http://{address} is not ready after {timeout_s:g} s")
+        await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+def _is_ready(address: str) -> bool:
+    # `http.client`, unlike `urllib.request`, does not ask a proxy.
+    connection = http.client.HTTPConnection(address, timeout=_CHECK_TIMEOUT_S)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 async def wait_until_serving(address: str, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Clusters of real server processes for benchmarks, started as `baton up` starts them."""
+"""Clusters of real server processes for benchmarks, started as `baton serve` starts them."""
 
 import asyncio
 import socket
@@ -14,18 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton import AsyncClient, SamplingParams
 from baton.errors import UnavailableError
 from baton.results import Timings
-from baton.up.cluster import (
-    ClusterConfig,
-    ClusterPlan,
-    Server,
-    plan_cluster,
-    start_server,
-    stop_in_order,
-)
+from baton.up.cluster import start_server, stop_in_order
+from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
 from baton.up.supervisor import SupervisedProcess
 from engine.config import EngineConfig
-from rpc.server_config import ServerConfig
 
 __all__ = ["Answer", "ServedCluster", "free_ports", "running_cluster", "served_cluster"]
 
@@ -116,13 +109,7 @@ async def served_cluster(
     with ExitStack() as stack:
         if engine.kv_connector is None:
             engine = replace(engine, kv_connector=stack.enter_context(embedded_store()))
-        config = ClusterConfig(
-            engine=engine,
-            num_prefill=num_prefill,
-            num_decode=1,
-            router=ServerConfig(),
-            log_level="warning",
-        )
+        config = ClusterConfig.grpc_only(engine, num_prefill=num_prefill)
         ports = free_ports(num_prefill + 1)
         urls = [f"http://127.0.0.1:{port}/metrics" for port in ports]
         async with (

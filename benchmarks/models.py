@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from baton.demo import demo_model_path
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
@@ -63,6 +60,7 @@ def make_random_model(name: str, folder: Path) -> Path:
 
     It has the demo model's tokenizer, which uses a part of its vocabulary.
     """
+    import torch
     import transformers
 
     family, shape = RANDOM_MODELS[name]
@@ -110,6 +108,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def num_weights(folder: Path) -> int:
     """Returns how many numbers a checkpoint's weights have."""
+    from safetensors import safe_open  # here, as `baton tune` needs no tensors
+
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:

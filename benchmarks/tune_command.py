@@ -1,4 +1,4 @@
-"""`baton tune`: finds the flags of `baton up` that serve the most requests within limits."""
+"""`baton tune`: finds the flags of `baton serve` that serve the most requests within limits."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ from benchmarks.workloads.registry import add_workload_args
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
 
-__all__ = ["add_args", "main", "up_command"]
+__all__ = ["add_args", "main", "serve_command"]
 
 _MAX_CURVES = 6
 _REQUEST_TIMEOUT_S = 600.0
@@ -80,11 +80,12 @@ def main(args: argparse.Namespace) -> int:
     return int(best_points(points)[0].goodput == 0)
 
 
-def up_command(engine: EngineConfig, candidate: Candidate) -> str:
+def serve_command(engine: EngineConfig, candidate: Candidate) -> str:
     """Returns the command line that runs a candidate."""
     flags = flags_of_config(engine_of(engine, candidate), omit=("role", "kv_connector"))
-    tiers = ("--prefill", str(candidate.num_prefill), "--decode", str(candidate.num_decode))
-    return shlex.join(["baton", "up", *tiers, *flags])
+    prefill = ("--prefill-workers", str(candidate.num_prefill))
+    decode = ("--decode-workers", str(candidate.num_decode))
+    return shlex.join(["baton", "serve", *prefill, *decode, *flags])
 
 
 def _start(args: argparse.Namespace) -> Candidate:
@@ -102,7 +103,7 @@ def _make_report(
     points: Sequence[Point], engine: EngineConfig, level: ServiceLevel, args: argparse.Namespace
 ) -> Report:
     ranked = best_points(points)
-    command = up_command(engine, ranked[0].candidate)
+    command = serve_command(engine, ranked[0].candidate)
     machine = name_machine()
     return Report(
         title=f"Goodput of {engine.model_name} under {level} ms",

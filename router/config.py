@@ -1,8 +1,9 @@
 """`RouterConfig`, `ModelConfig` and their command-line flags."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from typing_extensions import override
@@ -11,7 +12,9 @@ from baton import flags
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
-from baton.flags import add_flags, count, flag
+from baton.flags import add_flags, count, flag, flags_of_config
+from baton.hub_names import HubFlags, with_revision
+from baton.named_models import default_model_name
 from router.discovery import parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -24,6 +27,7 @@ __all__ = [
     "RouterConfig",
     "add_args",
     "config_from_args",
+    "flags_of_router",
 ]
 
 DEFAULT_PORT = 8000
@@ -36,12 +40,14 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 
 def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
-    help_text = f"{help_text}; comma-separated, repeatable"
     return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
+    help_text = (
+        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
+        "comma-separated, repeatable"
+    )
     return _list_flag(default, "TARGET", help_text + note)
 
 
@@ -57,19 +63,20 @@ class ModelConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder or Hub name; the router reads its tokenizer, chat template and "
-        "generation_config.json",
+        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
+        "tokenizer, chat template and generation_config.json",
         metavar="MODEL",
         is_positional=True,
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
-        "prefill", (), " (without any, decode workers compute all prompts)"
+        "prefill", (), "; without any, decode workers compute all prompts"
     )
     served_model_name: tuple[str, ...] = _list_flag(
         (),
         "NAME",
-        "names of the model in requests; workers must serve the first one (default: the last "
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
         "part of --model)",
         is_list=True,
     )
@@ -114,7 +121,7 @@ class ModelConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may give. The first is the model's own, also on workers."""
-        return self.served_model_name or (self.model.rstrip("/").rsplit("/", 1)[-1],)
+        return self.served_model_name or (default_model_name(self.model),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,27 +214,44 @@ class _ModelsFile:
     )
 
 
-def add_args(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a router."""
+def add_args(
+    parser: argparse.ArgumentParser,
+    *,
+    omit: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Adds the flags of a router.
+
+    Args:
+        parser: gets the flags.
+        omit: names of fields that get no flag.
+        defaults: by field, defaults that differ from a router's.
+    """
+    options: dict[str, Any] = {"omit": omit, "defaults": {"port": DEFAULT_PORT, **defaults}}
     add_flags(
         parser,
         ServerConfig,
         "server",
-        defaults={"port": DEFAULT_PORT},
         helps={
             "port": "port of the HTTP server; 0 picks a free one, none turns it off",
             "port_file": "file to which the HTTP server writes its port when it is listening",
         },
+        **options,
     )
-    add_flags(parser, _GrpcPort, "server")
-    add_flags(parser, HttpConfig, "HTTP")
-    add_flags(parser, ModelConfig, "model")
-    add_flags(parser, _ModelsFile, "model")
-    add_flags(parser, RouterConfig, "router")
+    add_flags(parser, _GrpcPort, "server", **options)
+    add_flags(parser, HttpConfig, "HTTP", **options)
+    add_flags(parser, ModelConfig, "model", **options)
+    add_flags(parser, HubFlags, "model", **options)
+    add_flags(parser, _ModelsFile, "model", **options)
+    add_flags(parser, RouterConfig, "router", **options)
 
 
-def config_from_args(args: argparse.Namespace) -> RouterConfig:
+def config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
     """The config that parsed flags describe.
+
+    Args:
+        args: the parsed flags.
+        model: by field, values of the one model's config that win over flags.
 
     Raises:
         ConfigurationError: a value is missing or out of range; names the flag.
@@ -241,14 +265,31 @@ def config_from_args(args: argparse.Namespace) -> RouterConfig:
             HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
         ),
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
-        models=_models(args),
+        models=_models(args, model),
     )
 
 
-def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
+def flags_of_router(config: RouterConfig) -> list[str]:
+    """Returns the flags that describe a router of one model; `config_from_args` is the inverse."""
+    (model,) = config.models
+    ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
+    return [
+        # Both servers share these flags, but for the ports, which are those of HTTP here.
+        *("--port", "none" if config.http.port is None else str(config.http.port)),
+        *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
+        *flags_of_config(config.http),
+        *flags_of_config(ports),
+        *flags_of_config(model),
+        *flags_of_config(config),
+    ]
+
+
+def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     path = flags.config_from_args(_ModelsFile, args).models
     if path is None:
-        return (flags.config_from_args(ModelConfig, args),)
+        own = flags.config_from_args(ModelConfig, args, **model)
+        revision = flags.config_from_args(HubFlags, args).revision
+        return (replace(own, model=with_revision(own.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)

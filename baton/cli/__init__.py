@@ -39,19 +39,25 @@ class _Command:
 _SERVE, _USE, _CHECK = "Serve a model", "Use a server", "Measure and check"
 
 COMMANDS = {
-    "up": _Command(_SERVE, "baton.cli.up", "run a whole cluster on this machine"),
+    "serve": _Command(_SERVE, "baton.cli.serve", "serve a model on this machine"),
     "router": _Command(_SERVE, "router.server", "run the router, which clients connect to"),
     "prefill": _Command(_SERVE, "prefill_service.server", "run a prefill worker"),
     "decode": _Command(_SERVE, "decode_service.server", "run a decode worker"),
-    "generate": _Command(_USE, "baton.cli.generate", "complete a prompt and stream the text"),
+    "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
+    "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
+    "run-batch": _Command(_USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"),
+    "generate": _Command(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
     "health": _Command(_USE, "baton.health", "ask a server whether it is serving"),
     "bench": _Command(
         _CHECK, "benchmarks.cli", "measure a running endpoint, an engine or its parts"
     ),
     "tune": _Command(_CHECK, "benchmarks.tune_command", "search flags for the highest goodput"),
     "doctor": _Command(_CHECK, "baton.cli.doctor", "check this installation and this machine"),
+    "collect-env": _Command(_CHECK, "baton.cli.collect_env", "print what a bug report needs"),
     "completion": _Command(_CHECK, "baton.cli.completion", "print the shell's completion code"),
 }
+
+_EARLIER_NAMES = {"up": "serve"}
 
 _END = """\
 Help:
@@ -59,8 +65,8 @@ Help:
   baton --version           this version (also -v)
 
 Example:
-  baton up --demo                       a cluster on the demo model, and a first completion
-  baton generate "Return a list of"     a completion by that cluster, from another terminal
+  baton serve                           serves the demo model over HTTP and gRPC
+  baton complete "Return a list of"     a completion by that server, from another terminal
 
 Every flag of a command is also an environment variable, BATON_<FLAG>, and a key of the YAML file
 that --config names.
@@ -76,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
 
         complete(build_parser)
     arguments = sys.argv[1:] if argv is None else argv
-    args = build_parser(_command_of(arguments)).parse_args(arguments)
+    command = _command_of(arguments)
+    args = build_parser(command).parse_args([command, *arguments[1:]])
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         status = run(args) or 0
@@ -94,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command_of(arguments: list[str]) -> str:
     """Returns the command's name, empty for a flag of `baton` itself; exits if it is unknown."""
-    word = arguments[0] if arguments else ""
+    word = _EARLIER_NAMES.get(arguments[0], arguments[0]) if arguments else ""
     if word.startswith("-") or word in COMMANDS:
         return word
     nearest = difflib.get_close_matches(word, COMMANDS, n=1)

@@ -6,10 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 
-from baton.doctor import Finding, Level, connectors, machine, native_kernels, software
+from baton.doctor import Finding, Level, machine, native_kernels, software
 
-__all__ = ["add_args", "examine", "main"]
+__all__ = ["add_args", "examine", "format_findings", "main"]
 
 _LEVEL_WIDTH = 8
 _TOPIC_WIDTH = 21
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         report = {"ok": not has_problem, "findings": list(map(asdict, findings))}
         print(json.dumps(report, indent=2))
     else:
-        _print_page(findings)
+        print(*format_findings(findings), sep="\n")
     return 1 if has_problem else 0
 
 
@@ -66,31 +67,43 @@ def examine(kv_connector: str | None = None) -> list[Finding]:
     """
     checks = [*_CHECKS]
     if kv_connector is not None:
-        checks.append(lambda: connectors.check_connector(kv_connector))
+        checks.append(partial(_check_connector, kv_connector))
     return [finding for check in checks for finding in _findings_of(check)]
+
+
+def _check_connector(url: str) -> Iterable[Finding]:
+    from baton.doctor import connectors  # here, as it imports every connector
+
+    return connectors.check_connector(url)
 
 
 def _findings_of(check: _Check) -> list[Finding]:
     """Returns a check's findings; an exception becomes a finding, since it is what we look for."""
+    name = getattr(getattr(check, "func", check), "__name__", "check")
+    topic = name.strip("_").removeprefix("check_").replace("_", " ")
     try:
         return list(check())
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # `check_torch` reports that it is missing
+            return [Finding(topic, Level.PROBLEM, str(error))]
+        return [Finding(topic, Level.NOTE, "not checked: it needs torch")]
     except Exception as error:
-        topic = getattr(check, "__name__", "check").removeprefix("check_")
         return [Finding(topic, Level.PROBLEM, f"{type(error).__name__}: {error}")]
 
 
-def _print_page(findings: Sequence[Finding]) -> None:
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """Returns the findings as lines of text, wrapped to the terminal's width."""
     indent = " " * (_LEVEL_WIDTH + _TOPIC_WIDTH)
     width = max(shutil.get_terminal_size().columns, len(indent) + _MIN_TEXT_WIDTH)
+    lines = []
     for finding in findings:
         lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
-        print(
-            textwrap.fill(
-                finding.text,
-                width,
-                initial_indent=lead,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        lines += textwrap.wrap(
+            finding.text,
+            width,
+            initial_indent=lead,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
+    return lines

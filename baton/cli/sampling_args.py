@@ -1,6 +1,7 @@
 """Command-line flags for `SamplingParams`, and the conversion of parsed flags."""
 
 import argparse
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from baton.structured_outputs import StructuredOutputs
 __all__ = ["add_sampling_args", "sampling_fields_from_args"]
 
 _DEFAULTS = SamplingParams()
-_MAX_TOKENS = 128
 _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "true": True,
     "false": False,
@@ -69,11 +69,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("bad-word", {**_TEXTS, "dest": "bad_words"}, "never generate this text; repeatable"),
     ("seed", _INTEGER, "seed that makes the result repeatable (default: random)"),
-    (
-        "max-tokens",
-        {**_INTEGER, "default": _MAX_TOKENS},
-        "maximum number of tokens to generate (default: %(default)s)",
-    ),
+    ("max-tokens", _INTEGER, "maximum number of tokens to generate"),
     ("min-tokens", _INTEGER, "number of tokens before which the generation does not stop"),
     ("stop", _TEXTS, "stop before this text; repeatable"),
     ("stop-token-id", {**_TOKENS, "dest": "stop_token_ids"}, "stop at this token; repeatable"),
@@ -136,18 +132,30 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
 """Per field of `SamplingParams`: its flag, the flag's options, its help."""
 
 
-def add_sampling_args(parser: argparse.ArgumentParser) -> None:
+def add_sampling_args(
+    parser: argparse.ArgumentParser, *, omit: Collection[str] = (), max_tokens: int | None = 128
+) -> None:
     """Adds one flag per field of `SamplingParams`, and one per form of `structured_outputs`.
 
     The server's defaults hold for the flags that are not given, except for `--max-tokens`.
+
+    Args:
+        parser: gets the flags.
+        omit: flags that are left out, without their dashes.
+        max_tokens: default of `--max-tokens`; None leaves it to the server.
     """
     group = parser.add_argument_group("sampling")
-    for flag, options, text in _FLAGS:
-        default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
+    for flag, given_options, text in _FLAGS:
+        if flag in omit:
+            continue
+        options = {"default": argparse.SUPPRESS, **given_options}
+        if flag == "max-tokens":
+            options |= {} if max_tokens is None else {"default": max_tokens}
+            default: Any = max_tokens or "the server decides"
+        else:
+            default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
         note = "" if default in (None, ()) or "(default" in text else f" (default: {default})"
-        group.add_argument(
-            f"--{flag}", **{"default": argparse.SUPPRESS, **options}, help=text + note
-        )
+        group.add_argument(f"--{flag}", **options, help=text + note)
 
 
 def sampling_fields_from_args(args: argparse.Namespace) -> dict[str, Any]:

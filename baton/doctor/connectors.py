@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
-import torch
-
 from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
 from baton.doctor.stores import check_store, without_password
@@ -85,6 +83,8 @@ def _hand_over(url: str) -> str:
         ContractError: the connector broke its contract.
         TimeoutError: a job did not end in time.
     """
+    import torch  # here, as stores are checked without it
+
     pool = torch.randn(len(_SAVED) + len(_LOADED), *_LAYOUT.block_shape)
     keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
     lease_id = secrets.token_hex(16)

@@ -42,9 +42,7 @@ def check_cores() -> Iterator[Finding]:
 
 def check_threads() -> Iterator[Finding]:
     """Reports how many threads compute by default."""
-    import kernels
-
-    num_threads = kernels.default_num_threads()
+    num_threads = machine_limits.usable_cores()
     text = f"each worker computes on {num_threads}, all cores it may use"
     yield Finding("threads", Level.OK, text, {"per_worker": num_threads})
 

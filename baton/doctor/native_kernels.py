@@ -8,15 +8,17 @@ ends its process.
 import subprocess
 import sys
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 import kernels
 from baton.doctor import Finding, Level
+from baton.doctor.software import has_torch
 from baton.errors import BatonError, ConfigurationError
-from kernels import WeightUse
 from kernels.native import library
 from kernels.native.build import find_compiler
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "check_compiler",
@@ -29,7 +31,6 @@ __all__ = [
 _SELF_TEST_TIMEOUT_S = 120
 _NUM_TOKENS, _NUM_ROWS, _NUM_COLUMNS = 3, 45, 70
 """Shape of the self-test's product. No number is a multiple of a kernel's tile size."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_selection() -> Iterator[Finding]:
@@ -54,7 +55,10 @@ def check_selection() -> Iterator[Finding]:
 
 def check_result() -> Iterator[Finding]:
     """Runs the self-test in a process of its own, and reports its result."""
-    command = [sys.executable, "-m", "baton.doctor.native_kernels"]
+    if not has_torch():
+        yield Finding("self-test", Level.NOTE, "not checked: it needs torch")
+        return
+    command = [sys.executable, "-P", "-m", "baton.doctor.native_kernels"]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_SELF_TEST_TIMEOUT_S, check=False
@@ -107,28 +111,33 @@ def run_self_test() -> int:
     Returns:
         Exit status 0 after a line on stdout, or 1 after the reason on stderr.
     """
+    import torch  # here, as the doctor runs without torch too
+
+    dtypes = (torch.float32, torch.bfloat16)
     try:
         kernels.set_num_threads(kernels.default_num_threads())
-        wrong = [dtype for dtype in _DTYPES if not _is_exact(dtype)]
+        wrong = [dtype for dtype in dtypes if not _is_exact(dtype)]
     except BatonError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
     if wrong:
         sys.stderr.write(f"a matrix product in {' and '.join(map(str, wrong))} is wrong\n")
         return 1
-    print(f"matrix products in {' and '.join(map(str, _DTYPES))} are right")
+    print(f"matrix products in {' and '.join(map(str, dtypes))} are right")
     return 0
 
 
-def _is_exact(dtype: torch.dtype) -> bool:
+def _is_exact(dtype: "torch.dtype") -> bool:
     """Whether a product of small integers, which both types represent exactly, is exact."""
+    import torch
+
     random = torch.Generator().manual_seed(0)
     hidden, matrix = (
         torch.randint(-2, 3, (num_rows, _NUM_COLUMNS), generator=random).to(dtype)
         for num_rows in (_NUM_TOKENS, _NUM_ROWS)
     )
     weight = kernels.make_weight(
-        _NUM_ROWS, _NUM_COLUMNS, dtype, torch.device("cpu"), WeightUse.LINEAR
+        _NUM_ROWS, _NUM_COLUMNS, dtype, torch.device("cpu"), kernels.WeightUse.LINEAR
     )
     weight.rows(0, _NUM_ROWS).copy_(matrix)
     product = kernels.linear(hidden, weight, out_dtype=torch.float32)

@@ -25,7 +25,7 @@ def why_unreadable(timeout_s: float = 30.0) -> str:
     """
     with closing(NixlTransport()) as transport:
         other = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

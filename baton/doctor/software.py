@@ -3,12 +3,14 @@
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 
 import baton
 from baton.doctor import Finding, Level
 
-__all__ = ["check_extras", "check_torch", "check_versions"]
+__all__ = ["check_extras", "check_torch", "check_versions", "has_torch"]
+
+_INSTALL_TORCH = "pip install torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,6 @@ class _Extra:
 _EXTRAS = (
     _Extra("triton", "gpu", "kernels on NVIDIA GPUs", needs_gpu=True),
     _Extra("matplotlib", "bench", "plots of `baton bench`"),
-    _Extra("httpx", "bench", "`baton bench` of HTTP endpoints"),
 )
 
 
@@ -47,8 +48,17 @@ def check_versions() -> Iterator[Finding]:
     yield Finding("versions", Level.OK, text, facts)
 
 
+def has_torch() -> bool:
+    """Whether torch is installed; it is not imported."""
+    return util.find_spec("torch") is not None
+
+
 def check_torch() -> Iterator[Finding]:
     """Reports torch's version, and whether it finds a GPU."""
+    if not has_torch():
+        text = f"not installed; only the router and the clients run: {_INSTALL_TORCH}"
+        yield Finding("torch", Level.PROBLEM, text, {"version": None})
+        return
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -86,6 +96,8 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def _has_gpu() -> bool:
+    if not has_torch():
+        return False
     import torch
 
     return torch.cuda.is_available()

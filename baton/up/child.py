@@ -2,7 +2,7 @@
 that ends with its parent, even when the parent is killed.
 
 The child asks the kernel to kill it when the parent dies (Linux's PR_SET_PDEATHSIG, which
-survives an exec), then replaces itself with `python -m MODULE ARGUMENTS...`. The child does
+survives an exec), then replaces itself with `python -P -m MODULE ARGUMENTS...`. The child does
 this itself because running Python between fork and exec is unsafe in a parent with threads,
 and gRPC has threads. On other systems, children end only when the parent stops in order.
 This module imports little, since every process of the cluster starts through it.
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         if os.getppid() != int(parent_pid):  # the parent died before prctl
             return
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `baton.cli.main`
-    command = [sys.executable, "-m", module, *module_arguments]
+    command = [sys.executable, "-P", "-m", module, *module_arguments]
     environment = without_flag_variables(os.environ)
     os.execve(sys.executable, command, environment)  # noqa: S606 - no shell is needed
 

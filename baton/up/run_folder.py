@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from baton.up.cluster import ClusterConfig
+from baton.up.plan import ClusterConfig
 
 __all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns"]
 
@@ -64,8 +64,7 @@ def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
 
     `--device auto` may choose a GPU; workers on a GPU do not use the folder.
     """
-    num_workers = config.num_prefill + config.num_decode
-    if num_workers == 1 or config.engine.device not in ("auto", "cpu"):
+    if config.num_workers == 1 or config.engine.device not in ("auto", "cpu"):
         yield config
         return
     with run_folder() as folder:

@@ -15,7 +15,7 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to run as `python -m module arguments...`; the log calls it `name`."""
+    """A process to run as `python -P -m module arguments...`; the log calls it `name`."""
 
     name: str
     module: str
@@ -114,6 +114,7 @@ class SupervisedProcess:
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # files of the working folder must not shadow the packages of the cluster
             "-m",
             "baton.up.child",
             str(os.getpid()),

@@ -8,15 +8,11 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import httpx2
 from typing_extensions import override
 
-from baton.errors import ConfigurationError, UnavailableError
+from baton.errors import UnavailableError
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
-
-try:
-    import httpx
-except ModuleNotFoundError as error:
-    raise ConfigurationError("HTTP targets need httpx: pip install 'baton-llm[bench]'") from error
 
 __all__ = ["OpenAiTarget", "TokenCounter", "read_events"]
 
@@ -37,10 +33,10 @@ class OpenAiTarget(Target):
         self._base_url = base_url.rstrip("/")
         self._model = model
         # No limits here: the sender of a request limits its whole time.
-        self._client = httpx.AsyncClient(
+        self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
     @override
@@ -51,7 +47,7 @@ class OpenAiTarget(Target):
                     f"{self._base_url}/models", timeout=_CONNECT_TIMEOUT_S
                 )
                 self._model = response.raise_for_status().json()["data"][0]["id"]
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise UnavailableError(
                     f"{self._base_url}/models does not list a model: {error!r}"
                 ) from error
@@ -67,7 +63,7 @@ class OpenAiTarget(Target):
                     raise LostRequestError(_reason(response.status_code, await response.aread()))
                 async for event in read_events(response.aiter_lines()):
                     yield counter.count_tokens(event)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise LostRequestError(f"{type(error).__name__}: {error}") from error
         counter.check()
 

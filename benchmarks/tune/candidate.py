@@ -11,7 +11,7 @@ _MIN_TOKENS, _MAX_TOKENS = 64, 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Flags of `baton up`.
+    """Flags of `baton serve`.
 
     Attributes:
         max_num_seqs: most sequences in one step.

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
-from baton.up.cluster import ClusterConfig
+from baton.up.plan import ClusterConfig
 from baton.up.run_folder import embedded_store
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.cluster import running_cluster
@@ -21,7 +21,6 @@ from benchmarks.tune.points import Point
 from benchmarks.tune.search import Trial
 from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
-from rpc.server_config import ServerConfig
 
 __all__ = ["Load", "engine_of", "run_search"]
 
@@ -162,16 +161,11 @@ class _Cluster:
 
 
 def _cluster_config(engine: EngineConfig, candidate: Candidate, kv_connector: str) -> ClusterConfig:
-    """Returns the config that `baton up` makes of the flags that are printed at the end."""
-    return ClusterConfig(
-        engine=replace(
-            engine_of(engine, candidate),
-            kv_connector=kv_connector,
-        ),
+    """Returns the config that `baton serve` makes of the flags that are printed at the end."""
+    return ClusterConfig.grpc_only(
+        replace(engine_of(engine, candidate), kv_connector=kv_connector),
         num_prefill=candidate.num_prefill,
         num_decode=candidate.num_decode,
-        router=ServerConfig(),
-        log_level="warning",
     )
 
 

@@ -25,7 +25,7 @@ _CONNECTOR_TESTS = "test_connector_"
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out the tests of stores if the connector is not a store."""
-    url = config.getoption("--kv-connector")
+    url = config.getoption("--kv-connector", None)
     is_for_stores = collection_path.name.startswith("test_") and not (
         collection_path.name.startswith(_CONNECTOR_TESTS)
     )
@@ -36,9 +36,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def kv_connector_url(pytestconfig: pytest.Config) -> str:
     """The URL given on the command line."""
-    url = pytestconfig.getoption("--kv-connector")
+    url = pytestconfig.getoption("--kv-connector", None)
     if not url:
-        raise pytest.UsageError("the conformance suite needs --kv-connector URL")
+        raise pytest.UsageError(
+            "the conformance suite needs -p kvstore.conformance.plugin --kv-connector URL"
+        )
     return str(url)
 
 

@@ -1,4 +1,7 @@
-"""The pytest option `--kv-connector`. A plugin makes it known to pytest in any folder."""
+"""The pytest option `--kv-connector` of the conformance suite.
+
+`pytest -p kvstore.conformance.plugin` loads it. It is not loaded by other runs of pytest.
+"""
 
 import pytest
 

@@ -9,7 +9,7 @@ import logging
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +41,7 @@ class Problem:
         param: the field of the request that is wrong.
         code: OpenAI's `code` of the error.
         headers: further headers of the answer.
+        request_id: of the request; empty if the request was refused before it was read.
     """
 
     status: int
@@ -49,6 +50,7 @@ class Problem:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    request_id: str = ""
 
 
 ErrorBody = Callable[[Problem], dict[str, Any]]
@@ -108,6 +110,10 @@ def problem_of(error: BaseException, request_id: str) -> Problem:
         error: what was raised.
         request_id: of the request that failed.
     """
+    return replace(_problem_of(error, request_id), request_id=request_id)
+
+
+def _problem_of(error: BaseException, request_id: str) -> Problem:
     match error:
         case BatonError() if error.code in _OF_CODE:
             return _of_baton_error(error)

@@ -21,6 +21,8 @@ __all__ = ["RequestMiddleware"]
 
 _LOGGER = logging.getLogger("baton.http")
 _FIT_ID = re.compile(rb"[\x21-\x7e]{1,100}")
+_ID_HEADERS = (b"x-request-id", b"request-id")
+"""Where OpenAI's and Anthropic's clients read the id."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
@@ -170,8 +172,8 @@ class _Call:
         """Adds the id to the headers of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            header = (b"x-request-id", self._echoed_id)
-            message["headers"] = [*message.get("headers", ()), header]
+            ids = [(name, self._echoed_id) for name in _ID_HEADERS]
+            message["headers"] = [*message.get("headers", ()), *ids]
         await self._send(message)
 
     def log(self) -> None:

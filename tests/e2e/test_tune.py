@@ -21,5 +21,5 @@ def test_a_cluster_is_measured_and_its_flags_are_printed(tmp_path, capfd):
     assert (point["share"], point["num_failed"]) == (1, 0)
     assert point["goodput"] > 0
     output = capfd.readouterr().out
-    assert "use: baton up --prefill 1 --decode 1 --model " in output
+    assert "use: baton serve --prefill-workers 1 --decode-workers 1 --model " in output
     assert page.read_text().count("<svg") == 3

@@ -43,7 +43,8 @@ _FAILING_TESTS = {
 # One process runs every case, since most of a run's time is its start.
 _RUN_EACH = """
 import json, pytest, sys
-arguments = ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error", "-q", "--tb=no", "-x"]
+arguments = ["-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+arguments += ["-W", "error", "-q", "--tb=no", "-x"]
 codes = {}
 for scheme, test in json.loads(sys.argv[1]).items():
     url = ["--pyargs", "kvstore.conformance", "--kv-connector", scheme + "://", "-k", test]

@@ -132,9 +132,17 @@ def test_a_store_that_breaks_the_contract_fails(failing_suites, scheme):
 @pytest.mark.slow
 def test_the_suite_requires_a_url(tmp_path):
     command = [sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance.test_prefix"]
-    command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-x"]
+    command += [
+        "-p",
+        "kvstore.conformance.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:asyncio",
+        "-x",
+    ]
     run = subprocess.run(
         command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=SUITE_DEADLINE_S
     )
     assert run.returncode != 0
-    assert "needs --kv-connector URL" in run.stdout + run.stderr
+    assert "--kv-connector URL" in run.stdout + run.stderr

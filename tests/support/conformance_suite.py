@@ -23,7 +23,8 @@ def start_suite(url, folder, *arguments, python_path=""):
     # fmt: off
     command = [
         sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance", "--kv-connector", url,
-        "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error", "-q", *arguments,
+        "-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider",
+        "-p", "no:asyncio", "-W", "error", "-q", *arguments,
     ]
     # fmt: on
     return subprocess.Popen(

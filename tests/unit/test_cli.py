@@ -17,11 +17,15 @@ from engine.cli_args import FIXED_FIELDS
 from tests.support.fake_generation import running_fake_generation
 
 COMMANDS = {
-    "up": ("--prefill", "--decode", "--kv-connector", "--demo", "--max-num-seqs"),
+    "serve": ("--port", "--grpc-port", "--prefill-workers", "--demo", "--max-num-seqs"),
     "router": ("--prefill", "--decode", "--model", "--port"),
     "prefill": ("--kv-connector", "--max-num-seqs", "--max-num-batched-tokens", "--port"),
     "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
     "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop", "--beam-width"),
+    "chat": ("--url", "--model", "--system", "--api-key", "--temperature", "--json-schema"),
+    "complete": ("--url", "--model", "--max-tokens", "--top-p"),
+    "run-batch": ("--input-file", "--output-file", "--url", "--concurrency", "--model"),
+    "collect-env": ("--json",),
     "tune": ("--goodput", "--num-workers", "--workload", "--max-num-seqs"),
     "bench": ("SUBCOMMAND", "serve", "split", "scheduling"),
     "doctor": ("--json", "--kv-connector"),
@@ -63,7 +67,7 @@ def test_every_command_prints_help_with_its_flags(command, capsys):
         (["generate"], "baton generate: error: the following arguments are required: prompt"),
         (
             ["up", "--max-num-sequences", "3"],
-            "baton up: error: unknown flag --max-num-sequences; did you mean --max-num-seqs?",
+            "baton serve: error: unknown flag --max-num-sequences; did you mean --max-num-seqs?",
         ),
         (
             ["bench", "latency", "--inputlen=3"],
@@ -211,7 +215,8 @@ def test_generate_has_a_flag_for_every_parameter():
         "thinking_token_budget": 7,
         "extra_args": '{"a": 1}',
     }
-    assert given.keys() | {"structured_outputs"} == set(SamplingParams.__slots__)
+    not_flags = {"structured_outputs", "output_kind"}
+    assert given.keys() | not_flags == set(SamplingParams.__slots__)
     parser = argparse.ArgumentParser()
     add_sampling_args(parser)
     singular = {
@@ -302,7 +307,7 @@ def test_health_reports_an_address_without_a_server_as_unavailable(capsys):
 
 
 @pytest.mark.parametrize("port", ["99999", "-1"])
-@pytest.mark.parametrize("command", ["up", "decode"])
+@pytest.mark.parametrize("command", ["serve", "decode"])
 def test_a_port_out_of_range_is_refused(command, port, capsys):
     assert main([command, "--model", "m", "--port", port]) == 2
     message = f"--port is {port}; it must be in [0, 65536)"
@@ -317,7 +322,7 @@ def test_prefill_has_no_flags_for_its_fixed_fields(field, capsys):
     assert f"unknown flag {flag}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["up", "prefill", "decode"])
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
 def test_a_store_within_one_process_is_refused(command, capsys):
     assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2
     assert capsys.readouterr().err == (

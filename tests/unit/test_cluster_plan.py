@@ -1,4 +1,4 @@
-"""`baton up`: planned processes, their flags, the embedded store, turns on the CPU."""
+"""`baton serve`: planned processes, their flags, the embedded store, turns on the CPU."""
 
 import argparse
 import os
@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import up
+from baton.cli import serve
+from baton.cli.serve_config import config_from_args as cluster_config_from_args
+from baton.cli.serve_config import running_config
+from baton.demo import demo_model_path
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args, flags_of_config
-from baton.up.cluster import ClusterConfig, plan_cluster
+from baton.up.plan import ClusterConfig, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
 from decode_service.server import add_args as add_decode_args
 from engine.cli_args import engine_config_from_args
@@ -24,6 +27,7 @@ from engine.config import EngineConfig
 from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import config_from_args as router_config_from_args
+from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
 ENGINE = EngineConfig(
@@ -38,17 +42,10 @@ ENGINE = EngineConfig(
 )
 
 
-def config(**overrides):
-    return ClusterConfig(
-        **{
-            "engine": ENGINE,
-            "num_prefill": 2,
-            "num_decode": 3,
-            "router": ServerConfig(),
-            "log_level": "info",
-            **overrides,
-        }
-    )
+def config(*, engine=ENGINE, num_prefill=2, num_decode=3, model=None, **router):
+    given = ClusterConfig.grpc_only(engine, num_prefill=num_prefill, num_decode=num_decode)
+    models = (replace(given.model, **(model or {})),)
+    return replace(given, router=replace(given.router, models=models, **router))
 
 
 def parse(add_args, arguments):
@@ -73,7 +70,11 @@ def test_every_process_has_a_name_and_a_port_of_its_own():
 
 def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     marks = {"reasoning_start_str": "<think>", "reasoning_end_str": "-- end"}
-    plan = plan_cluster(config(generation_config="none", **marks))
+    model = {"generation_config": "none", "chat_template": "{{ x }}", **marks}
+    http = HttpConfig(allowed_origins=("http://a", "http://b"), max_request_bytes=4096)
+    limits = {"default_timeout_s": 7.0, "max_local_prefill_tokens": 0}
+    given = config(model=model, http=http, **limits)
+    plan = plan_cluster(given)
     args = parse(add_decode_args, plan.decode[1].spec.arguments)
     assert engine_config_from_args(args, role="decode") == EngineConfig(
         **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
@@ -84,12 +85,14 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     args = parse(add_prefill_args, plan.prefill[0].spec.arguments)
     assert engine_config_from_args(args, role="prefill").block_size == 8
     router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
-    (served,) = router.models
-    assert served.prefill == tuple(server.address for server in plan.prefill)
-    assert served.decode == tuple(server.address for server in plan.decode)
-    assert served.names == (ENGINE.model_name,) == ("some",)
-    assert served.generation_config == "none"
-    assert (served.reasoning_start_str, served.reasoning_end_str) == tuple(marks.values())
+    assert router.models == given.router.models
+    assert given.model.prefill == tuple(server.address for server in plan.prefill)
+    assert given.model.decode == tuple(server.address for server in plan.decode)
+    assert given.model.names == (ENGINE.model_name,) == ("some",)
+    assert plan.router.address == f"127.0.0.1:{router.grpc.port}"
+    assert plan.router.http_address == f"127.0.0.1:{router.http.port}"
+    ports = {"grpc": replace(router.grpc, port=0), "http": replace(router.http, port=0)}
+    assert replace(router, **ports) == given.router
 
 
 def test_defaults_need_no_flags():
@@ -103,7 +106,7 @@ def test_names_are_separated_by_commas():
 
 
 @pytest.mark.parametrize(
-    ("field", "flag"), [("num_prefill", "--prefill"), ("num_decode", "--decode")]
+    ("field", "flag"), [("num_prefill", "--prefill-workers"), ("num_decode", "--decode-workers")]
 )
 def test_impossible_numbers_are_refused(field, flag):
     with pytest.raises(ConfigurationError, match=f"{flag} is -1"):
@@ -116,17 +119,55 @@ def test_prefill_is_optional():
     assert "--prefill" not in plan.router.spec.arguments
 
 
-def test_a_port_in_use_is_refused():
+@pytest.mark.parametrize(
+    ("server", "kind", "flag"),
+    [("http", HttpConfig, "--port"), ("grpc", ServerConfig, "--grpc-port")],
+)
+def test_the_flag_of_a_port_in_use_is_named(server, kind, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--port"):
-            plan_cluster(config(router=ServerConfig(port=port)))
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.* another {flag} "):
+            plan_cluster(config(**{server: kind(port=port)}))
+
+
+@pytest.mark.parametrize(("off", "on"), [("http", "grpc"), ("grpc", "http")])
+def test_one_of_the_servers_can_be_off(off, on):
+    kinds = {"http": HttpConfig, "grpc": ServerConfig}
+    servers = {off: kinds[off](port=None), on: kinds[on](port=0)}
+    plan = plan_cluster(config(**servers))
+    addresses = {"http": plan.router.http_address, "grpc": plan.router.address}
+    assert addresses[off] == ""
+    assert addresses[on].startswith("127.0.0.1:")
+    router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
+    assert (router.http.port is None, router.grpc.port is None) == (off == "http", off == "grpc")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["m", "--prefill-workers", "2", "--decode-workers", "3"],
+        ["--model", "m", "--prefill", "2", "--decode", "3"],  # as `baton up` had them
+    ],
+)
+def test_serve_starts_the_workers_that_its_flags_name(flags):
+    args = parse(serve.add_args, [*flags, "--served-model-name", "a", "b", "--allowed-origins=x,y"])
+    given = cluster_config_from_args(args, "shm://x")
+    assert (len(given.model.prefill), len(given.model.decode)) == (2, 3)
+    assert (given.engine.model, given.engine.model_name) == ("m", "a")
+    assert given.model.names == ("a", "b")
+    assert (given.router.http.port, given.router.grpc.port) == (8000, 50051)
+    assert given.router.http.allowed_origins == ("x", "y")
+
+
+def test_the_demo_model_is_the_default():
+    given = cluster_config_from_args(parse(serve.add_args, []), "shm://x")
+    assert Path(given.engine.model) == demo_model_path()
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 70, "256.0.0.1", "::nonsense"])
 def test_an_invalid_host_is_refused(host):
     with pytest.raises(ConfigurationError, match=f"cannot listen on .*{host}"):
-        plan_cluster(config(router=ServerConfig(host=host)))
+        plan_cluster(config(grpc=ServerConfig(host=host)))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +177,7 @@ def test_an_invalid_host_is_refused(host):
 def test_the_address_of_the_router_is_reachable_from_this_machine(host, reachable):
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
-    router = plan_cluster(config(router=ServerConfig(host=host))).router
+    router = plan_cluster(config(grpc=ServerConfig(host=host))).router
     assert router.address.rpartition(":")[0] == reachable
     parsed = router_config_from_args(parse(add_router_args, router.spec.arguments))
     assert parsed.grpc.host == host
@@ -239,7 +280,7 @@ def test_workers_on_gpus_and_a_single_worker_do_not_take_turns(overrides, shared
 
 @pytest.mark.parametrize(("flags", "takes_turns"), [((), True), (("--no-turns",), False)])
 def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared_memory):
-    with up._running_config(parse(up.add_args, flags)) as running:
+    with running_config(parse(serve.add_args, flags)) as running:
         assert (running.engine.turns_folder is not None) == takes_turns
         assert len(list(shared_memory.iterdir())) == 1 + takes_turns  # the embedded store, too
     assert list(shared_memory.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import tomllib
 from collections import namedtuple
 from contextlib import closing
@@ -187,7 +188,7 @@ def test_no_compiler_is_a_note(monkeypatch):
 
 
 def test_the_number_of_threads_per_worker_is_reported(monkeypatch):
-    monkeypatch.setattr("kernels.default_num_threads", lambda: 16)
+    monkeypatch.setattr(machine_limits, "usable_cores", lambda: 16)
     (finding,) = machine.check_threads()
     assert finding.level is Level.OK
     assert "computes on 16" in finding.text
@@ -229,9 +230,7 @@ def test_no_shared_memory_is_a_note(monkeypatch, tmp_path):
     assert "temporary folder" in finding.text
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "levels"), [(False, ["ok", "note", "note"]), (True, ["note", "note", "note"])]
-)
+@pytest.mark.parametrize(("has_gpu", "levels"), [(False, ["ok", "note"]), (True, ["note", "note"])])
 def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, levels):
     def version(distribution):
         raise metadata.PackageNotFoundError(distribution)
@@ -388,3 +387,38 @@ def test_the_command_accepts_the_url_of_a_peer_connector(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_CHECKS", ())
     assert main(["doctor", "--kv-connector", "grpc://"]) == 0
     assert "kv connector" in capsys.readouterr().out
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from baton.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_without_torch(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_doctor_runs_without_torch_and_reports_its_absence(tmp_path):
+    result = run_without_torch("doctor", "--json", "--kv-connector", f"file://{tmp_path}/kv")
+    assert result.returncode == 1, result.stderr
+    findings = {entry["topic"]: entry for entry in json.loads(result.stdout)["findings"]}
+    assert findings["torch"]["level"] == "problem"
+    assert "pip install torch" in findings["torch"]["text"]
+    assert findings["self-test"]["text"] == "not checked: it needs torch"
+    assert findings["kv store"]["level"] == "ok"
+
+
+def test_tune_parses_its_flags_without_torch():
+    result = run_without_torch("tune", "--goodput", "ttft:100", "--num-workers", "0")
+    assert result.returncode == 2
+    assert "--num-workers" in result.stderr
+    assert "torch" not in result.stderr

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.cli import main
-from baton.cli.up import add_args as add_up_args
+from baton.cli.serve import add_args as add_serve_args
 from baton.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits
@@ -15,7 +15,7 @@ from benchmarks.tune import driver
 from benchmarks.tune.candidate import Candidate
 from benchmarks.tune.points import Point, best_points, curve_of
 from benchmarks.tune.search import Trial
-from benchmarks.tune_command import up_command
+from benchmarks.tune_command import serve_command
 from engine.config import EngineConfig
 
 FIRST = Candidate(64, 2048, None, 1, 1)
@@ -46,12 +46,13 @@ def test_fresh_tokens_keep_shared_prefixes_and_differ_between_numbers():
 
 
 def test_the_printed_command_is_parsed_to_the_candidate():
-    program, command, *arguments = up_command(ENGINE, Candidate(32, 1024, 256, 0, 3)).split()
-    assert (program, command) == ("baton", "up")
+    program, command, *arguments = serve_command(ENGINE, Candidate(32, 1024, 256, 0, 3)).split()
+    assert (program, command) == ("baton", "serve")
     parser = argparse.ArgumentParser()
-    add_up_args(parser)
+    add_serve_args(parser)
     args = parser.parse_args(arguments)
-    assert (args.prefill, args.decode, args.model, args.block_size) == (0, 3, "/models/some", 8)
+    assert (args.prefill_workers, args.decode_workers, args.model) == (0, 3, "/models/some")
+    assert args.block_size == 8
     limits = (args.max_num_seqs, args.max_num_batched_tokens, args.long_prefill_token_threshold)
     assert limits == (32, 1024, 256)
 
@@ -114,7 +115,7 @@ async def test_a_cluster_runs_until_the_candidate_changes(clusters):
     assert MEASUREMENTS == [("grpc://1", 0), ("grpc://1", 1), ("grpc://2", 0), ("grpc://3", 0)]
     assert clusters[1].engine.long_prefill_token_threshold == 256
     assert clusters[0].engine.kv_connector
-    assert clusters[0].engine.num_threads is None  # None means all cores, as in `baton up`
+    assert clusters[0].engine.num_threads is None  # None means all cores, as in `baton serve`
 
 
 async def test_a_candidate_that_does_not_start_has_no_goodput(clusters):

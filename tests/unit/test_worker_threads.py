@@ -8,26 +8,28 @@ import sys
 import pytest
 
 import kernels
-from baton.cli import main, up
+from baton.cli import main, serve
+from baton.cli.serve_config import config_from_args
+from baton.flag_sources import variable_of
 from baton.machine_limits import usable_cores
 
 pytestmark = pytest.mark.alone
 
 
-def engine_of_up(*flags):
+def engine_of_serve(*flags):
     parser = argparse.ArgumentParser()
-    up.add_args(parser)
-    return up._config_from_args(parser.parse_args(flags), "shm://x").engine
+    serve.add_args(parser)
+    return config_from_args(parser.parse_args(flags), "shm://x").engine
 
 
 @pytest.mark.parametrize("num_workers", ["1", "5"])
 def test_each_worker_uses_all_cores_for_any_number_of_workers(num_workers):
-    assert engine_of_up("--decode", num_workers).num_threads is None
+    assert engine_of_serve("--decode-workers", num_workers).num_threads is None
     assert kernels.default_num_threads() == usable_cores()
 
 
 def test_a_given_number_of_threads_applies_to_each_worker():
-    assert engine_of_up("--decode", "2", "--num-threads", "3").num_threads == 3
+    assert engine_of_serve("--decode-workers", "2", "--num-threads", "3").num_threads == 3
 
 
 def test_importing_the_command_line_does_not_import_torch():
@@ -52,13 +54,24 @@ def test_child_processes_have_the_same_wait_policy(given, policy):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if given is not None:
         environment["OMP_WAIT_POLICY"] = given
-    module = "tests.support.print_wait_policy"
+    assert variable_of_child("OMP_WAIT_POLICY", environment) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(variable_of("port"), ""), ("BATON_CPU_KERNELS", "torch")]
+)
+def test_child_processes_get_no_flags_from_the_environment(name, text):
+    assert variable_of_child(name, os.environ | {name: "torch"}) == text
+
+
+def variable_of_child(name, environment):
+    module = "tests.support.print_variable"
     result = subprocess.run(
-        [sys.executable, "-m", "baton.up.child", str(os.getpid()), module],
+        [sys.executable, "-m", "baton.up.child", str(os.getpid()), module, name],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
         timeout=30,
     )
-    assert result.stdout.strip() == policy
+    return result.stdout.strip()

@@ -1,0 +1,1 @@
+"""The parts of `baton run-batch`: the input file, the output file, and the requests."""

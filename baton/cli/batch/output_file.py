@@ -1,0 +1,142 @@
+"""`OutputFile`: the results of a batch, which an interrupted run leaves and the next continues."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+from uuid import uuid4
+
+from baton.cli.batch.input_file import BatchLine
+from baton.errors import ConfigurationError
+
+__all__ = ["RETRIED_CODES", "OutputFile"]
+
+_START = b'{"id": "batch_req_'
+_FIRST_SERVER_ERROR, _TOO_MANY_REQUESTS = 500, 429
+_FIRST_ERROR = 400
+RETRIED_CODES = ("timeout", "connection_lost")
+"""Codes of errors whose request the next run sends again."""
+
+
+class OutputFile:
+    """Results in OpenAI's batch output format, a line each. A `with` block opens and closes it.
+
+    Opening it keeps the results that are final. It drops a line that an interruption cut off, and
+    failures that another attempt may not have: those requests have no result.
+
+    Args:
+        path: the file; it is made if it does not exist.
+
+    Attributes:
+        num_succeeded: results that are answers.
+        num_failed: results that are errors.
+
+    Raises:
+        ConfigurationError: the file cannot be written, or has other lines than results.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._finished_ids: set[str] = set()
+        self._finished_lines: set[int] = set()
+        self._file: BinaryIO | None = None
+        self.num_succeeded = self.num_failed = 0
+
+    def __enter__(self) -> Self:
+        try:
+            if self._path.exists():
+                self._keep_final_results()
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self._path}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._file is not None
+        self._file.close()
+
+    @property
+    def num_results(self) -> int:
+        """Number of requests that have a result."""
+        return self.num_succeeded + self.num_failed
+
+    def has_result(self, line: BatchLine) -> bool:
+        """Whether a line of the input has a result. A line without a custom_id goes by number."""
+        if line.custom_id is None:
+            return line.number in self._finished_lines
+        return line.custom_id in self._finished_ids
+
+    def write_response(
+        self, line: BatchLine, status: int, request_id: str, body: Mapping[str, Any]
+    ) -> None:
+        """Writes what the server answered."""
+        response = {"status_code": status, "request_id": request_id, "body": body}
+        self._write(line, response, None)
+
+    def write_error(self, line: BatchLine, code: str, message: str) -> None:
+        """Writes why there is no answer."""
+        self._write(line, None, {"code": code, "message": message, "line": line.number})
+
+    def _write(self, line: BatchLine, response: Any, error: Any) -> None:
+        record = {
+            "id": f"batch_req_{uuid4().hex}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": error,
+        }
+        assert self._file is not None
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        self._count(record)
+
+    def _keep_final_results(self) -> None:
+        """Replaces the file by one with its final results, in one step."""
+        kept = self._path.with_name(f"{self._path.name}.kept")
+        try:
+            with self._path.open("rb") as old, kept.open("wb") as new:
+                for number, raw in enumerate(old, 1):
+                    record = self._parse(number, raw)
+                    if record is not None and _is_final(record):
+                        self._count(record)
+                        new.write(raw.rstrip(b"\n") + b"\n")
+            kept.replace(self._path)
+        finally:
+            kept.unlink(missing_ok=True)
+
+    def _parse(self, number: int, raw: bytes) -> dict[str, Any] | None:
+        """Returns a result; None for the beginning of one, at the end of the file."""
+        try:
+            record = json.loads(raw)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and {"custom_id", "response", "error"} <= record.keys():
+            return record
+        is_torn = not raw.endswith(b"\n") and raw[: len(_START)] == _START[: len(raw)]
+        if is_torn:
+            return None
+        raise ConfigurationError(
+            f"{self._path} has other contents than results of a batch (line {number}); "
+            "choose another --output-file"
+        )
+
+    def _count(self, record: Mapping[str, Any]) -> None:
+        if _is_success(record):
+            self.num_succeeded += 1
+        else:
+            self.num_failed += 1
+        if record["custom_id"] is not None:
+            self._finished_ids.add(record["custom_id"])
+        elif record["error"]:
+            self._finished_lines.add(record["error"].get("line"))
+
+
+def _is_success(record: Mapping[str, Any]) -> bool:
+    response = record["response"]
+    return bool(response) and int(response["status_code"]) < _FIRST_ERROR
+
+
+def _is_final(record: Mapping[str, Any]) -> bool:
+    if response := record["response"]:
+        status = int(response["status_code"])
+        return status < _FIRST_SERVER_ERROR and status != _TOO_MANY_REQUESTS
+    return (record["error"] or {}).get("code") not in RETRIED_CODES

@@ -1,0 +1,120 @@
+"""`baton serve`: a router, prefill workers and decode workers on this machine."""
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+from functools import partial
+
+from baton.cli import discard_unread_output
+from baton.cli.chat import Conversation, converse
+from baton.cli.generate import print_stream
+from baton.cli.openai_endpoint import OpenAiEndpoint
+from baton.cli.serve_config import add_cluster_args, running_config
+from baton.cli.terminal import Terminal, write_log_line
+from baton.client import Client
+from baton.demo import DEMO_PROMPT
+from baton.errors import ConfigurationError
+from baton.sampling_params import SamplingParams
+from baton.up.background import background_cluster
+from baton.up.cluster import run_cluster
+from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
+from router.chat.template import ChatTemplate
+
+__all__ = ["add_args", "example_command", "main"]
+
+_TRY_PROMPT = "Return a list of"
+_TRY_MESSAGE = "What is the capital of France?"
+_TRY_TOKENS = 64
+_DEMO_PARAMS = SamplingParams(temperature=0.0, max_tokens=_TRY_TOKENS)
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--demo", action="store_true", help="complete a prompt when the cluster is ready"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk to the model in this terminal; everything stops when the conversation ends",
+    )
+    add_cluster_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serves a model on this machine: a router, prefill workers and decode workers.
+
+    OpenAI's and Anthropic's HTTP APIs are on --port, gRPC is on --grpc-port. Processes that die
+    are restarted. Ctrl-C stops the router first, then the workers. Every worker gets the engine's
+    flags.
+    """
+    if args.demo and args.grpc_port is None:
+        raise ConfigurationError("--demo needs gRPC; leave --grpc-port none out")
+    if args.chat and args.port is None:
+        raise ConfigurationError("--chat needs HTTP; leave --port none out")
+    with running_config(args) as config:
+        plan = plan_cluster(config)
+        if args.chat:
+            _chat(config, plan)
+        else:
+            ready = partial(_on_ready, config, plan, args.demo)
+            asyncio.run(run_cluster(plan, write_log_line, ready))
+    return 0
+
+
+def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
+    """Returns a command for a shell that uses the cluster: a chat if the model has a template."""
+    router, name = plan.router, config.model.names[0]
+    if not router.http_address:
+        return shlex.join([sys.argv[0], "generate", _TRY_PROMPT, "--address", router.address])
+    body: dict[str, object] = {"model": name}
+    if ChatTemplate.load(config.model.model, config.model.chat_template) is None:
+        path = "completions"
+        body |= {"prompt": _TRY_PROMPT, "max_tokens": _TRY_TOKENS}
+    else:
+        path = "chat/completions"
+        body |= {"messages": [{"role": "user", "content": _TRY_MESSAGE}]}
+        body |= {"max_tokens": _TRY_TOKENS}
+    url = f"http://{router.http_address}/v1/{path}"
+    header = "-H 'Content-Type: application/json'"
+    return f"curl {url} {header} -d {shlex.quote(json.dumps(body))}"
+
+
+def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
+    """Talks to the model while the cluster runs in the background."""
+    url = f"http://{plan.router.http_address}/v1"
+    name = config.model.names[0]
+    with background_cluster(plan, write_log_line), OpenAiEndpoint(url, model=name) as endpoint:
+        converse(Conversation(endpoint, system=None, params={}), Terminal())
+
+
+async def _on_ready(config: ClusterConfig, plan: ClusterPlan, with_demo: bool) -> None:
+    """Streams the demonstration if asked for, then prints every server's address."""
+    try:
+        if with_demo:
+            await asyncio.to_thread(_stream_demo, plan.router.address)
+        _print_addresses(config, plan)
+    except BrokenPipeError:
+        discard_unread_output()
+
+
+def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
+    router = plan.router
+    print(f"Serving {', '.join(config.model.names)}")
+    if router.http_address:
+        print(f"{'http':<10} http://{router.http_address}/v1")
+    if router.address:
+        print(f"{'grpc':<10} {router.address}")
+    for server in plan.workers:
+        print(f"{server.spec.name:<10} {server.address}")
+    print(f"\nTry it:\n  {example_command(config, plan)}")
+    print("Ctrl-C stops everything.", flush=True)
+
+
+def _stream_demo(address: str) -> None:
+    print(DEMO_PROMPT, end="", flush=True)
+    with Client(address) as client:
+        print_stream(client.stream(DEMO_PROMPT, _DEMO_PARAMS, timeout_s=120))
+    print()

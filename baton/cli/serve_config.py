@@ -1,0 +1,103 @@
+"""The flags of a cluster on this machine, and its config from parsed flags."""
+
+import argparse
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from baton.up.plan import ClusterConfig, worker_targets
+from baton.up.run_folder import embedded_store, taking_turns
+from engine.cli_args import add_engine_args, engine_config_from_args
+from router.config import add_args as add_router_args
+from router.config import config_from_args as router_config_from_args
+
+__all__ = ["add_cluster_args", "running_config"]
+
+_NOT_ENGINE = (
+    "model",
+    "revision",
+    "served_model_name",
+    "role",
+    "kv_connector",
+    "turns_folder",
+)
+"""Flags of an engine that the router's flags or the command itself set."""
+_NOT_ROUTER = ("prefill", "decode", "models")
+"""Fields of the router's configs that the command sets."""
+_DRAIN_TIMEOUT_S = 5.0
+"""Less than the supervisor's grace period."""
+_DEMO_MODEL = "demo"
+
+
+def add_cluster_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds the flags of a cluster: its own, the router's and the engine's.
+
+    Args:
+        parser: gets the flags.
+        defaults: by field of the router's configs, defaults that differ from those of
+            `baton serve`.
+    """
+    for tier, text in (
+        ("prefill", "number of prefill workers; with 0, decode workers compute prompts too"),
+        ("decode", "number of decode workers"),
+    ):
+        # The second name is that of earlier versions.
+        help_text = f"{text} (default: %(default)s)"
+        flag, dest = f"--{tier}-workers", f"{tier}_workers"
+        parser.add_argument(flag, type=int, default=1, metavar="N", help=help_text)
+        parser.add_argument(
+            f"--{tier}", type=int, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+    parser.add_argument(
+        "--kv-connector",
+        metavar="URL",
+        help="KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, nixl:// "
+        "(default: a store in shared memory that is removed with the cluster)",
+    )
+    parser.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let workers on the CPU compute one at a time, in turn (default: %(default)s)",
+    )
+    own_defaults = {
+        "model": _DEMO_MODEL,
+        "log_level": "warning",
+        "drain_timeout_s": _DRAIN_TIMEOUT_S,
+    }
+    add_router_args(parser, omit=_NOT_ROUTER, defaults={**own_defaults, **defaults})
+    add_engine_args(parser, omit=_NOT_ENGINE)
+
+
+@contextmanager
+def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, None]:
+    """Makes the folders that the cluster uses, and its config; removes the folders at the end.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    with ExitStack() as folders:
+        kv_connector = args.kv_connector or folders.enter_context(embedded_store())
+        config = config_from_args(args, kv_connector)
+        yield folders.enter_context(taking_turns(config)) if args.turns else config
+
+
+def config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
+    """Returns the config that parsed flags describe.
+
+    Args:
+        args: flags that `add_cluster_args` added.
+        kv_connector: URL of the connector of all workers.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
+    router = router_config_from_args(args, prefill=prefill, decode=decode)
+    engine = engine_config_from_args(
+        args,
+        model=router.models[0].model,
+        served_model_name=router.models[0].names[0],
+        kv_connector=kv_connector,
+    )
+    return ClusterConfig(engine=engine, router=router)

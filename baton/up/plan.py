@@ -1,0 +1,209 @@
+"""The plan of a one-machine cluster: its processes, their ports and their flags."""
+
+import errno
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from baton.errors import ConfigurationError
+from baton.flags import flags_of_config
+from baton.up.supervisor import ProcessSpec
+from engine.cli_args import FIXED_FIELDS
+from engine.config import EngineConfig
+from router.config import ModelConfig, RouterConfig, flags_of_router
+from router.http.config import HttpConfig
+from rpc.server_config import ServerConfig, join_host_port
+
+__all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
+
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
+"""The address at which this machine reaches a router that listens on all addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The configuration of a one-machine cluster.
+
+    Attributes:
+        engine: config of every worker; the plan sets its role per tier.
+        router: config of the router. The replicas of its one model are the workers that the
+            cluster starts; `worker_targets` chooses their ports.
+    """
+
+    engine: EngineConfig
+    router: RouterConfig
+
+    @classmethod
+    def grpc_only(
+        cls, engine: EngineConfig, *, num_prefill: int = 1, num_decode: int = 1
+    ) -> "ClusterConfig":
+        """Returns the config of a cluster whose router serves gRPC on a free port.
+
+        Args:
+            engine: config of every worker.
+            num_prefill: number of prefill workers; with 0, decode computes prompts.
+            num_decode: number of decode workers.
+        """
+        prefill, decode = worker_targets(num_prefill, num_decode)
+        model = ModelConfig(
+            model=engine.model,
+            served_model_name=(engine.model_name,),
+            prefill=prefill,
+            decode=decode,
+        )
+        grpc = ServerConfig(log_level="warning", drain_timeout_s=5.0)
+        router = RouterConfig(grpc=grpc, http=HttpConfig(port=None), models=(model,))
+        return cls(engine=engine, router=router)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The router's model."""
+        (model,) = self.router.models
+        return model
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of both tiers."""
+        return len(self.model.prefill) + len(self.model.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process and where it listens.
+
+    Attributes:
+        spec: the process.
+        address: `host:port` of its gRPC server; empty if that is off.
+        http_address: `host:port` of its HTTP server; empty if it has none.
+    """
+
+    spec: ProcessSpec
+    address: str
+    http_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """The processes of a cluster."""
+
+    router: Server
+    prefill: tuple[Server, ...]
+    decode: tuple[Server, ...]
+
+    @property
+    def workers(self) -> tuple[Server, ...]:
+        """The servers of both tiers."""
+        return self.prefill + self.decode
+
+
+def worker_targets(num_prefill: int, num_decode: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns addresses on free ports for prefill and for decode workers.
+
+    Raises:
+        ConfigurationError: a number is too small; names the flag.
+    """
+    for flag, number, least in (
+        ("prefill-workers", num_prefill, 0),
+        ("decode-workers", num_decode, 1),
+    ):
+        if number < least:
+            raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
+    ports = _bound_ports([(_LOOPBACK, 0, "--port")] * (num_prefill + num_decode))
+    targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
+    return targets[:num_prefill], targets[num_prefill:]
+
+
+def plan_cluster(config: ClusterConfig) -> ClusterPlan:
+    """Chooses the router's ports, and the flags of every process.
+
+    Raises:
+        ConfigurationError: a port is in use, or the router's host is not an address of this
+            machine; names the flag.
+    """
+    router = _with_ports(config)
+    grpc, model = router.grpc, config.model
+    worker_flags = flags_of_config(
+        ServerConfig(log_level=grpc.log_level, drain_timeout_s=grpc.drain_timeout_s)
+    )
+    prefill, decode = (
+        tuple(
+            Server(_worker_spec(config.engine, tier, number, target, worker_flags), target)
+            for number, target in enumerate(targets)
+        )
+        for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
+    )
+    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)))
+    return ClusterPlan(Server(spec, _reached(grpc), _reached(router.http)), prefill, decode)
+
+
+def _worker_spec(
+    engine: EngineConfig, tier: str, number: int, target: str, flags: Iterable[str]
+) -> ProcessSpec:
+    host, _, port = target.rpartition(":")
+    address = ("--host", host, "--port", port)
+    own = flags_of_config(engine, omit=FIXED_FIELDS[tier])
+    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", (*address, *own, *flags))
+
+
+def _with_ports(config: ClusterConfig) -> RouterConfig:
+    """Returns the router's config with ports in place of 0.
+
+    Worker ports are bound at the same time, so that none of them is chosen again.
+    """
+    router, model = config.router, config.model
+    wanted = [
+        (server.host, server.port, flag)
+        for server, flag in ((router.http, "--port"), (router.grpc, "--grpc-port"))
+        if server.port is not None
+    ]
+    for target in (*model.prefill, *model.decode):
+        host, _, port = target.rpartition(":")
+        wanted.append((host, int(port), "--port"))
+    ports = iter(_bound_ports(wanted))
+    http, grpc = router.http, router.grpc
+    if http.port is not None:
+        http = replace(http, port=next(ports))
+    if grpc.port is not None:
+        grpc = replace(grpc, port=next(ports))
+    return replace(router, http=http, grpc=grpc)
+
+
+def _bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
+    """Returns free ports, all different.
+
+    The sockets are closed before the servers bind, so another process may take a port in
+    between. The server then fails with that error and the cluster does not start.
+
+    Args:
+        wanted: host, port and flag of each; port 0 is any free one.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(_bind(*one)) for one in wanted]
+        return [bound.getsockname()[1] for bound in sockets]
+
+
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or "not a valid host name"
+        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        remedy = f"choose another {flag if is_port else '--host'}"
+        if is_port:
+            remedy += " (0 picks a free one)"
+        raise ConfigurationError(
+            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
+        ) from None
+    return bound
+
+
+def _reached(server: ServerConfig | HttpConfig) -> str:
+    """Returns the address at which this machine reaches a server; empty if it is off."""
+    if server.port is None:
+        return ""
+    return join_host_port(_LOOPBACK_OF_ALL.get(server.host, server.host), server.port)
