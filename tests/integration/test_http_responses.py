@@ -128,6 +128,7 @@ async def test_reasoning_and_calls_are_items_of_their_own():
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert "response.reasoning_text.delta" in kinds
     assert "response.function_call_arguments.done" in kinds
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
     assert answered.status == "completed"
 
 
