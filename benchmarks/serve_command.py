@@ -28,7 +28,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
         "--target",
-        default="grpc://127.0.0.1:8000",
+        default="grpc://127.0.0.1:50051",
         metavar="URL",
         help="grpc://HOST:PORT, a Baton router, or http://HOST:PORT/v1, an OpenAI-style endpoint "
         "(default: %(default)s)",

@@ -11,7 +11,7 @@ from baton.results import CompletionChunk, Logprobs
 
 __all__ = ["add_args", "format_summary", "main", "print_candidates", "print_stream"]
 
-DEFAULT_ADDRESS = "127.0.0.1:8000"
+DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
