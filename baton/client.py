@@ -4,28 +4,35 @@ Both build requests and read responses with the pure functions of `baton.wire`.
 They differ in how a call is awaited, streamed and closed.
 """
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import grpc
 
 from baton.errors import InternalError
-from baton.results import CompletionChunk, Generation, ModelDescription
+from baton.prompts import Prompt, TextPrompt, TokensPrompt
+from baton.results import CompletionChunk, ModelDescription, RequestOutput
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import (
+    ChatRequestOptions,
     Params,
     RequestOptions,
+    build_chat_request,
     build_request,
     parse_chunk,
-    parse_generation,
     parse_model,
+    parse_output,
+    parse_response,
 )
 from rpc.channels import CHANNEL_OPTIONS, open_channel
 from rpc.errors import from_rpc_error
 
 __all__ = ["AsyncClient", "Client"]
+
+Messages = Sequence[Mapping[str, Any]]
+SeveralPrompts = list[str] | list[list[int]] | list[TextPrompt] | list[TokensPrompt] | list[Prompt]
 
 
 @contextmanager
@@ -37,10 +44,22 @@ def _baton_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
-def _check_finished(last_chunk: CompletionChunk | None) -> None:
-    """Raises `InternalError` if a stream ended without its last chunk."""
-    if last_chunk is None or last_chunk.usage is None:
-        raise InternalError("the server ended the stream before the generation ended")
+class _Ends:
+    """Counts the prompts of a stream that have not had their last chunk."""
+
+    def __init__(self, request: generation_pb2.GenerateRequest) -> None:
+        self._num_left = len(request.prompts.prompts) or 1
+
+    def parse(self, response: generation_pb2.GenerateStreamResponse) -> CompletionChunk:
+        """Returns the next chunk."""
+        chunk = parse_chunk(response)
+        self._num_left -= chunk.usage is not None
+        return chunk
+
+    def check(self) -> None:
+        """Raises `InternalError` if the stream ended without a prompt's last chunk."""
+        if self._num_left > 0:
+            raise InternalError("the server ended the stream before the generation ended")
 
 
 class Client:
@@ -61,50 +80,102 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
+    @overload
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generation:
-        """Completes `prompt`, a text or token ids, and returns the whole result.
+    ) -> RequestOutput: ...
 
-        `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
+    @overload
+    def generate(
+        self,
+        prompt: SeveralPrompts,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | SeveralPrompts,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput | list[RequestOutput]:
+        """Completes a prompt and returns the whole result; a list of prompts, a list of results.
+
+        A prompt is a text, a list of token ids, or a dictionary as `baton.prompts.TextPrompt` or
+        `baton.prompts.TokensPrompt`. `baton.wire` documents `params` (`Params`) and `options`
+        (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
             response = self._stub.Generate(request, timeout=timeout_s)
-        return parse_generation(response, prompt)
+        return parse_response(response, prompt)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatRequestOptions],
+    ) -> RequestOutput:
+        """Answers a chat and returns the whole result, whose text is as generated: reasoning and
+        tool calls are parts of it.
+
+        `messages` are those of OpenAI's chat API. `baton.wire` documents `params` (`Params`) and
+        `options` (`ChatRequestOptions`).
+        """
+        request = build_chat_request(messages, params, self._model, **options)
+        with _baton_errors():
+            response = self._stub.Generate(request, timeout=timeout_s)
+        return parse_output(response)
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt | SeveralPrompts,
         params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[CompletionChunk, None, None]:
-        """Completes `prompt` and yields chunks as they come; chunks of several
-        candidates come in any order.
+        """Completes a prompt or several and yields chunks as they come; chunks of several
+        prompts and candidates come in any order.
 
         Leaving the loop early, or closing the generator, cancels the request.
         """
         request = build_request(prompt, params, self._model, **options)
         return self._read_stream(request, timeout_s)
 
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatRequestOptions],
+    ) -> Generator[CompletionChunk, None, None]:
+        """Answers a chat as `chat` does, and yields chunks as `stream` does."""
+        request = build_chat_request(messages, params, self._model, **options)
+        return self._read_stream(request, timeout_s)
+
     def _read_stream(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None
     ) -> Generator[CompletionChunk, None, None]:
         call = self._stub.GenerateStream(request, timeout=timeout_s)
-        chunk = None
+        ends = _Ends(request)
         try:
             with _baton_errors():
                 for response in call:
-                    chunk = parse_chunk(response)
-                    yield chunk
-            _check_finished(chunk)
+                    yield ends.parse(response)
+            ends.check()
         finally:
             call.cancel()
 
@@ -168,33 +239,74 @@ class AsyncClient:
         self._channel = open_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
+    @overload
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generation:
-        """Completes `prompt`, a text or token ids, and returns the whole result.
+    ) -> RequestOutput: ...
 
-        `baton.wire` documents `params` (`Params`) and `options` (`RequestOptions`).
+    @overload
+    async def generate(
+        self,
+        prompt: SeveralPrompts,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | SeveralPrompts,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput | list[RequestOutput]:
+        """Completes a prompt and returns the whole result; a list of prompts, a list of results.
+
+        A prompt is a text, a list of token ids, or a dictionary as `baton.prompts.TextPrompt` or
+        `baton.prompts.TokensPrompt`. `baton.wire` documents `params` (`Params`) and `options`
+        (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
             response = await self._stub.Generate(request, timeout=timeout_s)
-        return parse_generation(response, prompt)
+        return parse_response(response, prompt)
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatRequestOptions],
+    ) -> RequestOutput:
+        """Answers a chat and returns the whole result, whose text is as generated: reasoning and
+        tool calls are parts of it.
+
+        `messages` are those of OpenAI's chat API. `baton.wire` documents `params` (`Params`) and
+        `options` (`ChatRequestOptions`).
+        """
+        request = build_chat_request(messages, params, self._model, **options)
+        with _baton_errors():
+            response = await self._stub.Generate(request, timeout=timeout_s)
+        return parse_output(response)
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt | SeveralPrompts,
         params: Params = None,
         *,
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """Completes `prompt` and yields chunks as they come; chunks of several
-        candidates come in any order.
+        """Completes a prompt or several and yields chunks as they come; chunks of several
+        prompts and candidates come in any order.
 
         Closing the generator (`contextlib.aclosing`), or cancelling the task
         that reads it, cancels the request.
@@ -202,17 +314,28 @@ class AsyncClient:
         request = build_request(prompt, params, self._model, **options)
         return self._read_stream(request, timeout_s)
 
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatRequestOptions],
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Answers a chat as `chat` does, and yields chunks as `stream` does."""
+        request = build_chat_request(messages, params, self._model, **options)
+        return self._read_stream(request, timeout_s)
+
     async def _read_stream(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[CompletionChunk, None]:
         call = self._stub.GenerateStream(request, timeout=timeout_s)
-        chunk = None
+        ends = _Ends(request)
         try:
             with _baton_errors():
                 async for response in call:
-                    chunk = parse_chunk(response)
-                    yield chunk
-            _check_finished(chunk)
+                    yield ends.parse(response)
+            ends.check()
         finally:
             call.cancel()
 

@@ -8,6 +8,7 @@ flag, reports an error in one line, and prints a short help unless `--help=all` 
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -35,11 +36,12 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options, "add_help": False})
+        defaults = {"allow_abbrev": False, "formatter_class": _Formatter}
+        super().__init__(**{**defaults, **options, "add_help": False})
         self._shows_all = False
         self.is_filled = False
         self.add_argument(
-            "-h", "--help", action=_Help, nargs="?", metavar="all", help="print this page"
+            "-h", "--help", action=_Help, nargs="?", help="print this page; with =all, all flags"
         )
 
     @classmethod
@@ -76,7 +78,8 @@ class FlagParser(argparse.ArgumentParser):
     @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; a command's parser refuses unknown flags here, too."""
-        if self._subparsers is not None or args is None:
+        args = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         arguments = [self._with_dashes(argument) for argument in _before_separator(args)]
         named = list(self._named(arguments))
@@ -273,6 +276,16 @@ class _Help(argparse.Action):
         else:
             parser.print_help()
         parser.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Writes the optional value of `--help` as it must be given."""
+
+    @override
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, _Help):
+            return "-h, --help[=all]"
+        return super()._format_action_invocation(action)
 
 
 def _before_separator(arguments: Sequence[str]) -> Sequence[str]:

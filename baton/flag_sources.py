@@ -5,6 +5,7 @@ and the key `max-num-seqs` of the file, with dashes or underscores.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ __all__ = [
 ]
 
 _PREFIX = "BATON_"
+_KUBERNETES_PORT = re.compile(r"(?:tcp|udp|sctp)://")
+"""How the value begins that Kubernetes gives to the variable of a service's port, such as that of
+`--port` for a service named baton."""
 _OTHER_VARIABLES = frozenset(
     {
         "BATON_COMMIT",
@@ -50,9 +54,10 @@ def variable_of(name: str) -> str:
 
 
 def read_environment(name: str, environment: Mapping[str, str] = os.environ) -> Given | None:
-    """Returns the value of the flag `--name`; None if it is unset or empty."""
-    text = environment.get(variable_of(name))
-    return Given((text,), variable_of(name)) if text else None
+    """Returns the value of the flag `--name`; None if it is unset, empty, or of Kubernetes."""
+    text = environment.get(variable_of(name), "")
+    is_unset = not text or _KUBERNETES_PORT.match(text)
+    return None if is_unset else Given((text,), variable_of(name))
 
 
 def without_flag_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ group of its own. `baton.flag_parser` reads the same flags from the environment 
 
 import argparse
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -52,7 +53,7 @@ class Flag:
         is_main: whether the short help has the flag.
         is_positional: whether the command takes the value as its first argument, too.
         is_list: whether values stand beside each other, as in `--served-model-name a b`. A
-            flag of a tuple always takes commas, and can be repeated.
+            flag of a tuple always takes commas or a JSON list, and can be repeated.
     """
 
     help: str
@@ -150,7 +151,10 @@ def config_from_args(
 
 
 def flags_of_config(config: Any, *, omit: Collection[str] = ()) -> list[str]:
-    """Returns the flags that describe a config, without those at their defaults."""
+    """Returns the flags that describe a config, without those at their class's defaults.
+
+    A command that has other defaults (`add_flags`) needs these flags stated as well.
+    """
     flags: list[str] = []
     for field in _flag_fields(type(config)):
         value = getattr(config, field.name)
@@ -227,9 +231,19 @@ class _Several(argparse.Action):
         """Adds values to those of earlier uses; the first use replaces the default."""
         earlier = getattr(namespace, self.dest, self.default)
         texts = [values] if isinstance(values, str) else values
-        parts = [part.strip() for text in texts for part in text.split(",")]
+        parts = [part.strip() for text in texts for part in _split(text)]
         kept = () if earlier is self.default else earlier
         setattr(namespace, self.dest, (*kept, *(part for part in parts if part)))
+
+
+def _split(text: str) -> Sequence[str]:
+    """Splits a text at commas, or reads it as a JSON list of texts, which vLLM's flags take."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return text.split(",")
+    is_list = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return values if is_list else text.split(",")
 
 
 def _flag_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
@@ -256,7 +270,7 @@ def _add_flag(
     action: Any = section.add_argument(
         name, dest=dest, default=None if is_missing else default, **options
     )
-    action.is_main = metadata.is_main or is_missing
+    action.is_main = metadata.is_main or (is_missing and not metadata.is_positional)
     action.is_needed = is_missing
     hidden = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for alias, parse in metadata.aliases.items():
@@ -269,7 +283,7 @@ def _add_flag(
             nargs="?",
             default=argparse.SUPPRESS,
             metavar=name[2:].upper(),
-            help=f"as {name}: {metadata.help}".replace("%", "%%"),
+            help=f"{metadata.help} (also {name})".replace("%", "%%"),
         )
     return cast("argparse.Action", action)
 
@@ -318,7 +332,7 @@ def _text_of(field: dataclasses.Field[Any], value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (tuple, list)):
-        return ",".join(value)
+        return json.dumps(list(value)) if "," in "".join(value) else ",".join(value)
     if value is None:
         return "none"
     if field.metadata[_METADATA_KEY].parse in _BYTE_PARSERS:

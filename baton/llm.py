@@ -5,33 +5,31 @@ prompts -> token ids -> EngineCore steps -> TextStream per request -> results
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from baton.beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
+from baton.chat_prompts import ChatPrompts, as_conversations
+from baton.engine_args import EngineArgs
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.offline_request import OfflineRequest
-from baton.request_spec import RequestSpec
-from baton.results import Generation
-from baton.sampling_params import SamplingParams, over_defaults, stated_params
+from baton.offline_tokenizer import OfflineTokenizer
+from baton.prompts import ParsedPrompt, Prompt, parse_prompts, refuse_lora
+from baton.request_maker import OfflineFiles, RequestMaker
+from baton.results import RequestOutput
+from baton.sampling_params import SamplingParams
 from baton.wire import Params
-from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestOutput
-from router.generation_config import load_default_params
-from router.reasoning import encode_marks, marks_for
-from router.request import truncate_prompt
-from router.served_model import RequestLimits
-from router.tokenizer import Tokenizer
-from router.validation import check_token_ids, fitting_params
+from engine.request import EngineOutput, EngineRequest
 
 __all__ = ["LLM"]
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+ProgressBar = bool | Callable[..., Any]
 
 _logger = logging.getLogger("baton")
 
@@ -40,58 +38,55 @@ class LLM:
     """A model in this process, for batches of prompts. Not thread-safe.
 
     Args:
-        model: checkpoint folder or Hugging Face Hub name.
-        generation_config: whether `get_default_sampling_params` has the values of the
-            checkpoint's generation_config.json ("auto") or only Baton's own ("none").
-        reasoning_start_str: the text before the part in which the model reasons, such as
-            `<think>`. Structured outputs begin after that part, and
-            `SamplingParams.thinking_token_budget` limits it. None: the model has no such part.
-        reasoning_end_str: the text after that part, such as `</think>`; both are set or none.
-        engine_arguments: fields of `engine.config.EngineConfig`, named like
-            the flags: `dtype`, `max_num_seqs`, `block_size` ...
+        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
+        arguments: `baton.engine_args.EngineArgs` documents them: `max_model_len`, `dtype`,
+            `seed`, `chat_template` ...
 
     Raises:
         ConfigurationError: the checkpoint or an argument's value is bad.
-        TypeError: an argument that `EngineConfig` does not have.
+        TypeError: an argument that does not exist.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        generation_config: str = "auto",
-        reasoning_start_str: str | None = None,
-        reasoning_end_str: str | None = None,
-        **engine_arguments: Any,
-    ) -> None:
-        config = EngineConfig(model=model, role="both", **engine_arguments)
-        self._default_params = load_default_params(model, generation_config)
-        self._tokenizer = Tokenizer.load(model)
-        self._marks = encode_marks(self._tokenizer, reasoning_start_str, reasoning_end_str)
-        self._core = EngineCore.build(config)
-        self._limits = _limits_of(self._core)
+    def __init__(self, model: str, **arguments: Any) -> None:
+        args = EngineArgs(model, **arguments)
+        files = OfflineFiles.load(args)
+        self._chats = ChatPrompts(args.model, args.chat_template)
+        self._core = EngineCore.build(args.config)
+        self._requests = RequestMaker(
+            files, self._core.info, self._core.config.max_running, args.seed
+        )
+        self._tokenizer = OfflineTokenizer(
+            args.model, files.tokenizer, self._chats, self._core.info.eos_token_ids
+        )
         self._numbers = count()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Params | Sequence[Params] = None,
         *,
         params: Params | Sequence[Params] = None,
-        use_tqdm: bool = True,
-    ) -> list[Generation]:
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: ProgressBar = True,
+        priority: Sequence[int] | None = None,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
         """Completes the prompts together and returns the results in their order.
 
         A prompt that can never fit the KV pool gets one empty completion with
         finish reason "ignored", and a warning in the log.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, a list of token ids, a dictionary as `baton.prompts.TextPrompt` or
+                `baton.prompts.TokensPrompt`, or a list of any of them.
             sampling_params: for all prompts, or one per prompt. `baton.wire.Params` says what
                 a mapping and None state; what they leave open is taken from
                 `get_default_sampling_params`.
             params: another name of `sampling_params`.
-            use_tqdm: show a progress bar on stderr.
+            prompt_token_ids: another name of `prompts`, as in earlier versions of vLLM.
+            use_tqdm: show a progress bar on stderr; or a function that makes it, like `tqdm`.
+            priority: one per prompt; prompts of equal priority run in their order.
+            lora_request: must be None.
 
         Raises:
             InvalidArgumentError: the model cannot take a prompt or a parameter;
@@ -100,25 +95,94 @@ class LLM:
                 set; raised before anything is computed.
             TypeError: a mapping has a field that `SamplingParams` does not have.
         """
-        if sampling_params is not None and params is not None:
-            raise InvalidArgumentError("sampling_params and params are both set; set one of them")
-        chosen = params if sampling_params is None else sampling_params
-        requests = self._make_requests(_as_list(prompts), chosen)
-        for request in requests.values():
-            self._check(request)
-        try:
-            self._run(requests, use_tqdm)
-        finally:
-            self._core.abort(
-                [name for name, request in requests.items() if not request.is_finished]
+        refuse_lora(lora_request)
+        chosen = _either("prompts", prompts, "prompt_token_ids", prompt_token_ids)
+        own = _either("sampling_params", sampling_params, "params", params)
+        return self._complete(parse_prompts(chosen or []), own, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params | Sequence[Params] = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations together and returns the results in their order.
+
+        The texts of results are as generated: reasoning and tool calls are parts of them.
+
+        Args:
+            messages: messages as in OpenAI's chat API, or a list of such conversations.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            lora_request: must be None.
+            chat_template: the path or the text of a template for these conversations. None:
+                that of `LLM`.
+            chat_template_content_format: has no effect: the template shows whether it reads
+                content as a text or as a list of parts.
+            add_generation_prompt: whether the prompt ends with the start of an answer.
+            continue_final_message: whether the answer continues the text of the last message.
+            tools: tools for the template, as in OpenAI's chat API.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            InvalidArgumentError: as in `generate`, or a message is malformed, or the template
+                refuses it; names the field.
+            FailedPreconditionError: as in `generate`, or the model has no chat template.
+        """
+        refuse_lora(lora_request)
+        prompts = [
+            self._chats.render(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
             )
-        return [request.result() for request in requests.values()]
+            for conversation in as_conversations(messages)
+        ]
+        return self._complete(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: ProgressBar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Searches the likeliest completions of each prompt.
+
+        Args:
+            prompts: as in `generate`.
+            params: of the search.
+            lora_request: must be None.
+            use_tqdm: as in `generate`.
+            concurrency_limit: has no effect: the scheduler decides how many prompts run at once.
+
+        Raises:
+            InvalidArgumentError: as in `generate`.
+        """
+        refuse_lora(lora_request)
+        results = self._complete(parse_prompts(prompts), params.sampling_params(), use_tqdm)
+        return [beam_search_output(result, params, self._tokenizer.decode) for result in results]
+
+    def get_tokenizer(self) -> OfflineTokenizer:
+        """Returns the tokenizer that turns prompts into tokens."""
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that hold if none are given: those that the checkpoint's
         generation_config.json states, and Baton's defaults for the others.
         """
-        return SamplingParams(**self._default_params)
+        return self._requests.default_params()
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many KV blocks were cached."""
@@ -139,49 +203,44 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _complete(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: Params | Sequence[Params],
+        use_tqdm: ProgressBar,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        requests = self._make_requests(prompts, params, priority)
+        for request in requests.values():
+            self._check(request)
+        try:
+            self._run(requests, use_tqdm)
+        finally:
+            self._core.abort(
+                [name for name, request in requests.items() if not request.is_finished]
+            )
+        return [request.result() for request in requests.values()]
+
     def _make_requests(
-        self, prompts: Sequence[Prompt], params: Params | Sequence[Params]
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: Params | Sequence[Params],
+        priority: Sequence[int] | None,
     ) -> dict[str, OfflineRequest]:
         if params is None or isinstance(params, SamplingParams | Mapping):
             params = [params] * len(prompts)
-        per_prompt = [self._complete(each) for each in params]
-        if len(per_prompt) != len(prompts):
-            raise InvalidArgumentError(
-                f"params has {len(per_prompt)} entries for {len(prompts)} prompts"
-            )
+        per_prompt = [self._requests.complete(each) for each in params]
+        priorities = [0] * len(prompts) if priority is None else priority
+        for name, values in (("params", per_prompt), ("priority", priorities)):
+            if len(values) != len(prompts):
+                raise InvalidArgumentError(
+                    f"{name} has {len(values)} entries for {len(prompts)} prompts"
+                )
         requests = (
-            self._make_request(prompt, own_params)
-            for prompt, own_params in zip(prompts, per_prompt, strict=True)
+            self._requests.make(f"offline-{next(self._numbers)}", prompt, own, priority=level)
+            for prompt, own, level in zip(prompts, per_prompt, priorities, strict=True)
         )
         return {request.spec.request_id: request for request in requests}
-
-    def _complete(self, params: Params) -> SamplingParams:
-        """Returns the parameters, with defaults for those that a mapping or None leaves open."""
-        if isinstance(params, SamplingParams):
-            return params
-        return over_defaults(stated_params(params or {}), self._default_params)
-
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
-        token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if params.truncate_prompt_tokens is not None:
-            added_by = self._tokenizer if isinstance(prompt, str) else None
-            token_ids = truncate_prompt(
-                token_ids, params.truncate_prompt_tokens, self._limits, added_by
-            )
-        if len(token_ids) < self._limits.max_total_tokens:
-            params = fitting_params(params, len(token_ids), self._limits)
-        bad_words = self._tokenizer.encode_bad_words(params.bad_words)
-        for bad_word in bad_words:
-            check_token_ids("bad_words", bad_word, self._limits.vocab_size)
-        spec = RequestSpec.with_defaults(
-            f"offline-{next(self._numbers)}",
-            tuple(token_ids),
-            params,
-            eos_token_ids=self._core.info.eos_token_ids,
-            bad_words_token_ids=bad_words,
-            reasoning=marks_for(params, self._marks, self._limits.vocab_size),
-        )
-        return OfflineRequest(spec, self._tokenizer)
 
     def _check(self, request: OfflineRequest) -> None:
         try:
@@ -189,10 +248,11 @@ class LLM:
         except ResourceExhaustedError as error:
             _ignore(request, error)
 
-    def _run(self, requests: dict[str, OfflineRequest], use_tqdm: bool) -> None:
+    def _run(self, requests: dict[str, OfflineRequest], use_tqdm: ProgressBar) -> None:
         """Steps the engine until every request is finished."""
         unfinished = {name: r for name, r in requests.items() if not r.is_finished}
-        with tqdm(total=len(requests), unit="prompt", disable=not use_tqdm) as progress:
+        bar = use_tqdm if callable(use_tqdm) else tqdm
+        with bar(total=len(requests), unit="prompt", disable=not use_tqdm) as progress:
             progress.update(len(requests) - len(unfinished))
             for request in list(unfinished.values()):
                 request.arrived_at = time.monotonic()
@@ -205,7 +265,7 @@ class LLM:
                     self._core.wait()
 
     def _deliver(
-        self, outputs: Iterable[RequestOutput], unfinished: dict[str, OfflineRequest]
+        self, outputs: Iterable[EngineOutput], unfinished: dict[str, OfflineRequest]
     ) -> None:
         """Adds each output to its request; removes the requests that ended."""
         for output in outputs:
@@ -220,24 +280,13 @@ class LLM:
                     self._core.abort([output.request_id])
 
 
-def _limits_of(core: EngineCore) -> RequestLimits:
-    """Returns the limits of an engine's requests. Its pool holds the longest one."""
-    max_model_len = core.info.max_model_len
-    return RequestLimits(
-        vocab_size=core.info.vocab_size,
-        max_model_len=max_model_len,
-        max_pool_tokens=max_model_len,
-        max_candidates=core.config.max_running,
-    )
+def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """Returns the one of two values that is set."""
+    if value is not None and other is not None:
+        raise InvalidArgumentError(f"{name} and {other_name} are both set; set one of them")
+    return other if value is None else value
 
 
 def _ignore(request: OfflineRequest, error: BatonError) -> None:
     _logger.warning("%s is ignored: %s", request.spec.request_id, error.message)
     request.ignore()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns the prompts as a sequence; a single prompt becomes a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

@@ -1,12 +1,13 @@
-"""`OfflineRequest`: gathers the engine's outputs of one prompt of `LLM.generate`."""
+"""`OfflineRequest`: gathers the engine's outputs of one prompt of `LLM` or `AsyncLLM`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from baton.request_spec import RequestSpec
-from baton.results import Completion, Generation, Logprobs, Timings, Usage, logprobs_of
+from baton.results import CompletionOutput, Logprobs, RequestOutput, Timings, Usage, logprobs_of
 from engine.batch import TokenLogprobs
-from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.request import EngineOutput, FinishReason, StageTimings
 from router.text_stream import TextPiece, TextStream
 from router.tokenizer import Tokenizer
 
@@ -21,20 +22,23 @@ class OfflineRequest:
     Args:
         spec: the request.
         tokenizer: the model's.
+        prompt: the prompt's text; None if it was given as token ids.
 
     Attributes:
         spec: the request.
         arrived_at: `time.monotonic()` when the request was added to the engine.
     """
 
-    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, prompt: str | None = None) -> None:
         self.spec = spec
         self.arrived_at = 0.0
+        self._prompt = prompt
+        self._text_of = _token_texts(tokenizer) if spec.params.detokenize else None
         text = TextStream(tokenizer, spec)
         self._candidates = [
             _Candidate(index, text.fork(), spec.stop_token_ids) for index in range(spec.params.n)
         ]
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt_logprobs: list[Logprobs | None] | None = None
         self._cached_tokens = 0
         self._stages = StageTimings()
         self._first_token_at: float | None = None
@@ -42,10 +46,10 @@ class OfflineRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `result` may be called."""
+        """Whether all candidates have ended."""
         return all(candidate.is_finished for candidate in self._candidates)
 
-    def add(self, output: RequestOutput) -> bool:
+    def add(self, output: EngineOutput) -> bool:
         """Adds an output of the engine.
 
         Returns:
@@ -58,7 +62,7 @@ class OfflineRequest:
             self._end_rest(FinishReason.ERROR.value)
             raise output.error
         self._add_usage(output)
-        self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+        self._add_prompt_logprobs(output)
         candidate = self._candidates[output.index]
         is_new = not candidate.is_finished
         if is_new:
@@ -77,34 +81,59 @@ class OfflineRequest:
         self._end_rest("ignored")
         self._ended_at = self._first_token_at = self.arrived_at
 
-    def result(self) -> Generation:
-        """The finished request."""
-        prompt = self.spec.prompt_token_ids
-        asks = self.spec.params.logprobs is not None
-        outputs = tuple(candidate.result(with_logprobs=asks) for candidate in self._candidates)
-        num_generated = sum(len(completion.token_ids) for completion in outputs)
-        return Generation(
+    def result(self) -> RequestOutput:
+        """Everything so far: all candidates with all their tokens."""
+        return self._result([candidate.result(self._details) for candidate in self._candidates])
+
+    def new_result(self) -> RequestOutput | None:
+        """What is new since the last call: candidates with new tokens or text, or that have
+        ended, with these tokens and this text alone. None: nothing is new.
+        """
+        fresh = [candidate for candidate in self._candidates if candidate.is_fresh]
+        if not fresh:
+            return None
+        return self._result([candidate.new_result(self._details) for candidate in fresh])
+
+    def _result(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        prompt_token_ids = list(self.spec.prompt_token_ids)
+        num_generated = sum(candidate.num_tokens for candidate in self._candidates)
+        return RequestOutput(
             request_id=self.spec.request_id,
             outputs=outputs,
-            usage=Usage(len(prompt), self._cached_tokens, num_generated),
+            usage=Usage(len(prompt_token_ids), self._cached_tokens, num_generated),
             timings=self._timings(),
-            prompt_token_ids=prompt,
-            prompt_logprobs=self._prompt_result(),
+            prompt=self._prompt,
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            finished=self.is_finished,
         )
 
-    def _prompt_result(self) -> tuple[Logprobs | None, ...] | None:
+    def _add_prompt_logprobs(self, output: EngineOutput) -> None:
         later = self.spec.prompt_token_ids[1:]
-        is_ignored = len(self._prompt_logprobs) != len(later)
-        if self.spec.params.prompt_logprobs is None or is_ignored:
-            return None
-        return (None, *_by_token(later, self._prompt_logprobs))
+        is_first = self._prompt_logprobs is None and len(output.prompt_logprobs) == len(later)
+        if is_first and self.spec.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None, *self._by_token(later, output.prompt_logprobs)]
+
+    def _details(
+        self, token_ids: Sequence[int], details: Sequence[TokenLogprobs]
+    ) -> list[Logprobs] | None:
+        """The log-probabilities of generated tokens, if the request asks for them."""
+        return None if self.spec.params.logprobs is None else self._by_token(token_ids, details)
+
+    def _by_token(
+        self, token_ids: Sequence[int], details: Sequence[TokenLogprobs]
+    ) -> list[Logprobs]:
+        return [
+            logprobs_of(token_id, d.logprob, d.rank, d.top_token_ids, d.top_logprobs, self._text_of)
+            for token_id, d in zip(token_ids, details, strict=True)
+        ]
 
     def _end_rest(self, reason: str) -> None:
         for candidate in self._candidates:
             if not candidate.is_finished:
                 candidate.end(reason)
 
-    def _add_usage(self, output: RequestOutput) -> None:
+    def _add_usage(self, output: EngineOutput) -> None:
         if output.token_ids and self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._cached_tokens = output.cached_tokens
@@ -123,32 +152,44 @@ class OfflineRequest:
         )
 
 
+_Details = Callable[[Sequence[int], Sequence[TokenLogprobs]], list[Logprobs] | None]
+
+
 class _Candidate:
     """One candidate's tokens and text.
 
     Attributes:
         is_finished: whether it needs no more tokens.
+        is_fresh: whether `new_result` has something new.
     """
 
     def __init__(self, index: int, stream: TextStream, stop_token_ids: frozenset[int]) -> None:
         self.is_finished = False
+        self.is_fresh = False
         self._index = index
         self._stream = stream
         self._stop_token_ids = stop_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._texts: list[str] = []
-        self._finish_reason = _STOP
-        self._matched_stop: str | int | None = None
+        self._num_returned = (0, 0)  # tokens and texts of earlier new results
+        self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
         self._score: float | None = None
 
-    def add(self, output: RequestOutput) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    def add(self, output: EngineOutput) -> None:
         """Adds the candidate's next tokens."""
         piece = self._stream.push(output.token_ids)
         self._token_ids += output.token_ids[: piece.num_tokens]
         self._logprobs += output.logprobs[: piece.num_tokens]
         self._score = output.score
         self._add_piece(piece)
+        self.is_fresh = self.is_fresh or bool(output.token_ids)
         if output.finish_reason is not None and not self.is_finished:
             self.end(output.finish_reason.value)
 
@@ -161,16 +202,27 @@ class _Candidate:
             is_stop = reason == _STOP and last in self._stop_token_ids
             self._finish(reason, last if is_stop else None)
 
-    def result(self, *, with_logprobs: bool) -> Completion:
-        """The finished candidate."""
-        return Completion(
+    def result(self, details: _Details) -> CompletionOutput:
+        """Everything so far; `details` makes the log-probabilities."""
+        return self._since((0, 0), details)
+
+    def new_result(self, details: _Details) -> CompletionOutput:
+        """What is new since the last call."""
+        start, self._num_returned = self._num_returned, (self.num_tokens, len(self._texts))
+        self.is_fresh = False
+        return self._since(start, details)
+
+    def _since(self, start: tuple[int, int], details: _Details) -> CompletionOutput:
+        token, text = start
+        token_ids = self._token_ids[token:]
+        return CompletionOutput(
             index=self._index,
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            text="".join(self._texts[text:]),
+            token_ids=token_ids,
             finish_reason=self._finish_reason,
-            matched_stop=self._matched_stop,
+            stop_reason=self._stop_reason,
             score=self._score,
-            logprobs=_by_token(self._token_ids, self._logprobs) if with_logprobs else None,
+            logprobs=details(token_ids, self._logprobs[token:]),
         )
 
     def _add_piece(self, piece: TextPiece) -> None:
@@ -178,13 +230,11 @@ class _Candidate:
         if piece.matched_stop is not None:
             self._finish(_STOP, piece.matched_stop)
 
-    def _finish(self, reason: str, matched_stop: str | int | None) -> None:
-        self.is_finished = True
-        self._finish_reason, self._matched_stop = reason, matched_stop
+    def _finish(self, reason: str, stop_reason: str | int | None) -> None:
+        self.is_finished = self.is_fresh = True
+        self._finish_reason, self._stop_reason = reason, stop_reason
 
 
-def _by_token(token_ids: Sequence[int], details: Sequence[TokenLogprobs]) -> tuple[Logprobs, ...]:
-    return tuple(
-        logprobs_of(token_id, found.logprob, found.rank, found.top_token_ids, found.top_logprobs)
-        for token_id, found in zip(token_ids, details, strict=True)
-    )
+def _token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Returns a function that decodes single tokens and keeps their texts."""
+    return cache(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False))

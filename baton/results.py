@@ -1,15 +1,16 @@
 """The results of `Client`, `AsyncClient` and `LLM`: frozen plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "Completion",
     "CompletionChunk",
-    "Generation",
+    "CompletionOutput",
     "Logprob",
     "Logprobs",
     "ModelDescription",
+    "RequestMetrics",
+    "RequestOutput",
     "Timings",
     "Usage",
     "logprobs_of",
@@ -51,10 +52,13 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of the probability.
         rank: the token's rank in the vocabulary; the likeliest token has 1.
+        decoded_token: the token's text; None in results of a server, which has the texts, and
+            without `SamplingParams.detokenize`.
     """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 Logprobs = dict[int, Logprob]
@@ -68,6 +72,7 @@ def logprobs_of(
     rank: int,
     top_token_ids: Sequence[int],
     top_logprobs: Sequence[float],
+    text_of: Callable[[int], str] | None = None,
 ) -> Logprobs:
     """Returns the log-probabilities at the place of a token.
 
@@ -77,26 +82,30 @@ def logprobs_of(
         rank: its rank.
         top_token_ids: the likeliest tokens, the likeliest first.
         top_logprobs: their log-probabilities.
+        text_of: returns a token's text; None leaves texts out.
     """
-    found = {token_id: Logprob(logprob, rank)}
+    found = {token_id: (logprob, rank)}
     for top_rank, (top_id, top_logprob) in enumerate(
         zip(top_token_ids, top_logprobs, strict=True), 1
     ):
-        found.setdefault(top_id, Logprob(top_logprob, top_rank))
-    return found
+        found.setdefault(top_id, (top_logprob, top_rank))
+    return {
+        each_id: Logprob(*pair, text_of(each_id) if text_of else None)
+        for each_id, pair in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One candidate.
+class CompletionOutput:
+    """One candidate. The names are those of vLLM's class, besides `score`.
 
     Attributes:
         index: the candidate's number, from 0.
         text: the text of the tokens, cut before a matched stop text.
         token_ids: every generated token, the stopping one included.
-        finish_reason: "stop", "length" or "aborted". `LLM` also uses "ignored":
-            the prompt can never fit the KV pool.
-        matched_stop: the stop text, or the id of the stop or end-of-sequence
+        finish_reason: "stop", "length" or "abort". `LLM` also uses "ignored": the prompt can
+            never fit the KV pool. None: the candidate has not ended (`AsyncLLM`).
+        stop_reason: the stop text, or the id of the stop or end-of-sequence
             token, that ended it; None otherwise, also for a text that ended because its
             structured output was complete.
         score: the score of a ranked candidate: that of beam search, or the mean
@@ -106,11 +115,11 @@ class Completion:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    matched_stop: str | int | None = None
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     score: float | None = None
-    logprobs: tuple[Logprobs, ...] | None = None
+    logprobs: list[Logprobs] | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -120,29 +129,67 @@ class Completion:
         pairs = zip(self.logprobs, self.token_ids, strict=True)
         return sum(found[token_id].logprob for found, token_id in pairs)
 
+    def finished(self) -> bool:
+        """Whether the candidate has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished request. `text`, `token_ids`, `finish_reason` and
-    `matched_stop` are those of its first candidate.
+class RequestMetrics:
+    """Times of a request in seconds, under vLLM's names. `Timings` has every stage.
+
+    Attributes:
+        num_generation_tokens: tokens of all candidates.
+        time_in_queue: from arrival to the first step.
+        first_token_latency: from arrival to the first token.
+    """
+
+    num_generation_tokens: int
+    time_in_queue: float
+    first_token_latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's result. `text`, `token_ids`, `finish_reason` and `stop_reason` are those of
+    its first candidate. The other names are those of vLLM's class, besides `usage` and
+    `timings`.
 
     Attributes:
         request_id: the request's name.
         outputs: the candidates by index; ranked candidates come best first.
         usage: token counts.
         timings: time per stage.
+        prompt: the prompt's text; None if it was given as token ids.
         prompt_token_ids: the prompt; None if it was sent to a server as text and
             `prompt_logprobs` is None.
         prompt_logprobs: one per token of the prompt, but None for the first one; None if
             the request did not ask for them.
+        finished: whether the request has ended. Only `AsyncLLM` returns unfinished ones.
     """
 
     request_id: str
-    outputs: tuple[Completion, ...]
+    outputs: list[CompletionOutput]
     usage: Usage
     timings: Timings
-    prompt_token_ids: tuple[int, ...] | None = None
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    finished: bool = True
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV was found instead of computed."""
+        return self.usage.cached_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The request's times."""
+        return RequestMetrics(
+            num_generation_tokens=self.usage.completion_tokens,
+            time_in_queue=self.timings.queue_ms / 1000,
+            first_token_latency=self.timings.first_token_ms / 1000,
+        )
 
     @property
     def text(self) -> str:
@@ -150,19 +197,19 @@ class Generation:
         return self.outputs[0].text
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> list[int]:
         """The first candidate's tokens."""
         return self.outputs[0].token_ids
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> str | None:
         """Why the first candidate ended."""
         return self.outputs[0].finish_reason
 
     @property
-    def matched_stop(self) -> str | int | None:
+    def stop_reason(self) -> str | int | None:
         """The stop that ended the first candidate."""
-        return self.outputs[0].matched_stop
+        return self.outputs[0].stop_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +223,32 @@ class CompletionChunk:
             while a character or a stop text is incomplete.
         token_ids: tokens since the candidate's previous chunk.
         finish_reason: set on the candidate's last chunk.
-        matched_stop: as in `Completion`; on the candidate's last chunk.
+        stop_reason: as in `CompletionOutput`; on the candidate's last chunk.
         usage: token counts; on the last chunk of all.
         timings: time per stage; on the last chunk of all.
-        score: as in `Completion`; on the candidate's last chunk.
+        score: as in `CompletionOutput`; on the candidate's last chunk.
         logprobs: one per entry of `token_ids`; None if there are no tokens, or the request
             did not ask for them.
         prompt_token_ids: the prompt; on the first chunk, if the request asks for
             `prompt_logprobs`.
-        prompt_logprobs: as in `Generation`; on the first chunk.
+        prompt_logprobs: as in `RequestOutput`; on the first chunk.
+        prompt_index: the number of the prompt, from 0, if the request has several. What is said
+            of a first and a last chunk holds for each prompt's.
     """
 
     request_id: str
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     finish_reason: str | None = None
-    matched_stop: str | int | None = None
+    stop_reason: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
     score: float | None = None
-    logprobs: tuple[Logprobs, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    logprobs: list[Logprobs] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from operator import index
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_STOPS",
     "MAX_STOP_BYTES",
+    "RequestOutputKind",
     "SamplingParams",
     "over_defaults",
     "stated_params",
@@ -40,6 +42,17 @@ _MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
 _MAX_UINT32 = 2**32 - 1
 _MAX_INT32 = 2**31 - 1
+
+
+class RequestOutputKind(Enum):
+    """What `AsyncLLM.generate` yields."""
+
+    CUMULATIVE = 0
+    """Results with everything so far."""
+    DELTA = 1
+    """Results with what is new since the last one."""
+    FINAL_ONLY = 2
+    """One result, at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class SamplingParams:
         extra_args: JSON values for logits processors (`--logits-processors`), by name; a
             mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
             applies.
+        output_kind: what `AsyncLLM.generate` yields. Nothing else reads it.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -147,6 +161,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     extra_args: Mapping[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -277,6 +292,9 @@ class SamplingParams:
             value = getattr(self, field)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidArgumentError.for_field(field, value, f"in [0, {MAX_LOGPROBS}]")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            limit = "a RequestOutputKind"
+            raise InvalidArgumentError.for_field("output_kind", self.output_kind, limit)
         truncated = self.truncate_prompt_tokens
         if truncated is not None and not (truncated == -1 or 1 <= truncated <= _MAX_INT32):
             limit = "in [1, 2**31), or -1"

@@ -14,7 +14,13 @@ from baton.errors import InvalidArgumentError
 from baton.json_text import MAX_JSON_BYTES, check_text, compact_json
 from baton.response_format import fields_of_response_format, fields_of_tools
 
-__all__ = ["MAX_CHOICES", "MAX_REGEX_BYTES", "MAX_SOURCE_BYTES", "StructuredOutputs"]
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_REGEX_BYTES",
+    "MAX_SOURCE_BYTES",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+]
 
 MAX_SOURCE_BYTES = MAX_JSON_BYTES
 """The most UTF-8 bytes of a schema, a grammar, a structural tag, or all choices together."""
@@ -174,6 +180,10 @@ class StructuredOutputs:
             raise _error("whitespace_pattern", "is set with disable_any_whitespace; unset one")
         if self.form not in ("json", "json_object"):
             raise _error("whitespace_pattern", f"has no meaning for {self.form}; unset it")
+
+
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name of the class."""
 
 
 def _error(field: str, problem: str) -> InvalidArgumentError:

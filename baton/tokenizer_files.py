@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
+from baton.hub_names import split_revision
 
 __all__ = ["load_tokenizer", "read_json", "read_settings", "resolve_folder"]
 
@@ -50,7 +51,8 @@ def resolve_folder(path_or_name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path_or_name), allow_patterns=list(_FILES)))
+        name, revision = split_revision(str(path_or_name))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path_or_name} is neither a folder nor a Hub repository that can be reached "
@@ -146,9 +148,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no such file.
 
     Raises:
-        TypeError, ValueError: the file has something else.
+        OSError: the file cannot be read.
+        TypeError: it does not have an object.
+        ValueError: it is not JSON.
     """
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(f"{path} does not contain a JSON object")
+    return content
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:

@@ -3,17 +3,20 @@
 `Client` and `AsyncClient` share them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from baton.errors import InternalError, InvalidArgumentError
+from baton.prompts import ParsedPrompt, Prompt, is_single, parse_prompts
 from baton.results import (
-    Completion,
     CompletionChunk,
-    Generation,
+    CompletionOutput,
     Logprobs,
     ModelDescription,
+    RequestOutput,
     Timings,
     Usage,
     logprobs_of,
@@ -23,12 +26,16 @@ from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
 __all__ = [
+    "ChatOptions",
+    "ChatRequestOptions",
     "Params",
     "RequestOptions",
+    "build_chat_request",
     "build_request",
     "parse_chunk",
-    "parse_generation",
     "parse_model",
+    "parse_output",
+    "parse_response",
 ]
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -37,10 +44,12 @@ fields that it has, except those whose value is None (for `max_tokens`, None is 
 as fit); None states no field. Fields that are not stated take the server's defaults.
 """
 
+_NO_PROMPT = ParsedPrompt()
+_JSON_OPTIONS = ("tools", "documents", "chat_template_kwargs")
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORTED: "aborted",
+    common_pb2.FINISH_REASON_ABORTED: "abort",
 }
 
 
@@ -58,8 +67,99 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
 
 
+class ChatOptions(TypedDict, total=False):
+    """How the messages of a chat become a prompt.
+
+    Attributes:
+        tools: tools that the model may call, as in OpenAI's chat API.
+        documents: documents for templates that read them.
+        chat_template_kwargs: further variables of the template.
+        add_generation_prompt: whether the prompt ends with the start of an answer; default: true,
+            unless `continue_final_message` is set.
+        continue_final_message: whether the answer continues the text of the last message.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+
+
+class ChatRequestOptions(ChatOptions, RequestOptions, total=False):
+    """Options of a chat besides its messages and sampling parameters."""
+
+
 def build_request(
-    prompt: str | Sequence[int],
+    prompt: Prompt | Sequence[Prompt],
+    params: Params,
+    model: str,
+    **options: Unpack[RequestOptions],
+) -> generation_pb2.GenerateRequest:
+    """The message that asks for a completion of a prompt, or of each of several prompts.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, the message cannot hold it, or prompts
+            have different `cache_salt`.
+        TypeError: `params` has a field that `SamplingParams` does not have.
+    """
+    parsed = _parsed(prompt)
+    options.setdefault("cache_salt", _common_salt(parsed))
+    request = _request_without_prompt(params, model, **options)
+    with _unencodable():
+        if _is_several(prompt):
+            request.prompts.SetInParent()
+            for one in parsed:
+                _set_prompt(request.prompts.prompts.add(), one)
+        else:
+            _set_prompt(request, parsed[0])
+    return request
+
+
+def build_chat_request(
+    messages: Sequence[Mapping[str, Any]],
+    params: Params,
+    model: str,
+    **options: Unpack[ChatRequestOptions],
+) -> generation_pb2.GenerateRequest:
+    """The message that asks for an answer in a chat.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, or the message cannot hold it.
+        TypeError: `params` has a field that `SamplingParams` does not have, or an option is
+            unknown.
+    """
+    given: dict[str, Any] = dict(options)
+    chat = {name: given.pop(name) for name in ChatOptions.__annotations__ if name in given}
+    request = _request_without_prompt(params, model, **given)
+    texts = {"messages": messages} | {n: chat[n] for n in _JSON_OPTIONS if chat.get(n) is not None}
+    with _unencodable():
+        request.chat.SetInParent()
+        for name, value in texts.items():
+            setattr(request.chat, f"{name}_json", _json(name, value))
+        if chat.get("add_generation_prompt") is not None:
+            request.chat.add_generation_prompt = chat["add_generation_prompt"]
+        request.chat.continue_final_message = chat.get("continue_final_message", False)
+    return request
+
+
+def _is_several(prompt: Any) -> bool:
+    """Whether the value is a list of prompts. An empty list is one prompt without tokens."""
+    return not is_single(prompt) and len(prompt) > 0
+
+
+def _parsed(prompt: Any) -> list[ParsedPrompt]:
+    return parse_prompts(prompt if _is_several(prompt) else [prompt])
+
+
+def _common_salt(prompts: Sequence[ParsedPrompt]) -> str:
+    salts = {prompt.cache_salt for prompt in prompts}
+    if len(salts) > 1:
+        raise InvalidArgumentError("prompts of one request have different cache_salt; send several")
+    return salts.pop()
+
+
+def _request_without_prompt(
     params: Params,
     model: str,
     *,
@@ -67,15 +167,9 @@ def build_request(
     priority: int = 0,
     cache_salt: str = "",
 ) -> generation_pb2.GenerateRequest:
-    """The message that asks for a completion.
-
-    Raises:
-        InvalidArgumentError: a value is out of range, or the message cannot hold it.
-        TypeError: `params` has a field that `SamplingParams` does not have.
-    """
     checked, stated = _checked(params)
-    try:
-        request = generation_pb2.GenerateRequest(
+    with _unencodable():
+        return generation_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
             sampling=sampling_to_proto(checked, stated),
@@ -84,10 +178,22 @@ def build_request(
             priority=priority,
             cache_salt=cache_salt,
         )
-        _set_prompt(request, prompt)
-    except ValueError as error:  # out of the field's range, or a lone surrogate
+
+
+@contextmanager
+def _unencodable() -> Iterator[None]:
+    """Refuses values that are out of a field's range, and lone surrogates."""
+    try:
+        yield
+    except ValueError as error:
         raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
-    return request
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{field} is not JSON data: {error}") from error
 
 
 def _checked(params: Params) -> tuple[SamplingParams, Collection[str]]:
@@ -99,47 +205,75 @@ def _checked(params: Params) -> tuple[SamplingParams, Collection[str]]:
     return SamplingParams(**{"max_tokens": None, **stated}), stated.keys()
 
 
-def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[int]) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
+def _set_prompt(
+    message: generation_pb2.GenerateRequest | generation_pb2.Prompt, prompt: ParsedPrompt
+) -> None:
+    if prompt.token_ids is None:
+        message.text = prompt.text or ""
     else:
         # An empty list must still set the kind of the prompt.
-        request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(prompt.token_ids)
 
 
-def parse_generation(
-    response: generation_pb2.GenerateResponse, prompt: str | Sequence[int]
-) -> Generation:
+def parse_response(
+    response: generation_pb2.GenerateResponse, prompt: Prompt | Sequence[Prompt]
+) -> RequestOutput | list[RequestOutput]:
+    """The public form of the response to one prompt, or a list for several.
+
+    Args:
+        response: the server's.
+        prompt: as in `build_request`.
+
+    Raises:
+        InternalError: the server did not answer each prompt.
+    """
+    prompts = _parsed(prompt)
+    if not _is_several(prompt):
+        return parse_output(response, prompts[0])
+    responses = response.responses
+    if len(responses) != len(prompts):
+        raise InternalError(f"the server answered {len(responses)} of {len(prompts)} prompts")
+    return [parse_output(own, one) for own, one in zip(responses, prompts, strict=True)]
+
+
+def parse_output(
+    response: generation_pb2.GenerateResponse, prompt: ParsedPrompt = _NO_PROMPT
+) -> RequestOutput:
     """The public form of a whole completion.
 
     Args:
         response: the server's.
-        prompt: the request's; used if the response has no token ids of the prompt.
+        prompt: the request's. Its token ids are used if the response has none. A chat has
+            neither text nor tokens.
+
+    Raises:
+        InternalError: the response has no completion.
     """
     if not response.completions:
         raise InternalError("the server answered without a completion")
-    return Generation(
+    token_ids = None if prompt.token_ids is None else list(prompt.token_ids)
+    return RequestOutput(
         request_id=response.request_id,
-        outputs=tuple(
-            Completion(
-                index=completion.index,
-                text=completion.text,
-                token_ids=tuple(completion.token_ids),
-                finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
-                matched_stop=_parse_matched_stop(completion.matched_stop),
-                score=completion.score if completion.HasField("score") else None,
-                logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
-            )
-            for completion in response.completions
-        ),
+        outputs=[_parse_completion(completion) for completion in response.completions],
         usage=_parse_usage(response.usage),
         timings=_parse_timings(response.timings),
+        prompt=prompt.text,
         # With `truncate_prompt_tokens`, the server's differ from the caller's.
-        prompt_token_ids=(
-            tuple(response.prompt_token_ids) or (None if isinstance(prompt, str) else tuple(prompt))
-        ),
+        prompt_token_ids=list(response.prompt_token_ids) or token_ids,
         prompt_logprobs=_parse_prompt_logprobs(response),
+    )
+
+
+def _parse_completion(completion: generation_pb2.Completion) -> CompletionOutput:
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=list(completion.token_ids),
+        finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
+        stop_reason=_parse_stop_reason(completion.matched_stop),
+        score=completion.score if completion.HasField("score") else None,
+        logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
     )
 
 
@@ -151,17 +285,18 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         request_id=response.request_id,
         index=response.index,
         text=response.text,
-        token_ids=tuple(response.token_ids),
+        token_ids=list(response.token_ids),
         finish_reason=(
             _FINISH_REASONS.get(response.finish_reason, "unknown") if is_finished else None
         ),
-        matched_stop=_parse_matched_stop(response.matched_stop),
+        stop_reason=_parse_stop_reason(response.matched_stop),
         score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
         timings=_parse_timings(response.timings) if is_last else None,
         logprobs=_parse_logprobs(response.token_ids, response.logprobs),
-        prompt_token_ids=tuple(response.prompt_token_ids) or None,
+        prompt_token_ids=list(response.prompt_token_ids) or None,
         prompt_logprobs=_parse_prompt_logprobs(response),
+        prompt_index=response.prompt_index,
     )
 
 
@@ -179,31 +314,31 @@ def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
 
 def _parse_logprobs(
     token_ids: Sequence[int], messages: Sequence[common_pb2.TokenLogprobs]
-) -> tuple[Logprobs, ...] | None:
+) -> list[Logprobs] | None:
     """The log-probabilities of tokens; None if the request did not ask for them."""
     if not messages:
         return None
-    return tuple(
+    return [
         logprobs_of(
             token_id, message.logprob, message.rank, message.top_token_ids, message.top_logprobs
         )
         for token_id, message in zip(token_ids, messages, strict=True)
-    )
+    ]
 
 
 def _parse_prompt_logprobs(
     response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
-) -> tuple[Logprobs | None, ...] | None:
+) -> list[Logprobs | None] | None:
     """The log-probabilities of the prompt's tokens; None for the first token, and None if the
     request did not ask for them or ended before they were computed.
     """
     later = response.prompt_token_ids[1:]
     if not response.prompt_token_ids or len(later) != len(response.prompt_logprobs):
         return None
-    return (None, *(_parse_logprobs(later, response.prompt_logprobs) or ()))
+    return [None, *(_parse_logprobs(later, response.prompt_logprobs) or ())]
 
 
-def _parse_matched_stop(stop: common_pb2.MatchedStop) -> str | int | None:
+def _parse_stop_reason(stop: common_pb2.MatchedStop) -> str | int | None:
     match stop.WhichOneof("match"):
         case "text":
             return stop.text

@@ -32,6 +32,9 @@ _COMMANDS = {
     "constraints": _Command(
         "benchmarks.constraints_command", "grammars and masks in steps, jump-forward decoding"
     ),
+    "router": _Command(
+        "benchmarks.router.command", "requests and streamed tokens in one router process"
+    ),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"

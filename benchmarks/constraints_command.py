@@ -120,12 +120,12 @@ def _measure_masks(args: argparse.Namespace, config: "EngineConfig") -> "Iterato
 
 
 def _measure_jumps(args: argparse.Namespace, config: "EngineConfig") -> "Iterator[JumpTimes]":
-    from baton.tokenizer_files import load_tokenizer, resolve_folder
+    from baton.model_files import open_model_files
     from benchmarks.offline.constrained import measure_jumps, train_tokenizer
     from benchmarks.offline.offline_engine import OfflineEngine
 
     with tempfile.TemporaryDirectory() as name:
-        folder = resolve_folder(resolve_model(args.model))
+        folder = open_model_files(resolve_model(args.model)).path
         if args.model in RANDOM_MODELS:
             # The tokenizer that random models have uses few of their tokens.
             given, folder = folder, Path(name)
@@ -134,7 +134,7 @@ def _measure_jumps(args: argparse.Namespace, config: "EngineConfig") -> "Iterato
                     (folder / path.name).symlink_to(path)
             vocab_size = RANDOM_MODELS[args.model][1]["vocab_size"]
             train_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
-        prompt = load_tokenizer(folder).encode(_PROMPT).ids
+        prompt = open_model_files(folder).load_tokenizer().encode(_PROMPT).ids
         with OfflineEngine(replace(config, model=str(folder))) as engine:
             for batch_size in args.jump_batch_size:
                 yield measure_jumps(engine.core, prompt, batch_size, args.temperature, args.repeats)

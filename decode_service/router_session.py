@@ -16,7 +16,7 @@ from baton.sampling_params import MAX_LOGPROBS
 from baton.spec_wire import spec_from_proto
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
 from kvstore.handoff import handoff_from_proto
 from rpc.errors import to_worker_error
@@ -151,7 +151,7 @@ class RouterSession:
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._live.pop(request_id, None)
-        refusal = RequestOutput(
+        refusal = EngineOutput(
             request_id=request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
         )
         self._pending.pop(request_id, None)
@@ -159,7 +159,7 @@ class RouterSession:
 
     # Outputs.
 
-    def _on_output(self, request: EngineRequest, output: RequestOutput) -> None:
+    def _on_output(self, request: EngineRequest, output: EngineOutput) -> None:
         """Called on the event loop, for all outputs of a step before the next response is made."""
         if self._live.get(output.request_id) is not request:
             return  # the request was cancelled while this output was under way
@@ -167,7 +167,7 @@ class RouterSession:
             del self._live[output.request_id]
         self._add(output)
 
-    def _add(self, output: RequestOutput) -> None:
+    def _add(self, output: EngineOutput) -> None:
         error = None if output.error is None else to_worker_error(output.error)
         if output.logprobs or output.prompt_logprobs:
             self._has_logprobs = True

@@ -26,12 +26,12 @@ from engine.engine_thread import (
 )
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
-from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from kvstore.handoff import KvHandoff, connector_name
 
 __all__ = ["AsyncEngine"]
 
-OutputHandler = Callable[[RequestOutput], None]
+OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
 _MIN_WAITING_EVENTS = 1024
@@ -218,14 +218,25 @@ class AsyncEngine:
 
         Requests that have not ended do so with `UnavailableError`.
         """
+        await asyncio.to_thread(self._stop_thread)
+        self._end_all()
+
+    def shutdown(self) -> None:
+        """Like `close`, but blocks the event loop until the current step has ended. The event
+        loop may have been closed.
+        """
+        self._stop_thread()
+        if not self._loop.is_closed():
+            self._end_all()
+
+    def _stop_thread(self) -> None:
         self._closing = True
         self._thread.stop()
-        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        self._end_all()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     # Calls from the engine's thread (`EngineListener`).
 
-    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+    def on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Delivers outputs to their handlers."""
         for output in outputs:
             if output.request_id in self._aborting:
@@ -263,7 +274,7 @@ class AsyncEngine:
     def _has_stopped(self) -> bool:
         return self._closing or self._failed.done()
 
-    def _call(self, handler: OutputHandler, output: RequestOutput) -> None:
+    def _call(self, handler: OutputHandler, output: EngineOutput) -> None:
         """Calls a handler; its errors must not affect other requests."""
         try:
             handler(output)
@@ -280,7 +291,7 @@ class AsyncEngine:
         reason, error = FinishReason.ERROR, _stopped()
         self.on_outputs(
             [
-                RequestOutput(request_id=name, finish_reason=reason, is_last=True, error=error)
+                EngineOutput(request_id=name, finish_reason=reason, is_last=True, error=error)
                 for name in self._handlers
             ]
         )

@@ -5,12 +5,14 @@ Torch-free, so that every command's `--help` is quick.
 
 import argparse
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.flags import add_flags, config_from_args
+from baton.hub_names import HubFlags, with_revision
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
@@ -35,6 +37,7 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
             `engine_config_from_args`.
     """
     add_flags(parser, EngineConfig, "engine", omit=omit)
+    add_flags(parser, HubFlags, "engine", omit=omit)
     _add_fixed_args(parser)
 
 
@@ -48,6 +51,8 @@ def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> Engin
             process only; names the flag.
     """
     config = config_from_args(EngineConfig, args, **overrides)
+    revision = config_from_args(HubFlags, args).revision
+    config = replace(config, model=with_revision(config.model, revision))
     if config.kv_connector is not None:
         _check_shared(config.kv_connector)
     return config
@@ -74,6 +79,7 @@ def _add_fixed_args(parser: argparse.ArgumentParser) -> None:
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for names, value in _FIXED_ARGS:
         parser.add_argument(*names, type=_only(value), **hidden)
+    parser.add_argument("--download-dir", type=_no_download_dir, **hidden)
     parser.add_argument("--trust-remote-code", action=_NoRemoteCode, **hidden)
 
 
@@ -86,6 +92,10 @@ def _only(value: str) -> Callable[[str], str]:
         return value
 
     return parse
+
+
+def _no_download_dir(_: str) -> str:
+    raise argparse.ArgumentTypeError("set the environment variable HF_HUB_CACHE instead")
 
 
 class _NoRemoteCode(argparse.BooleanOptionalAction):

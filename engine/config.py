@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.errors import ConfigurationError
 from baton.flags import byte_size, byte_size_with_unit, count, flag, gibibytes
+from baton.named_models import default_model_name
 
 __all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
@@ -35,7 +36,10 @@ class EngineConfig:
     """
 
     model: str = flag(
-        MISSING, "checkpoint folder or Hugging Face Hub name", metavar="MODEL", is_positional=True
+        MISSING,
+        "checkpoint folder, GGUF file, demo, smollm2, or Hugging Face Hub name",
+        metavar="MODEL",
+        is_positional=True,
     )
     served_model_name: str | None = flag(
         None,
@@ -248,7 +252,7 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The model name in requests."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or default_model_name(self.model)
 
 
 _CHOICES = {

@@ -23,7 +23,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
 from engine.kv_cache.events import KvEvent
-from engine.request import EngineLoad, EngineRequest, RequestOutput
+from engine.request import EngineLoad, EngineOutput, EngineRequest
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.schedule.scheduler import Scheduler
 from engine.validation import check_request
@@ -34,7 +34,7 @@ from kvstore.transfer_form import BlockSlicing, TransferForm
 
 __all__ = ["EngineCore", "OnOutputs"]
 
-OnOutputs = Callable[[list[RequestOutput]], None]
+OnOutputs = Callable[[list[EngineOutput]], None]
 
 # If this many steps in a row fail, the device is lost; a bad request fails one step.
 _MAX_FAILED_STEPS = 3
@@ -165,7 +165,7 @@ class EngineCore:
         if request.spec.params.structured_outputs is not None:
             self._grammars.check()
 
-    def add_request(self, request: EngineRequest) -> list[RequestOutput]:
+    def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         """Queues a request that `check` accepts; its id must not be live.
 
         Returns:
@@ -174,12 +174,12 @@ class EngineCore:
         self.is_stalled = False
         return self.scheduler.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests and frees what they hold; returns their last outputs."""
         self.is_stalled = False
         return self.scheduler.abort(request_ids)
 
-    def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
+    def finish_candidate(self, request_id: str, index: int) -> list[EngineOutput]:
         """Ends one candidate without an output. Unknown ids and indices are ignored.
 
         If it was the last one, its request ends: its last output, ABORTED, is returned.
@@ -276,7 +276,7 @@ class EngineCore:
 
     # A step.
 
-    def _compute_step(self, on_outputs: OnOutputs) -> list[RequestOutput]:
+    def _compute_step(self, on_outputs: OnOutputs) -> list[EngineOutput]:
         batch = self.scheduler.schedule()
         self._start_transfers()  # loads run beside the forward pass
         self.is_stalled = batch is None and self._in_flight is None
@@ -291,7 +291,7 @@ class EngineCore:
         if work := self.scheduler.build_work():
             self._connector.start(work)
 
-    def _run(self, batch: ScheduledBatch, on_outputs: OnOutputs) -> list[RequestOutput]:
+    def _run(self, batch: ScheduledBatch, on_outputs: OnOutputs) -> list[EngineOutput]:
         """The readable loop: execute, then commit."""
         self._on_outputs = on_outputs
         outputs = self._finish(batch, lambda: self._runner.execute(batch))
@@ -301,7 +301,7 @@ class EngineCore:
             raise error
         return outputs
 
-    def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
+    def _overlap(self, batch: ScheduledBatch | None) -> list[EngineOutput]:
         """The overlapped loop: submit this step, then commit the one before it."""
         before, self._in_flight = self._in_flight, None
         error = self._submit(batch) if batch is not None else None
@@ -321,7 +321,7 @@ class EngineCore:
 
     def _finish(
         self, batch: ScheduledBatch, get_output: Callable[[], StepOutput]
-    ) -> list[RequestOutput]:
+    ) -> list[EngineOutput]:
         try:
             output = get_output()
         except Exception as error:
@@ -330,7 +330,7 @@ class EngineCore:
         self._connector.step_ended(batch.step, computed=True)
         return self.scheduler.commit(batch, output)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[EngineOutput]:
         """Ends the requests of a failed step; raises the error if several in a row have failed."""
         self._connector.step_ended(batch.step, computed=False)
         self._num_failed_steps += 1
@@ -341,7 +341,7 @@ class EngineCore:
 
     # The connector.
 
-    def _poll(self) -> list[RequestOutput]:
+    def _poll(self) -> list[EngineOutput]:
         """Processes what transfers have brought."""
         self._has_results = False
         return self.scheduler.apply(self._connector.poll())

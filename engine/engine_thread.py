@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from engine.core import EngineCore
 from engine.kv_cache.events import KvEvent
-from engine.request import EngineLoad, EngineRequest, RequestOutput
+from engine.request import EngineLoad, EngineOutput, EngineRequest
 from kvstore.handoff import KvHandoff
 
 __all__ = [
@@ -95,7 +95,7 @@ Command = (
 class EngineListener(Protocol):
     """Receives outputs and answers on the event loop."""
 
-    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+    def on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Receives the outputs of a step or a command."""
 
     def on_aborted(self, request_ids: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ class EngineThread:
                 self._is_recording = on
                 self._deliver_events(core.watch_kv_events(on))
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:
             self._post(self._listener.on_outputs, outputs)
 

@@ -11,9 +11,9 @@ from kvstore.handoff import KvHandoff
 __all__ = [
     "CandidateProgress",
     "EngineLoad",
+    "EngineOutput",
     "EngineRequest",
     "FinishReason",
-    "RequestOutput",
     "StageTimings",
 ]
 
@@ -27,7 +27,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     HANDOFF = "handoff"
-    ABORTED = "aborted"
+    ABORTED = "abort"
     ERROR = "error"
 
 
@@ -92,7 +92,7 @@ class StageTimings:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class EngineOutput:
     """New tokens of one candidate, or its end. At most one per candidate and step.
 
     Outputs are never changed. The class is not frozen, because one output is made

@@ -10,7 +10,7 @@ from baton.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
 from engine.batch import TokenLogprobs
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
-from engine.request import CandidateProgress, EngineLoad, FinishReason, RequestOutput, StageTimings
+from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from kvstore.handoff import brief_digest
 
 __all__ = [
@@ -93,7 +93,7 @@ def _logprobs_from_proto(
 
 
 def output_to_proto(
-    output: RequestOutput, error: request_pb2.WorkerError | None = None
+    output: EngineOutput, error: request_pb2.WorkerError | None = None
 ) -> request_pb2.CandidateOutput:
     """The message of an output.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, prefill_pb2, request_pb2
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from engine.wire import (
     finish_reason_to_proto,
     logprobs_to_proto,
@@ -34,16 +34,16 @@ class PromptEvents:
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self.last: RequestOutput | None = None
+        self.last: EngineOutput | None = None
         self.has_sent_end = False
         self._params = params
         self._saved: KvHandoff | None = None  # blocks that no message has listed yet
-        self._drawn: list[RequestOutput] = []  # outputs with first tokens
-        self._ended: list[RequestOutput] = []  # outputs of candidates that have ended
+        self._drawn: list[EngineOutput] = []  # outputs with first tokens
+        self._ended: list[EngineOutput] = []  # outputs of candidates that have ended
         self._has_sent_result = False
         self._changed = asyncio.Event()
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: EngineOutput) -> None:
         """Takes the next output. Called on the event loop, for all outputs of a step before
         `messages` continues.
         """
@@ -75,7 +75,7 @@ class PromptEvents:
                 saved, self._saved = self._saved, None
                 yield prefill_pb2.PrefillResponse(saved=handoff_to_proto(saved))
 
-    def _end(self, last: RequestOutput) -> prefill_pb2.PrefillResponse:
+    def _end(self, last: EngineOutput) -> prefill_pb2.PrefillResponse:
         """The last message. Saved blocks that no message listed are in its handoff, or useless."""
         self.has_sent_end = True
         if last.error is not None:
@@ -105,7 +105,7 @@ def _join_saved(earlier: KvHandoff | None, later: KvHandoff) -> KvHandoff:
 
 
 def _first_tokens(
-    params: SamplingParams, drawn: Sequence[RequestOutput]
+    params: SamplingParams, drawn: Sequence[EngineOutput]
 ) -> prefill_pb2.PrefillResult:
     """First tokens of a generation that continues on decode. Those of ranked candidates are for
     decode alone.

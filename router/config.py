@@ -13,6 +13,8 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
 from baton.flags import add_flags, count, flag, flags_of_config
+from baton.hub_names import HubFlags, with_revision
+from baton.named_models import default_model_name
 from router.discovery import parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -38,12 +40,14 @@ _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 
 def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
     """Makes a field whose flag is repeatable and takes comma-separated values."""
-    help_text = f"{help_text}; comma-separated, repeatable"
     return flag(default, help_text, metavar=metavar, is_main=True, **options)
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
+    help_text = (
+        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
+        "comma-separated, repeatable"
+    )
     return _list_flag(default, "TARGET", help_text + note)
 
 
@@ -59,19 +63,20 @@ class ModelConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder or Hub name; the router reads its tokenizer, chat template and "
-        "generation_config.json",
+        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
+        "tokenizer, chat template and generation_config.json",
         metavar="MODEL",
         is_positional=True,
     )
     decode: tuple[str, ...] = _targets("decode", MISSING)
     prefill: tuple[str, ...] = _targets(
-        "prefill", (), " (without any, decode workers compute all prompts)"
+        "prefill", (), "; without any, decode workers compute all prompts"
     )
     served_model_name: tuple[str, ...] = _list_flag(
         (),
         "NAME",
-        "names of the model in requests; workers must serve the first one (default: the last "
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
         "part of --model)",
         is_list=True,
     )
@@ -116,7 +121,7 @@ class ModelConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may give. The first is the model's own, also on workers."""
-        return self.served_model_name or (self.model.rstrip("/").rsplit("/", 1)[-1],)
+        return self.served_model_name or (default_model_name(self.model),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +241,7 @@ def add_args(
     add_flags(parser, _GrpcPort, "server", **options)
     add_flags(parser, HttpConfig, "HTTP", **options)
     add_flags(parser, ModelConfig, "model", **options)
+    add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
     add_flags(parser, RouterConfig, "router", **options)
 
@@ -281,7 +287,9 @@ def flags_of_router(config: RouterConfig) -> list[str]:
 def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     path = flags.config_from_args(_ModelsFile, args).models
     if path is None:
-        return (flags.config_from_args(ModelConfig, args, **model),)
+        own = flags.config_from_args(ModelConfig, args, **model)
+        revision = flags.config_from_args(HubFlags, args).revision
+        return (replace(own, model=with_revision(own.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.model_files import open_model_files
 from baton.sampling_params import SamplingParams
-from baton.tokenizer_files import read_json, resolve_folder
 from router.config import GENERATION_CONFIGS
 
 __all__ = ["load_default_params"]
@@ -34,7 +34,7 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` that the checkpoint states, with their values.
 
     Args:
-        model: checkpoint folder or Hub name.
+        model: checkpoint folder, GGUF file, named model or Hub name.
         generation_config: "auto", or "none", for which no field is returned.
 
     Raises:
@@ -49,11 +49,12 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
         )
     if generation_config == "none":
         return {}
-    path = resolve_folder(model) / _FILE
+    files = open_model_files(model)
+    path = files.locate(_FILE)
     entry = ""
     defaults = {}
     try:
-        stated = read_json(path)
+        stated = files.read_json(_FILE)
         for entry, field in _FIELDS.items():
             if stated.get(entry) is not None:
                 defaults[field] = _checked(field, stated[entry])

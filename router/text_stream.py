@@ -78,6 +78,9 @@ class TextStream:
         """Adds the next tokens. Must not be called after a matched stop."""
         if not self._has_text:
             return TextPiece("", None, len(token_ids))
+        if not self._checker.has_stops:
+            written = [token_id for token_id in token_ids if token_id not in self._unwritten]
+            return TextPiece(self._detokenizer.push(written), None, len(token_ids))
         text = ""
         for num_used, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
@@ -142,6 +145,10 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds the next tokens; returns the text that they complete."""
+        if len(token_ids) > 1 and not self._pending:
+            text = self._push_all(token_ids)
+            if text is not None:
+                return text
         return "".join(self._push_one(token_id) for token_id in token_ids)
 
     def fork(self) -> "IncrementalDetokenizer":
@@ -153,6 +160,18 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Returns the text that is held back, complete or not. Called at the end."""
         return self._release() if self._pending else ""
+
+    def _push_all(self, token_ids: Sequence[int]) -> str | None:
+        """Adds tokens at once, which costs less than one by one; returns their text.
+
+        Returns None, and adds nothing, if a further token could change the text.
+        """
+        has_text, skips = self._tokenizer.has_text, self._skips_special
+        self._pending = [token_id for token_id in token_ids if has_text(token_id, skips)]
+        if self._pending and self._is_spaced and not self._may_change():
+            return self._release()
+        self._pending = []
+        return None
 
     def _push_one(self, token_id: int) -> str:
         if not self._tokenizer.has_text(token_id, self._skips_special):
@@ -240,10 +259,13 @@ class StopChecker:
     Args:
         stops: the stop strings, none of them empty.
         keep_stop: cut after the stop string instead.
+
+    Attributes:
+        has_stops: whether there is any stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
-        self._has_stops = bool(stops)
+        self.has_stops = bool(stops)
         self._state = _build_automaton(stops)
         self._keep_stop = keep_stop
         self._held = ""  # the last characters, which may begin a stop that is cut away
@@ -260,7 +282,7 @@ class StopChecker:
             The text that is certain to be part of the result, and the stop if one is
             complete.
         """
-        if not self._has_stops:
+        if not self.has_stops:
             return text, None
         for i, character in enumerate(text):
             self._state = self._state.step(character)

@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back. `baton.tokenizer_files` reads its files."""
+"""`Tokenizer`: text to token ids and back. `baton.model_files` reads its files."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from baton.errors import InvalidArgumentError
-from baton.tokenizer_files import load_tokenizer, resolve_folder
+from baton.model_files import open_model_files
 
 __all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
 
@@ -46,13 +46,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> "Tokenizer":
-        """Loads the tokenizer of a checkpoint folder or of a Hub repository.
+        """Loads the tokenizer of a model, as `baton.model_files.open_model_files` finds it.
 
         Raises:
-            ConfigurationError: there is no such folder or repository, or its
-                tokenizer files are missing, broken or of an unsupported kind.
+            ConfigurationError: there is no such model, or its tokenizer is missing, broken
+                or of an unsupported kind.
         """
-        return cls(load_tokenizer(resolve_folder(path_or_name)))
+        return cls(open_model_files(path_or_name).load_tokenizer())
 
     @cached_property
     def num_leading_special_tokens(self) -> int:

@@ -46,7 +46,8 @@ Every command takes a flag's value from the first of these that has it:
 1. the command line: `--max-num-seqs 128`;
 2. the environment: `BATON_<FLAG>`, that is the flag with capitals and underscores. An empty
    variable counts as unset. An on/off flag takes true, false, yes, no, on, off, 1 or 0, and a
-   flag with several values takes them with commas between;
+   flag with several values takes them with commas between. A value such as tcp://10.0.0.1:8000 is
+   that of Kubernetes for a service named `baton`, and is ignored;
 3. the YAML file that `--config FILE` or `BATON_CONFIG` names, whose keys are flags;
 4. the default.
 
@@ -106,6 +107,12 @@ VARIABLES = (
         "as avx2, torch, or triton; `baton doctor` shows the choice",
     ),
     Variable(
+        "BATON_CHAT_TEMPLATES",
+        "tests",
+        "",
+        "folder of checkpoint folders, whose chat templates are compared with transformers",
+    ),
+    Variable(
         "BATON_COMMIT",
         "`baton bench`",
         "git's answer",
@@ -124,6 +131,12 @@ VARIABLES = (
         "tests",
         "",
         "file for one line per test; `make test-gpu` sets it",
+    ),
+    Variable(
+        "BATON_TEST_TOKENIZERS",
+        "tests",
+        "",
+        "folder of checkpoints whose chat templates are compared with `transformers`",
     ),
     Variable("CXX", "building the CPU kernels", "the first found", "C++20 compiler"),
     Variable(

@@ -5,7 +5,6 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from baton.demo import demo_model_path
 from baton.up.plan import ClusterConfig, worker_targets
 from baton.up.run_folder import embedded_store, taking_turns
 from engine.cli_args import add_engine_args, engine_config_from_args
@@ -14,8 +13,15 @@ from router.config import config_from_args as router_config_from_args
 
 __all__ = ["add_cluster_args", "running_config"]
 
-_NOT_ENGINE = ("model", "served_model_name", "role", "kv_connector", "turns_folder")
-"""Fields of `EngineConfig` that the router's flags or the command itself set."""
+_NOT_ENGINE = (
+    "model",
+    "revision",
+    "served_model_name",
+    "role",
+    "kv_connector",
+    "turns_folder",
+)
+"""Flags of an engine that the router's flags or the command itself set."""
 _NOT_ROUTER = ("prefill", "decode", "models")
 """Fields of the router's configs that the command sets."""
 _DRAIN_TIMEOUT_S = 5.0
@@ -87,11 +93,10 @@ def config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConf
         ConfigurationError: a value is out of range; names the flag.
     """
     prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
-    model = str(demo_model_path()) if args.model == _DEMO_MODEL else args.model
-    router = router_config_from_args(args, model=model, prefill=prefill, decode=decode)
+    router = router_config_from_args(args, prefill=prefill, decode=decode)
     engine = engine_config_from_args(
         args,
-        model=model,
+        model=router.models[0].model,
         served_model_name=router.models[0].names[0],
         kv_connector=kv_connector,
     )

@@ -24,7 +24,7 @@ from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import bits_of
 from engine.core import EngineCore
 from engine.group import Sequence as EngineSequence
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from engine.runtime.rules import RowRules
 from engine.schedule.guides import Guides
 
@@ -240,7 +240,7 @@ def _run(
     """Runs requests that start together; each output has one drawn token."""
     run = _Run({request.spec.request_id: [] for request in requests})
     started = time.perf_counter()
-    outputs: list[RequestOutput] = []
+    outputs: list[EngineOutput] = []
     for request in requests:
         core.check(request)
         outputs += core.add_request(request)
@@ -255,7 +255,7 @@ def _run(
     return run
 
 
-def _record(outputs: Sequence[RequestOutput], run: _Run) -> int:
+def _record(outputs: Sequence[EngineOutput], run: _Run) -> int:
     """Records a step's outputs; returns how many tokens it drew."""
     num_drawn = 0
     for output in outputs:

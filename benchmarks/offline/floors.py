@@ -1,16 +1,18 @@
 """The machine's ceilings and the size of the model that an engine runs."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape
-from benchmarks.models import num_weights
 from engine.config import EngineConfig
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.device import resolve_device
-from engine.runtime.loader import resolve_dtype
+from engine.runtime.loader import parse_config, resolve_dtype
 from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]
@@ -46,16 +48,18 @@ def measure_floors(config: EngineConfig) -> Floors:
 
 
 def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
-    from transformers import AutoConfig
-
-    checkpoint = open_checkpoint(config.model)
-    source = AutoConfig.from_pretrained(checkpoint.folder)
-    model = family_of(checkpoint.architecture).read_config(source)
+    checkpoint = open_checkpoint(config.model, with_weights=False)
+    family = family_of(checkpoint.architecture)
+    source = parse_config(checkpoint, family.model_type)
+    model = family.read_config(source)
+    with torch.device("meta"):
+        tensors = family.build(model).checkpoint_tensors()
     dtype = resolve_dtype(config.dtype, source)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
     shape = ModelShape(
-        num_body_weights=num_weights(checkpoint.folder) - num_tables * head,
+        num_body_weights=sum(math.prod(part.shape) for part in tensors.values())
+        - num_tables * head,
         num_layers=model.num_layers,
         num_head_weights=head,
         num_attention_features=model.num_layers * model.num_heads * model.head_dim,

@@ -15,7 +15,7 @@ from baton.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, RequestRecord
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 
 __all__ = ["OfflineEngine", "peak_memory_bytes"]
 
@@ -103,7 +103,7 @@ class _Run:
         """Whether a request has not ended."""
         return self._num_unfinished > 0
 
-    def record_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+    def record_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Records the outputs of a step."""
         now_s = self._now()
         for output in outputs:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.request import BenchRequest
 from engine.core import OnOutputs
-from engine.request import RequestOutput
+from engine.request import EngineOutput
 from engine.runtime.device import resolve_device, wait_for
 from engine.runtime.drawing import ChunkDraws, DecodeRows
 
@@ -119,7 +119,7 @@ def _clocked(
     def run_step(on_outputs: OnOutputs) -> None:
         nonlocal num_begun, num_ended
         was_prefilling = num_begun < num_requests
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         timed_step(outputs.extend)
         if num_ended == 0:
             steps["prefill" if was_prefilling else "decode"].append(clock.take_times())

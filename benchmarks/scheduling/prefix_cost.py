@@ -23,7 +23,7 @@ from benchmarks.scheduling.served_load import (
 )
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 
 __all__ = ["measure_prefix_cost"]
 
@@ -132,7 +132,7 @@ def _serve_on_model(path: Path, is_on: bool) -> Serve:
     def serve(requests: list[EngineRequest]) -> Tokens:
         tokens: Tokens = {}
 
-        def take(outputs: list[RequestOutput]) -> None:
+        def take(outputs: list[EngineOutput]) -> None:
             for output in outputs:
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
 

@@ -15,7 +15,7 @@ from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
 from engine.group import GroupState, SequenceGroup
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.scheduler import Scheduler
 from kvstore.connector import null_connector
@@ -185,7 +185,7 @@ def serve(
     runner: NullRunner,
     requests: Iterable[EngineRequest],
     look: Callable[[], None],
-) -> dict[str, list[RequestOutput]]:
+) -> dict[str, list[EngineOutput]]:
     """Serves all requests, which are added at the start; returns the outputs of each.
 
     Args:
@@ -198,7 +198,7 @@ def serve(
     Raises:
         RuntimeError: blocks are still held after the last request.
     """
-    outputs: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[EngineOutput]] = {}
     for request in requests:
         scheduler.add(request)
     while scheduler.num_unfinished:

@@ -19,7 +19,7 @@ from benchmarks.scheduling.served_load import (
     new_scheduler,
 )
 from engine.batch import ScheduledBatch
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from engine.schedule.scheduler import Scheduler
 
 __all__ = [
@@ -169,7 +169,7 @@ class SteppedLoad:
         for request_id in self._lengths:
             self._lengths[request_id] += 1
 
-    def _count_due(self, outputs: Sequence[RequestOutput]) -> int:
+    def _count_due(self, outputs: Sequence[EngineOutput]) -> int:
         """Counts the tokens of each sequence; returns how many sequences began a new block."""
         if len(outputs) != self._num_running or any(len(o.token_ids) != 1 for o in outputs):
             raise RuntimeError(

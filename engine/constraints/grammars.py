@@ -5,7 +5,6 @@ from concurrent.futures import Future
 
 from baton.errors import ConfigurationError, FailedPreconditionError
 from baton.structured_outputs import StructuredOutputs
-from baton.tokenizer_files import load_tokenizer
 from engine.config import EngineConfig
 from engine.constraints.backends import check_installed
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
@@ -77,7 +76,7 @@ class Grammars:
             ConfigurationError: the tokenizer cannot be used for constrained output.
         """
         checkpoint = open_checkpoint(self._config.model, with_weights=False)
-        tokenizer = load_tokenizer(checkpoint.folder)
+        tokenizer = checkpoint.files.load_tokenizer()
         vocabulary = Vocabulary.of(
             tokenizer, vocab_size=self._info.vocab_size, eos_token_ids=self._info.eos_token_ids
         )

@@ -1,10 +1,9 @@
-"""`Checkpoint`: finds and checks a model's folder on disk, and computes its fingerprint.
+"""`Checkpoint`: finds and checks a model's files on disk, and computes its fingerprint.
 
 This module reads JSON files and file names, and all bytes for the fingerprint. It loads no
 weights.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigurationError
+from baton.hub_names import split_revision
+from baton.model_files import CheckpointFolder, ModelFiles, local_model
 
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
 
@@ -33,16 +34,16 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint folder.
+    """A checkpoint folder or a GGUF file.
 
     Attributes:
-        folder: the folder.
+        files: the files besides the weights.
         config: content of config.json.
-        weight_files: its existing safetensors files, sorted by name; empty if it was opened
-            without weights.
+        weight_files: its existing safetensors files, sorted by name, or the GGUF file; empty if
+            it was opened without weights.
     """
 
-    folder: Path
+    files: ModelFiles
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
 
@@ -58,62 +59,61 @@ class Checkpoint:
         Raises:
             ConfigurationError: generation_config.json is not JSON, or an id is not an integer.
         """
-        eos = None
-        if (self.folder / _GENERATION_CONFIG).is_file():
-            eos = _read_json(self.folder / _GENERATION_CONFIG).get("eos_token_id")
+        eos = _read_json(self.files, _GENERATION_CONFIG).get("eos_token_id")
         if eos is None:
             eos = self.config.get("eos_token_id")
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         if not all(isinstance(token_id, int) for token_id in ids):
             raise ConfigurationError(
-                f"{self.folder}: eos_token_id is {eos!r}; it must be an integer or a list of them"
+                f"{self.files.path}: eos_token_id is {eos!r}; "
+                "it must be an integer or a list of them"
             )
         return ids
 
     def fingerprint(self) -> bytes:
         """Returns a digest of config.json and of every weight file's name and bytes.
 
+        The digest of a GGUF file is that of its bytes, which contain its config.
+
         The digest is XXH3-128 over the digests of parts of fixed size, which threads
         compute. It distinguishes checkpoints, but is not cryptographic: it does not
         detect a forged one.
         """
-        parts = [
-            part for file in (self.folder / _CONFIG, *self.weight_files) for part in _parts(file)
-        ]
+        is_one_file = self.files.path.is_file()
+        files = dict.fromkeys((self.files.locate(_CONFIG), *self.weight_files))
+        parts = [part for file in files for part in _parts(file)]
         digest = xxhash.xxh3_128()
         with ThreadPoolExecutor(_HASH_THREADS) as threads:
             for (file, start), part in zip(parts, threads.map(_hash_part, parts), strict=True):
-                digest.update(f"{file.name}\0{start}\0".encode() + part)
+                name = file.suffix if is_one_file else file.name
+                digest.update(f"{name}\0{start}\0".encode() + part)
         return bytes(digest.digest())
 
 
 def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoint:
-    """Finds a checkpoint folder, or downloads it from the Hugging Face Hub.
+    """Finds a model's files, or downloads them from the Hugging Face Hub.
 
     Args:
-        path_or_name: a folder, or a Hub name such as `org/model`.
+        path_or_name: a checkpoint folder, a GGUF file, a named model, or a Hub name such as
+            `org/model`.
         with_weights: whether to find or download the weights too; False if only config.json
             is needed.
 
     Raises:
-        ConfigurationError: there is no such folder or Hub model, a file is missing or
-            not JSON, or the weights are not safetensors.
+        ConfigurationError: there is no such model, a file is missing or not JSON, the weights
+            are not safetensors, or a GGUF file has an unsupported model.
     """
-    folder = _find_folder(path_or_name, with_weights)
-    if not (folder / _CONFIG).is_file():
-        raise ConfigurationError(f"{folder} is not a checkpoint folder: it has no {_CONFIG}")
-    weight_files = _find_weights(folder) if with_weights else ()
-    return Checkpoint(folder, _read_json(folder / _CONFIG), weight_files)
+    files = local_model(path_or_name) or _download_files(path_or_name, with_weights)
+    if isinstance(files, CheckpointFolder) and not files.locate(_CONFIG).is_file():
+        raise ConfigurationError(f"{files.path} is not a checkpoint folder: it has no {_CONFIG}")
+    weight_files = _find_weights(files) if with_weights else ()
+    return Checkpoint(files, _read_json(files, _CONFIG), weight_files)
 
 
-def _find_folder(path_or_name: str, with_weights: bool) -> Path:
-    folder = Path(path_or_name).expanduser()
-    if folder.is_dir():
-        return folder
-    looks_like_path = path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1
-    if looks_like_path or folder.exists():
-        raise ConfigurationError(f"{path_or_name} is not a folder")
-    return _download(path_or_name, with_weights)
+def _download_files(name: str, with_weights: bool) -> CheckpointFolder:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigurationError(f"{name} is not a folder")
+    return CheckpointFolder(_download(name, with_weights))
 
 
 def _download(name: str, with_weights: bool) -> Path:
@@ -126,7 +126,8 @@ def _download(name: str, with_weights: bool) -> Path:
 
     patterns = [*_HUB_PATTERNS, _HUB_WEIGHTS] if with_weights else list(_HUB_PATTERNS)
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        repository, revision = split_revision(name)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached and the model is not in the local cache"
         raise _no_model(name, reason) from error
@@ -140,7 +141,10 @@ def _no_model(name: str, reason: str) -> ConfigurationError:
     )
 
 
-def _find_weights(folder: Path) -> tuple[Path, ...]:
+def _find_weights(files: ModelFiles) -> tuple[Path, ...]:
+    if not isinstance(files, CheckpointFolder):
+        return (files.path,)
+    folder = files.path
     if (folder / _INDEX).is_file():
         return tuple(_shards(folder))
     if (folder / _WEIGHTS).is_file():
@@ -154,7 +158,7 @@ def _find_weights(folder: Path) -> tuple[Path, ...]:
 
 
 def _shards(folder: Path) -> Iterator[Path]:
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    weight_map = _read_json(CheckpointFolder(folder), _INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigurationError(f"{folder / _INDEX} has no weight_map")
     for name in sorted(set(weight_map.values())):
@@ -163,14 +167,14 @@ def _shards(folder: Path) -> Iterator[Path]:
         yield folder / name
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(files: ModelFiles, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return files.read_json(name)
+    except TypeError as error:
+        raise ConfigurationError(f"{files.locate(name)} does not contain a JSON object") from error
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} is not readable JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{file} does not contain a JSON object")
-    return content
+        reason = f"{files.locate(name)} is not readable JSON: {one_line(error)}"
+        raise ConfigurationError(reason) from error
 
 
 def one_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ Nothing is allocated until the files' headers agree with the model. Each
 parameter is allocated once, in its final type and memory order; each checkpoint
 tensor is copied from the memory-mapped file into its part, or to a GPU through
 two small buffers (`weight_upload`). There is never a second copy of the model.
+Tensors of a GGUF file are dequantized one after another (`gguf_weights`).
 
 `--load-format dummy` draws random weights on the device instead, and needs no file but
 config.json. It is for measuring speed, which does not depend on the weights' values.
@@ -13,7 +14,7 @@ config.json. It is for measuring speed, which does not depend on the weights' va
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import nn
 from tqdm import tqdm
 
 from baton.errors import ConfigurationError
+from baton.gguf import GgufFile
 from engine.config import DTYPES
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, WeightTarget
@@ -32,7 +34,14 @@ from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
-__all__ = ["LoadedModel", "draw_weights", "dummy_fingerprint", "load_model", "resolve_dtype"]
+__all__ = [
+    "LoadedModel",
+    "draw_weights",
+    "dummy_fingerprint",
+    "load_model",
+    "parse_config",
+    "resolve_dtype",
+]
 
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
@@ -45,6 +54,8 @@ _DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
 _Match = tuple[Path, str, str]
+# Opens a file of tensors; the result has the methods of `safe_open`'s.
+_OpenFile = Callable[[Path], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,7 @@ def load_model(
     """Loads a model for inference.
 
     Args:
-        path_or_name: a checkpoint folder or a Hugging Face Hub name.
+        path_or_name: a checkpoint folder, a GGUF file, a named model or a Hugging Face Hub name.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: the device for the weights.
         progress: whether to show a progress bar on stderr.
@@ -100,7 +111,7 @@ def load_model(
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     family = family_of(checkpoint.architecture)
-    source = _parse_config(checkpoint, family.model_type)
+    source = parse_config(checkpoint, family.model_type)
     dtype_name = resolve_dtype(dtype, source)
     with torch.device("meta"):
         model = family.build(family.read_config(source))
@@ -109,9 +120,10 @@ def load_model(
         _allocate(model, weights_dtype, device, path_or_name)
         draw_weights(model.checkpoint_tensors(), weights_dtype, device)
     else:
-        names = _match_tensors(model, checkpoint)
+        open_file = _opener(checkpoint, weights_dtype)
+        names = _match_tensors(model, checkpoint, open_file)
         _allocate(model, weights_dtype, device, path_or_name)
-        _copy_weights(model.checkpoint_tensors(), names, device, progress=progress)
+        _copy_weights(model.checkpoint_tensors(), names, open_file, device, progress=progress)
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
@@ -125,17 +137,26 @@ def load_model(
     )
 
 
-def _parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
-    from transformers import AutoConfig
+def parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
+    """Returns a checkpoint's config.json as `transformers` completes it.
 
-    file = checkpoint.folder / "config.json"
+    Args:
+        checkpoint: the checkpoint.
+        model_type: the `model_type` that its architecture has.
+
+    Raises:
+        ConfigurationError: the config has another `model_type`, or is refused by `transformers`.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = checkpoint.files.locate("config.json")
     if checkpoint.config.get("model_type") != model_type:
         raise ConfigurationError(
             f"{file}: model_type is {checkpoint.config.get('model_type')!r}; "
             f"{checkpoint.architecture} is {model_type!r}"
         )
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder)
+        return CONFIG_MAPPING[model_type].from_dict(checkpoint.config)
     except Exception as error:  # transformers' validators raise any type
         raise ConfigurationError(f"{file}: {one_line(error)}") from error
 
@@ -158,12 +179,14 @@ def resolve_dtype(dtype: str, source: Any) -> str:
     return name
 
 
-def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
+def _match_tensors(
+    model: CausalModel, checkpoint: Checkpoint, open_file: _OpenFile
+) -> list[_Match]:
     """Matches the files' tensors with the model's, and checks that they match one to one."""
     expected = model.checkpoint_tensors()
     matches: dict[str, _Match] = {}
     for file in checkpoint.weight_files:
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 target = _target_of(name, model, expected)
                 if target is None:
@@ -172,7 +195,7 @@ def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
                 matches[target] = (file, name, target)
     for name in expected:
         if name not in matches:
-            raise ConfigurationError(f"{checkpoint.folder} lacks tensor {name}")
+            raise ConfigurationError(f"{checkpoint.files.path} lacks tensor {name}")
     return list(matches.values())
 
 
@@ -233,6 +256,7 @@ def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device
 def _copy_weights(
     targets: dict[str, WeightTarget],
     matches: list[_Match],
+    open_file: _OpenFile,
     device: torch.device,
     *,
     progress: bool,
@@ -241,10 +265,10 @@ def _copy_weights(
     with tqdm(
         total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
     ) as bar:
-        if device.type in _UPLOADED_TO:
+        if device.type in _UPLOADED_TO and open_file is _open_safetensors:
             upload(_stored(targets, matches), device, lambda target: bar.update(target.nbytes))
             return
-        for target, tensor in _read_tensors(targets, matches):
+        for target, tensor in _read_tensors(targets, matches, open_file):
             target.copy_(tensor)
             bar.update(target.nbytes)
 
@@ -259,17 +283,27 @@ def _stored(
 
 
 def _read_tensors(
-    targets: dict[str, WeightTarget], matches: list[_Match]
+    targets: dict[str, WeightTarget], matches: list[_Match], open_file: _OpenFile
 ) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
-    """Yields (target, memory-mapped tensor), file by file."""
+    """Yields (target, tensor), file by file; tensors of safetensors files are memory-mapped."""
     for file in dict.fromkeys(match[0] for match in matches):
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             for other_file, name, target in matches:
                 if other_file == file:
                     yield targets[target], tensors.get_tensor(name)
 
 
-def _open(file: Path) -> Any:
+def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> _OpenFile:
+    """Returns the function that opens the checkpoint's weight files, by their format."""
+    if not isinstance(checkpoint.files, GgufFile):
+        return _open_safetensors
+    from engine.runtime.gguf_weights import GgufWeights
+
+    header = checkpoint.files.header
+    return lambda _: GgufWeights(header, dtype)
+
+
+def _open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -13,14 +13,14 @@ from engine.constraints.matcher import Constraint
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.transfers import Transfers
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
 from engine.schedule.guides import Guides
 from engine.schedule.queues import GroupQueues
 
 __all__ = ["OutputProcessor"]
 
-Outputs = list[RequestOutput]
+Outputs = list[EngineOutput]
 
 
 class OutputProcessor:
@@ -196,7 +196,7 @@ class OutputProcessor:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 request_id = sequence.group.request.spec.request_id
-                outputs.append(RequestOutput(request_id, sequence.index, (token_id,)))
+                outputs.append(EngineOutput(request_id, sequence.index, (token_id,)))
 
     def _take_reported(
         self,
@@ -218,7 +218,7 @@ class OutputProcessor:
     def report_saved(self, group: SequenceGroup) -> Outputs:
         """Reports blocks that other engines can load now, as a save of the group has ended."""
         saved = self._transfers.saves.take_progress(group)
-        outputs = [RequestOutput(group.request_id, saved=saved)] if saved else []
+        outputs = [EngineOutput(group.request_id, saved=saved)] if saved else []
         if group.state is GroupState.SAVING and not group.transfer.pending_saves:
             outputs.append(self._end_handed_over(group))
         return outputs
@@ -312,14 +312,14 @@ class OutputProcessor:
 
     def end(
         self, group: SequenceGroup, reason: FinishReason, error: BatonError | None = None
-    ) -> RequestOutput:
+    ) -> EngineOutput:
         """Ends a request, with all candidates that have not ended."""
         self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
         self._forget(group)
         return output
 
-    def _end_handed_over(self, group: SequenceGroup) -> RequestOutput:
+    def _end_handed_over(self, group: SequenceGroup) -> EngineOutput:
         """Ends a group whose saves have ended, with its handoff if none failed."""
         output = self._output(
             group,
@@ -413,7 +413,7 @@ class OutputProcessor:
         self._forget(group)
         return outputs
 
-    def _end_without_token(self, group: SequenceGroup, token_id: int) -> RequestOutput:
+    def _end_without_token(self, group: SequenceGroup, token_id: int) -> EngineOutput:
         """Ends a group for which no token could be drawn.
 
         Args:
@@ -432,7 +432,7 @@ class OutputProcessor:
             return self.end(group, FinishReason.ERROR, failure)
         return self._end_poisoned(group)
 
-    def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
+    def _end_poisoned(self, group: SequenceGroup) -> EngineOutput:
         """Ends a group whose logits are not finite.
 
         Its KV may be the cause, since an unknown step. So no other request may use it, from the
@@ -489,11 +489,11 @@ class OutputProcessor:
 
     def _output(
         self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
-    ) -> RequestOutput:
+    ) -> EngineOutput:
         has_timings = is_last or not group.reported
         group.reported = True
         prompt_logprobs = self._prompt_logprobs.pop(group, ()) if self._prompt_logprobs else ()
-        return RequestOutput(
+        return EngineOutput(
             request_id=group.request_id,
             index=index,
             is_last=is_last,

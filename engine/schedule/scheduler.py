@@ -28,7 +28,7 @@ from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.saves import SavePolicy
 from engine.kv_transfer.transfers import Transfers
-from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
@@ -208,7 +208,7 @@ class Scheduler:
 
     # Requests.
 
-    def add(self, request: EngineRequest) -> list[RequestOutput]:
+    def add(self, request: EngineRequest) -> list[EngineOutput]:
         """Queues a request, which the caller has validated (`engine.validation`).
 
         Returns:
@@ -228,13 +228,13 @@ class Scheduler:
             return self._outputs.start_guided(group, None)
         return self._outputs.take_progress(group)
 
-    def take_compiled(self) -> list[RequestOutput]:
+    def take_compiled(self) -> list[EngineOutput]:
         """Lets the requests run whose grammars are compiled, and ends those whose are refused.
 
         Returns:
             Outputs of requests and candidates that end.
         """
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         for group, result in self._guides.take_compiled():
             if isinstance(result, BatonError):
                 outputs.append(self._outputs.end(group, FinishReason.ERROR, result))
@@ -242,12 +242,12 @@ class Scheduler:
                 outputs += self._outputs.start_guided(group, result)
         return outputs
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests and frees what they hold. Unknown ids are ignored."""
         known = [self._groups[i] for i in dict.fromkeys(request_ids) if i in self._groups]
         return [self._outputs.end(group, FinishReason.ABORTED) for group in known]
 
-    def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
+    def finish_candidate(self, request_id: str, index: int) -> list[EngineOutput]:
         """Ends one candidate without an output. Unknown ids and indices are ignored.
 
         If it was the last one, its request ends with an output, ABORTED.
@@ -255,7 +255,7 @@ class Scheduler:
         group = self._groups.get(request_id)
         return self._outputs.end_candidate(group, index) if group is not None else []
 
-    def expire(self) -> list[RequestOutput]:
+    def expire(self) -> list[EngineOutput]:
         """Ends requests whose deadline has passed, and gives up overdue transfers."""
         now = self._clock()
         outputs = self._end_transfers(*self._transfers.expire(now))
@@ -272,7 +272,7 @@ class Scheduler:
         """Starts to load blocks of a prompt that another engine is still computing."""
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
-    def apply(self, results: TransferResults) -> list[RequestOutput]:
+    def apply(self, results: TransferResults) -> list[EngineOutput]:
         """Processes results of the connector's worker half."""
         return self._end_transfers(*self._transfers.apply(results))
 
@@ -299,10 +299,10 @@ class Scheduler:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
 
-    def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[RequestOutput]:
+    def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""
         record = self._end_step(batch)
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         if output.prompt_details:
             outputs += self._outputs.take_prompt_logprobs(
                 record.chunks, batch.chunks, output.prompt_details
@@ -322,7 +322,7 @@ class Scheduler:
         self.kv.step_reported(batch.step)
         return outputs
 
-    def fail(self, batch: ScheduledBatch, error: BatonError) -> list[RequestOutput]:
+    def fail(self, batch: ScheduledBatch, error: BatonError) -> list[EngineOutput]:
         """Ends every request of a step that failed."""
         groups = list(self._end_step(batch).groups())
         live = [group for group in groups if self._groups.get(group.request_id) is group]
@@ -368,7 +368,7 @@ class Scheduler:
 
     def _end_transfers(
         self, loads: list[FinishedLoad], saved: list[SequenceGroup]
-    ) -> list[RequestOutput]:
+    ) -> list[EngineOutput]:
         outputs = [output for load in loads for output in self._outputs.take_load(load)]
         for group in saved:
             if self._groups.get(group.request_id) is group:

@@ -9,7 +9,7 @@ from baton.errors import InvalidArgumentError
 __all__ = ["FinalMessage"]
 
 _FIELD = "continue_final_message"
-_MARK = "BATON_END_OF_FINAL_MESSAGE"
+_MARK = "END_OF_FINAL_MESSAGE_TEXT"
 """Written after the final message's text; the prompt is cut there."""
 _SPACE = " "
 """Follows the mark: a template that removes it has removed the text's own trailing space, too."""

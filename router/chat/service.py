@@ -58,7 +58,10 @@ class ChatService:
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s) as responses:
             async for response in responses:
-                yield answers.chunk(response)
+                chunk = answers.chunk(response)
+                if response.HasField("usage"):
+                    chunk = replace(chunk, usage=await answers.usage(response.usage))
+                yield chunk
 
     async def count_tokens(self, conversation: Conversation) -> int:
         """The number of tokens of a chat's prompt.
@@ -112,7 +115,7 @@ class _Answers:
         self._request = request
         self._prompt = prompt
         self._outputs: dict[int, ChatOutput] = {}
-        self._num_reasoning_tokens = 0
+        self._reasoning: list[str] = []
         self.params = self._params()
 
     def chunk(self, message: _Response) -> ChatChunk:
@@ -120,10 +123,11 @@ class _Answers:
         output = self._outputs.get(message.index)
         if output is None:
             output = self._outputs[message.index] = self._new_output()
-        was_in_reasoning = output.in_reasoning
         delta = output.push(message.text) if message.text else ChatDelta()
-        if was_in_reasoning or output.in_reasoning:
-            self._num_reasoning_tokens += len(message.token_ids)
+        if message.finish_reason:
+            delta = join_deltas((delta, output.finish()))
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
         if not message.finish_reason:
             return ChatChunk(
                 message.request_id, message.index, delta, message.token_ids, message.logprobs
@@ -131,12 +135,28 @@ class _Answers:
         return ChatChunk(
             message.request_id,
             message.index,
-            join_deltas((delta, output.finish())),
+            delta,
             message.token_ids,
             message.logprobs,
             _finish_reason(message, output),
             self._matched_stop(message.matched_stop),
-            self._usage(message),
+        )
+
+    async def usage(self, usage: common_pb2.Usage) -> ChatUsage:
+        """The token counts. A message may have tokens of the reasoning part and of the content,
+        so the tokens of the reasoning are counted by encoding its text.
+        """
+        num_reasoning = 0
+        if self._reasoning:
+            token_ids = await self._model.tokenizer.encode_async(
+                "".join(self._reasoning), add_special_tokens=False
+            )
+            num_reasoning = min(len(token_ids), usage.completion_tokens)
+        return ChatUsage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            reasoning_tokens=num_reasoning,
         )
 
     def _new_output(self) -> ChatOutput:
@@ -205,17 +225,6 @@ class _Answers:
             case "token_id" if stop.token_id in (self._request.params.get("stop_token_ids") or ()):
                 return stop.token_id
         return None
-
-    def _usage(self, message: _Response) -> ChatUsage | None:
-        if not message.HasField("usage"):
-            return None
-        usage = message.usage
-        return ChatUsage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            reasoning_tokens=self._num_reasoning_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)

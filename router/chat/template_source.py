@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
-from baton.tokenizer_files import read_settings, resolve_folder
+from baton.model_files import open_model_files
 
 __all__ = ["TemplateSource", "TemplateText", "find_templates", "read_override"]
 
@@ -42,20 +42,23 @@ class TemplateSource:
 
 
 def find_templates(model: str) -> TemplateSource:
-    """Reads the templates and special tokens of a checkpoint folder or a Hub repository.
+    """Reads the templates and special tokens of a checkpoint folder, a GGUF file or a Hub
+    repository.
 
     Template files come before the entry of `tokenizer_config.json`.
 
     Raises:
         ConfigurationError: there is no such model, or a file of it cannot be read.
     """
-    folder = resolve_folder(model)
+    files = open_model_files(model)
     try:
-        settings = read_settings(folder)
-        templates = _from_files(folder) or _from_settings(settings, str(folder / _CONFIG))
+        settings = files.read_settings()
+        templates = _from_files(files.path) or _from_settings(settings, str(files.locate(_CONFIG)))
         return TemplateSource(templates, _special_tokens(settings))
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"cannot read the chat template of {folder}: {error}") from error
+        raise ConfigurationError(
+            f"cannot read the chat template of {files.path}: {error}"
+        ) from error
 
 
 def read_override(value: str) -> TemplateText:

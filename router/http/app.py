@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError
 from baton.version import __version__
-from router.http import chat, completions, health, models, tokens
+from router.http import anthropic, chat, completions, health, models, responses, tokens
 from router.http.config import HttpConfig
 from router.http.door import Door, Protocol
 from router.http.errors import ErrorBody, openai_error, problem_of
@@ -22,6 +22,8 @@ __all__ = ["build_app"]
 
 _PROTOCOLS: Sequence[Protocol] = (
     completions.PROTOCOL,
+    responses.PROTOCOL,
+    anthropic.PROTOCOL,
     chat.PROTOCOL,
     models.PROTOCOL,
     tokens.PROTOCOL,

@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["SamplingBody", "StreamOptions", "refuse_lacking"]
+__all__ = ["SamplingBody", "StreamOptions", "TokenId", "refuse_lacking"]
 
 _LOGGER = logging.getLogger("baton.http")
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 _LACKING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

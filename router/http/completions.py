@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from baton.errors import InvalidArgumentError
 from baton.v1 import common_pb2, generation_pb2
-from router.http.bodies import SamplingBody
+from router.http.bodies import SamplingBody, TokenId
 from router.http.door import Protocol, answer, door_of, error_event, json_answer
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
@@ -49,7 +49,7 @@ class CompletionBody(SamplingBody):
         logprobs: how many likeliest tokens are returned at each place, beside the token.
     """
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:

@@ -7,8 +7,9 @@ with the request's id; the client gets the id alone.
 
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,7 @@ class Problem:
         param: the field of the request that is wrong.
         code: OpenAI's `code` of the error.
         headers: further headers of the answer.
+        request_id: of the request; empty if the request was refused before it was read.
     """
 
     status: int
@@ -46,6 +48,7 @@ class Problem:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    request_id: str = ""
 
 
 ErrorBody = Callable[[Problem], dict[str, Any]]
@@ -82,6 +85,9 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
 _RETRIED = (429, 503)
 _FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
 """A field's name, with which messages about a field begin."""
+_PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
+_PROMPT_FIELDS = ("text", "token_ids")
+"""Fields of the pipeline's message that hold the body's `prompt`."""
 _WORDS = frozenset({"a", "the", "this", "one", "no", "internal", "cannot"})
 
 
@@ -92,6 +98,10 @@ def problem_of(error: BaseException, request_id: str) -> Problem:
         error: what was raised.
         request_id: of the request that failed.
     """
+    return replace(_problem_of(error, request_id), request_id=request_id)
+
+
+def _problem_of(error: BaseException, request_id: str) -> Problem:
     match error:
         case BatonError() if error.code in _OF_CODE:
             return _of_baton_error(error)
@@ -115,6 +125,8 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEA
 def _of_baton_error(error: BatonError) -> Problem:
     status, kind, code = _OF_CODE[error.code]
     param = "model" if status == 404 else _field_of(error.message) if status == 400 else None
+    if param == "prompt" and "tokens; it must have fewer" in error.message:
+        code = "context_length_exceeded"
     return Problem(
         status=status,
         message=error.message[:_MOST_MESSAGE_CHARS],
@@ -127,18 +139,23 @@ def _of_baton_error(error: BatonError) -> Problem:
 
 def _field_of(message: str) -> str | None:
     """The field that a message is about; None if it does not begin with a name."""
-    found = _FIELD.match(message)
-    return found[1] if found and found[1] not in _WORDS else None
+    found = _FIELD.match(_PROMPT_INDEX.sub("", message))
+    if found is None or found[1] in _WORDS:
+        return None
+    return "prompt" if found[1] in _PROMPT_FIELDS else found[1]
 
 
 def _of_validation_error(error: RequestValidationError) -> Problem:
-    """Names the first field that has a wrong type."""
-    first = error.errors()[0]
+    """Names the first field that has a wrong type. A field of several types has an error each."""
+    first, *others = error.errors()
     if first["type"] == "json_invalid":
         return Problem(status=400, message="the body is not JSON")
-    *_, param = ["", *(str(part) for part in first["loc"][1:2])]
-    message = str(first["msg"])[:_MOST_MESSAGE_CHARS]
-    if not param:
-        return Problem(status=400, message=f"the body must be a JSON object: {message}")
-    given = f"; it is {first['input']!r}"[:100] if first["type"] != "missing" else ""
-    return Problem(status=400, message=f"{param}: {message}{given}", param=param)
+    if len(first["loc"]) < 2:
+        return Problem(status=400, message=f"the body must be a JSON object: {first['msg']}")
+    param = str(first["loc"][1])
+    own = [first, *(other for other in others if other["loc"][1:2] == first["loc"][1:2])]
+    reasons = dict.fromkeys(str(each["msg"]) for each in own)
+    message = f"{param}: {', or: '.join(reasons)}"[:_MOST_MESSAGE_CHARS]
+    if first["type"] != "missing":
+        message += f"; it is {reprlib.repr(first['input'])}"
+    return Problem(status=400, message=message, param=param)

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -22,6 +22,8 @@ __all__ = ["RequestMiddleware"]
 
 _LOGGER = logging.getLogger("baton.http")
 _FIT_ID = re.compile(rb"[\x21-\x7e]{1,100}")
+_ID_HEADERS = (b"x-request-id", b"request-id")
+"""Where OpenAI's and Anthropic's clients read the id."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
@@ -48,24 +50,35 @@ class RequestMiddleware:
         self._max_request_bytes = max_request_bytes
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
+        self._running_ids: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, send)
+        call = _Call(scope, send, self._running_ids)
+        self._running_ids.add(call.request_id)
         try:
-            problem = await self._serve(scope, receive, call)
-        except Exception as error:
-            problem = problem_of(error, call.request_id)
-        try:
+            problem = await self._problem_of_serving(scope, receive, call)
             if problem is not None and not call.status:
                 body = self._error_body_of(scope["path"])(problem)
                 answer = JSONResponse(body, problem.status, headers=dict(problem.headers))
                 await answer(scope, receive, call.send)
         finally:
+            self._running_ids.discard(call.request_id)
             call.log()
+
+    async def _problem_of_serving(
+        self, scope: Scope, receive: Receive, call: "_Call"
+    ) -> Problem | None:
+        """Serves one request; returns why it failed, unless the application has answered."""
+        try:
+            return await self._serve(scope, receive, call)
+        except asyncio.CancelledError:  # the server stops, and this task with it
+            return _closing(503, "the server is stopping; try again")
+        except Exception as error:
+            return problem_of(error, call.request_id)
 
     async def _serve(self, scope: Scope, receive: Receive, call: "_Call") -> Problem | None:
         """Runs the application; returns why it cannot."""
@@ -133,18 +146,27 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 class _Call:
     """One request, for its id and its log line.
 
+    Args:
+        scope: the request's.
+        send: the server's.
+        running_ids: ids of running requests. A client may use one several times at once; the
+            pipeline needs ids that differ, so that such a request gets a longer one.
+
     Attributes:
         request_id: the client's or a new one; also in the scope's state.
         status: of the answer, once it has begun.
     """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, running_ids: Collection[str]) -> None:
         self._scope = scope
         self._send = send
         self._start = time.monotonic()
         self.status = 0
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        self.request_id = given.decode() if _FIT_ID.fullmatch(given) else uuid.uuid4().hex
+        self._echoed_id = given if _FIT_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.request_id = self._echoed_id.decode()
+        if self.request_id in running_ids:
+            self.request_id += f"-{uuid.uuid4().hex[:12]}"
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = self.request_id
 
@@ -152,8 +174,8 @@ class _Call:
         """Adds the id to the headers of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            header = (b"x-request-id", self.request_id.encode())
-            message["headers"] = [*message.get("headers", ()), header]
+            ids = [(name, self._echoed_id) for name in _ID_HEADERS]
+            message["headers"] = [*message.get("headers", ()), *ids]
         await self._send(message)
 
     def log(self) -> None:

@@ -25,6 +25,8 @@ __all__ = ["HttpServer"]
 
 _LOGGER = logging.getLogger("baton.http")
 _BACKLOG = 2048
+_LEAST_GRACE_S = 0.05
+_END_TIMEOUT_S = 2.0
 
 
 class HttpServer:
@@ -94,6 +96,8 @@ class HttpServer:
             return
         task, self._task = self._task, None
         self.begin_drain()
+        # With 0, uvicorn would not even wait for connections that it closes itself.
+        grace_s = max(grace_s, _LEAST_GRACE_S)
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await task
@@ -119,7 +123,7 @@ class _Server(uvicorn.Server):
         """Waits for answers that `shutdown` has cancelled; closes what clients keep open."""
         tasks = list(self.server_state.tasks)
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

@@ -7,6 +7,7 @@ on every tier.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
-from baton.errors import DeadlineExceededError, RequestCancelledError
+from baton.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
 from router.http.errors import Problem, problem_of
 
 __all__ = ["DONE", "Emit", "Produce", "SseResponse", "unless_client_leaves"]
@@ -25,6 +26,8 @@ Produce = Callable[[Emit], Coroutine[Any, Any, None]]
 """Writes a stream to its end."""
 
 DONE = b"data: [DONE]\n\n"
+_LOGGER = logging.getLogger("baton.http")
+_LAST_EVENT_S = 1.0
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -76,8 +79,23 @@ class SseResponse(Response):
             if work.done() and not work.cancelled():
                 work.result()
                 await writer.end()
+        except asyncio.CancelledError:
+            await _cancel(work, watcher)
+            if not writer.has_begun:
+                raise
+            await self._end_by_stop(writer)
         finally:
             await _cancel(work, watcher)
+
+    async def _end_by_stop(self, writer: "_Writer") -> None:
+        """Ends a stream that the stopping server cancelled, if the client reads."""
+        stopping = UnavailableError("the server is stopping; try again")
+        try:
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await writer.emit(self._error_event(problem_of(stopping, self._request_id)))
+                await writer.end()
+        except TimeoutError:
+            _LOGGER.info("cut off request_id=%s", ascii(self._request_id))
 
     async def _write(self, writer: "_Writer") -> None:
         try:

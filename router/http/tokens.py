@@ -1,6 +1,5 @@
 """`/tokenize` and `/detokenize`, with the bodies that vLLM has."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from baton.errors import InvalidArgumentError, UnavailableError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
+from router.http.bodies import TokenId
 from router.http.door import Protocol, answer, door_of, json_answer
 from router.models import Model
 from router.validation import (
@@ -73,7 +73,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 @_ROUTER.post("/tokenize", responses=answer("The token ids."))
@@ -108,16 +108,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Decodes token ids; special tokens are part of the text."""
     model = door_of(request).models.find(body.model or "")
     check_length("tokens", body.tokens, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
-    _check_not_negative(body.tokens)
     check_token_ids("tokens", body.tokens, model.vocab_size)
     text = await model.tokenizer.decode_async(body.tokens, skip_special_tokens=False)
     return json_answer({"prompt": text})
-
-
-def _check_not_negative(token_ids: Sequence[int]) -> None:
-    least = min(token_ids, default=0)
-    if least < 0:
-        raise InvalidArgumentError.for_field("tokens", least, "a token id, >= 0")
 
 
 def _max_model_len(model: Model) -> int | None:

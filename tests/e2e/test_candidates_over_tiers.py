@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton import LLM, AsyncClient, SamplingParams
-from baton.results import Completion
+from baton.results import CompletionOutput
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import Cluster, ServerProcess, running_cluster
@@ -42,7 +42,7 @@ async def test_candidates_of_two_tiers_equal_those_of_one_process(tmp_path: Path
         await check_reset(cluster.prefill[0])
 
 
-def expected_outputs(model: Path) -> dict[str, list[tuple[Completion, ...]]]:
+def expected_outputs(model: Path) -> dict[str, list[list[CompletionOutput]]]:
     with LLM(str(model), max_model_len=512, num_gpu_blocks_override=512, dtype="float32") as llm:
         return {
             name: [result.outputs for result in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -50,7 +50,7 @@ def expected_outputs(model: Path) -> dict[str, list[tuple[Completion, ...]]]:
         }
 
 
-async def check(client: AsyncClient, expected: dict[str, list[tuple[Completion, ...]]]) -> None:
+async def check(client: AsyncClient, expected: dict[str, list[list[CompletionOutput]]]) -> None:
     for name, params in CASES.items():
         calls = [client.generate(prompt, params, timeout_s=60) for prompt in PROMPTS]
         for result, outputs in zip(await asyncio.gather(*calls), expected[name], strict=True):
@@ -58,19 +58,19 @@ async def check(client: AsyncClient, expected: dict[str, list[tuple[Completion, 
 
 
 def rounded_like(
-    found: tuple[Completion, ...], expected: tuple[Completion, ...]
-) -> tuple[Completion, ...]:
+    found: list[CompletionOutput], expected: list[CompletionOutput]
+) -> list[CompletionOutput]:
     """`expected`, with `found`'s scores where they are close enough."""
-    return tuple(
+    return [
         replace(theirs, score=ours.score)
         if theirs.score is not None and ours.score == pytest.approx(theirs.score, abs=1e-4)
         else theirs
         for ours, theirs in zip(found, expected, strict=True)
-    )
+    ]
 
 
 async def check_streams(
-    client: AsyncClient, expected: dict[str, list[tuple[Completion, ...]]]
+    client: AsyncClient, expected: dict[str, list[list[CompletionOutput]]]
 ) -> None:
     """Checks that a stop text ends only its own candidate."""
     whole = expected["drawn"][0]
@@ -93,7 +93,7 @@ async def check_streams(
 async def kill_and_check(
     client: AsyncClient,
     cluster: Cluster,
-    expected: dict[str, list[tuple[Completion, ...]]],
+    expected: dict[str, list[list[CompletionOutput]]],
 ) -> None:
     """Kills a decode replica under streams of candidates; checks that no token is lost."""
     long = replace(DRAWN, max_tokens=300)

@@ -25,12 +25,12 @@ async def test_answers_and_streams(shared_cluster: Cluster, candidates: dict[str
         whole = await client.generate(PROMPT, params, timeout_s=60)
         for completion in whole.outputs:
             assert completion.finish_reason == "stop"
-            assert completion.matched_stop is None
+            assert completion.stop_reason is None
             check_text(JSON, completion.text)
         chunks = [chunk async for chunk in client.stream(PROMPT, params, timeout_s=60)]
     for completion in whole.outputs:
         own = [chunk for chunk in chunks if chunk.index == completion.index]
-        assert sum((chunk.token_ids for chunk in own), ()) == completion.token_ids
+        assert [token for chunk in own for token in chunk.token_ids] == completion.token_ids
         assert "".join(chunk.text for chunk in own) == completion.text
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.results import Completion
+from baton.results import CompletionOutput
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import Cluster
 from tests.support.logprob_checks import near, reference_logprobs
@@ -27,7 +27,7 @@ def check(token_ids, logprobs, num_top):
         assert [each.logprob for each in found.values()] == near(expected[list(found)])
 
 
-def check_completion(completion: Completion) -> None:
+def check_completion(completion: CompletionOutput) -> None:
     assert len(completion.token_ids) == len(completion.logprobs) == ASKING.max_tokens
     check((*PROMPT, *completion.token_ids), completion.logprobs, 3)
     own = [
@@ -51,6 +51,6 @@ async def test_answers_and_streams(shared_cluster: Cluster, candidates: dict[str
     assert chunks[0].prompt_logprobs == whole.prompt_logprobs
     for completion in whole.outputs:
         own = [chunk for chunk in chunks if chunk.index == completion.index]
-        assert sum((chunk.token_ids for chunk in own), ()) == completion.token_ids
+        assert [token for chunk in own for token in chunk.token_ids] == completion.token_ids
         streamed = [found for chunk in own for found in chunk.logprobs or ()]
         assert [list(found) for found in streamed] == [list(f) for f in completion.logprobs]

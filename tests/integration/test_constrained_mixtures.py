@@ -11,7 +11,7 @@ from baton.request_spec import ReasoningMarks
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.matcher import Matcher
 from engine.core import EngineCore
-from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
+from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, tiny_checkpoint
 from tests.support.constrained_requests import (
     check_text,
@@ -49,7 +49,7 @@ def run_split(requests: Sequence[EngineRequest], folder: str, **flags: object) -
         for name, of_decode in split.outputs.items():
             (first,) = (output for output in split.prefilled[name] if output.token_ids)
             of_prefill = [
-                RequestOutput(request_id=name, index=index, token_ids=(token,))
+                EngineOutput(request_id=name, index=index, token_ids=(token,))
                 for index, token in enumerate(first.token_ids)
             ]
             outputs[name] = [*of_prefill, *of_decode]
@@ -59,7 +59,7 @@ def run_split(requests: Sequence[EngineRequest], folder: str, **flags: object) -
             core.close()
 
 
-def check_valid(request: EngineRequest, outputs: Sequence[RequestOutput]) -> None:
+def check_valid(request: EngineRequest, outputs: Sequence[EngineOutput]) -> None:
     """All candidates of a constrained request ended by themselves with a text of its form."""
     params = request.spec.params
     for index in range(params.n):
@@ -125,7 +125,7 @@ def test_aborted_requests_leave_the_others_as_they_were():
     core = build_core(tiny_checkpoint("llama"), "both", **FLAGS)
     drawn, outputs = random.Random(1), {request.spec.request_id: [] for request in requests}
 
-    def collect(found: Sequence[RequestOutput]) -> None:
+    def collect(found: Sequence[EngineOutput]) -> None:
         for output in found:
             outputs[output.request_id].append(output)
 
@@ -259,7 +259,7 @@ def test_plain_rows_run_while_a_hostile_grammar_compiles():
     try:
         warm = [r for r in mixed_requests() if r.spec.params.structured_outputs is not None]
         run_all(core, [changed(warm[0], request_id="warm")])  # starts the process
-        received: list[RequestOutput] = list(core.add_request(hostile))
+        received: list[EngineOutput] = list(core.add_request(hostile))
         for request in mixed_requests():
             received += core.add_request(request)
         names = {request.spec.request_id for request in mixed_requests()}
@@ -274,7 +274,7 @@ def test_plain_rows_run_while_a_hostile_grammar_compiles():
         core.close()
 
 
-def check_others(core: EngineCore, received: Sequence[RequestOutput]) -> None:
+def check_others(core: EngineCore, received: Sequence[EngineOutput]) -> None:
     assert not core.has_unfinished
     assert not any(isinstance(output.error, BatonError) for output in received)
     for request in mixed_requests():

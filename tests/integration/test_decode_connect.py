@@ -14,7 +14,7 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, reque
 from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
 from engine.batch import TokenLogprobs
-from engine.request import CandidateProgress, FinishReason, RequestOutput
+from engine.request import CandidateProgress, EngineOutput, FinishReason
 from kvstore.codec import DIGEST_SCHEME
 from kvstore.handoff import KvHandoff, handoff_to_proto
 from rpc.channels import MAX_MESSAGE_BYTES
@@ -156,7 +156,7 @@ async def test_each_candidate_has_its_own_outputs(stub, engine):
     assert by_candidate(response) == {0: [1, 3], 1: [2, 4]}
     reasons = [(output.finish_reason, output.is_last) for output in response.outputs]
     assert reasons == [(common_pb2.FINISH_REASON_STOP, False), (0, False)]
-    last = RequestOutput(
+    last = EngineOutput(
         request_id="a",
         index=1,
         finish_reason=FinishReason.LENGTH,
@@ -274,7 +274,7 @@ async def test_the_engines_refusal_and_its_failures_are_typed(stub, engine):
     assert isinstance(from_worker_error(refused.error), ResourceExhaustedError)
     error = DeadlineExceededError("too late")
     engine.emit(
-        RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, is_last=True, error=error)
+        EngineOutput(request_id="a", finish_reason=FinishReason.ERROR, is_last=True, error=error)
     )
     (failed,) = (await stream.read()).outputs
     assert isinstance(from_worker_error(failed.error), DeadlineExceededError)
@@ -521,7 +521,7 @@ async def test_log_probabilities_count_towards_the_size_of_a_message(engine):
     await engine.until(lambda: len(engine.live) == 4)
     token = TokenLogprobs(-1.0, 2**31, (2**31,) * 20, (-1.0,) * 20)
     details = (token,) * 30_000
-    engine.emit(*(RequestOutput(name, prompt_logprobs=details) for name in request_ids))
+    engine.emit(*(EngineOutput(name, prompt_logprobs=details) for name in request_ids))
     received = [await reading, *[await anext(responses) for _ in request_ids[1:]]]
     assert all(response.ByteSize() < MAX_MESSAGE_BYTES for response in received)
     assert [output.request_id for r in received for output in r.outputs] == request_ids

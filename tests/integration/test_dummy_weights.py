@@ -93,12 +93,13 @@ def test_a_hub_model_is_downloaded_without_its_weights(folder, monkeypatch):
 
     requested = []
 
-    def download(name, allow_patterns):
-        requested.extend(allow_patterns)
+    def download(name, revision, allow_patterns):
+        requested.extend([name, revision, *allow_patterns])
         return folder
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    checkpoint_module.open_checkpoint("org/model", with_weights=False)
+    checkpoint_module.open_checkpoint("org/model@v2", with_weights=False)
+    assert requested[:2] == ["org/model", "v2"]
     assert "*.json" in requested
     assert "*.safetensors" not in requested
 

@@ -160,26 +160,26 @@ async def test_parameters_reach_the_workers_and_nulls_state_nothing():
     assert start.spec.request_id.startswith("mine")
 
 
-@pytest.mark.parametrize(
-    ("fields", "form"),
-    [
-        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
-        ({"guided_regex": "a+"}, {"regex": "a+"}),
-        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
-        ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
-        ({"guided_json": {"type": "object"}}, {"json": '{"type":"object"}'}),
-        ({"structured_outputs": {"regex": "b", "json": None}}, {"regex": "b"}),
-        ({"response_format": {"type": "text"}}, {}),
-    ],
-)
-async def test_forms_reach_the_workers(fields, form):
+FORMS = [
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+    ({"guided_json": {"type": "object"}}, {"json": '{"type":"object"}'}),
+    ({"structured_outputs": {"regex": "b", "json": None}}, {"regex": "b"}),
+    ({"response_format": {"type": "text"}}, {}),
+]
+
+
+async def test_forms_reach_the_workers():
     decode = FakeDecode([50] * 9)
     async with running_http(decode) as door:
-        await door.openai.completions.create(
-            model=MODEL, prompt="x", max_tokens=3, extra_body=fields
-        )
-    outputs = decode.starts[0].spec.sampling.structured_outputs
-    assert {field.name: value for field, value in outputs.ListFields()} == form
+        for fields, form in FORMS:
+            await door.openai.completions.create(
+                model=MODEL, prompt="x", max_tokens=3, extra_body=fields
+            )
+            outputs = decode.starts[-1].spec.sampling.structured_outputs
+            assert {field.name: value for field, value in outputs.ListFields()} == form
 
 
 async def test_logprobs_in_the_legacy_shape():
@@ -268,28 +268,34 @@ async def test_beam_search_takes_n_as_its_width():
     assert sampling.n == 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_p": 1.5}, "top_p"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [1, -1]}, None),
-        ({"prompt": [5000]}, "prompt"),
-        ({"suffix": "x"}, "suffix"),
-        ({"n": 65}, "n"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"prompt": ["a", [1]]}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-async def test_a_wrong_field_is_named(fields, param):
+WRONG: dict[str, dict] = {
+    "top_p": {"top_p": 1.5},
+    "temperature": {"temperature": "hot"},
+    "logprobs": {"logprobs": 21},
+    "suffix": {"suffix": "x"},
+    "n": {"n": 65},
+    "response_format": {"guided_regex": "a", "response_format": {"type": "json_object"}},
+    "max_tokens": {"max_tokens": 0},
+    "stop": {"stop": [""]},
+    "logit_bias": {"logit_bias": {"x": 1}},
+}
+WRONG_PROMPTS = ["", [1, -1], [5000], ["a", [1]], [0] * 5000, {"a": 1}]
+
+
+async def test_a_wrong_field_is_named():
     async with running_http(FakeDecode([50])) as door:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await door.openai.completions.create(model=MODEL, prompt="x", extra_body=fields)
-    assert caught.value.body["type"] == "invalid_request_error"
-    assert caught.value.param == param
+
+        async def param_of(**fields):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await door.openai.completions.create(model=MODEL, prompt="x", extra_body=fields)
+            assert caught.value.body["type"] == "invalid_request_error"
+            return caught.value.param
+
+        assert {name: await param_of(**fields) for name, fields in WRONG.items()} == {
+            name: name for name in WRONG
+        }
+        for prompt in WRONG_PROMPTS:
+            assert await param_of(prompt=prompt) == "prompt", prompt
 
 
 async def test_an_unknown_model_is_404():

@@ -3,19 +3,21 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
+from tqdm import tqdm
 
 from baton import LLM, SamplingParams, StructuredOutputs
 from baton.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
+from baton.prompts import parse_prompts
 from engine.batch import candidate_seed
 from router.reasoning import encode_marks
 from tests.support.checkpoints import (
     EOS_TOKEN_ID,
     prompt_of,
+    reference_beams,
     reference_greedy,
-    reference_model,
     tiny_checkpoint,
 )
 from tests.support.logprob_checks import near, reference_logprobs
@@ -36,6 +38,11 @@ def llm(path):
         yield made
 
 
+def made(llm, prompt, params):
+    (parsed,) = parse_prompts(prompt)
+    return llm._requests.make("r", parsed, params)
+
+
 @pytest.fixture(autouse=True)
 def no_request_left(llm):
     yield
@@ -48,9 +55,9 @@ def test_results_are_those_of_transformers_in_the_prompts_order(llm, path):
     prompts = [prompt_of(length, seed=length) for length in (33, 1, 16, 7, 50, 17)]
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.prompt_token_ids == tuple(prompt)
+        assert result.prompt_token_ids == prompt
         assert list(result.outputs[0].token_ids) == reference_greedy(path, prompt, 12)
-        assert (result.finish_reason, result.matched_stop) == ("length", None)
+        assert (result.finish_reason, result.stop_reason) == ("length", None)
         assert result.usage.prompt_tokens == len(prompt)
         assert result.usage.completion_tokens == 12
         assert 0 < result.timings.first_token_ms <= result.timings.total_ms
@@ -60,7 +67,7 @@ def test_a_text_is_tokenized_into_its_bytes(llm):
     (from_text,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     (from_ids,) = llm.generate(list(b"Hello"), GREEDY, use_tqdm=False)
     assert from_text.token_ids == from_ids.token_ids
-    assert from_text.prompt_token_ids == tuple(b"Hello")
+    assert from_text.prompt_token_ids == list(b"Hello")
     expected = bytes(token for token in from_text.token_ids if token < 256)
     assert from_text.text == expected.decode(errors="replace")
 
@@ -77,6 +84,16 @@ def test_parameters_may_be_given_under_either_name(llm):
         assert result.outputs == by_position[0].outputs
     with pytest.raises(InvalidArgumentError, match="sampling_params and params are both set"):
         llm.generate("abc", GREEDY, params=GREEDY)
+
+
+def test_a_seed_of_the_model_repeats_the_draws(path):
+    token_ids = []
+    for _ in range(2):
+        with LLM(str(path), seed=7, num_threads=1, max_model_len=64, dtype="float32") as made:
+            results = made.generate(["abc", "abc"], {"temperature": 1.5}, use_tqdm=False)
+            token_ids.append([result.token_ids for result in results])
+    assert token_ids[0] == token_ids[1]
+    assert token_ids[0][0] != token_ids[0][1]
 
 
 def test_defaults_come_from_the_checkpoint_if_no_parameters_are_given(path, tmp_path):
@@ -100,7 +117,7 @@ def test_no_max_tokens_means_as_many_as_fit(llm):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (result,) = llm.generate([prompt_of(150)], params, use_tqdm=False)
     assert (len(result.token_ids), result.finish_reason) == (50, "length")
-    fitting = llm._make_request(prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
+    fitting = made(llm, prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
     assert (fitting.max_tokens, fitting.min_tokens) == (50, 50)
 
 
@@ -137,7 +154,7 @@ def test_the_text_may_include_what_ended_it(llm):
 
 
 def test_bad_words_are_recorded_as_tokens(llm):
-    request = llm._make_request("abc", replace(GREEDY, bad_words=["no"]))
+    request = made(llm, "abc", replace(GREEDY, bad_words=["no"]))
     assert request.spec.bad_words_token_ids == (tuple(b"no"),)
 
 
@@ -145,23 +162,23 @@ def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkey
     limited = replace(GREEDY, thinking_token_budget=3)
     with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no marks"):
         llm.generate("abc", limited, use_tqdm=False)
-    marks = encode_marks(llm._tokenizer, "<t>", "</t>")
-    monkeypatch.setattr(llm, "_marks", marks)
-    assert llm._make_request("abc", limited).spec.reasoning == marks
+    marks = encode_marks(llm.get_tokenizer(), "<t>", "</t>")
+    monkeypatch.setattr(llm._requests, "_marks", marks)
+    assert made(llm, "abc", limited).spec.reasoning == marks
     assert marks.end_token_ids == tuple(b"</t>")
     formed = replace(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
-    assert llm._make_request("abc", formed).spec.reasoning == marks
-    assert llm._make_request("abc", GREEDY).spec.reasoning is None
+    assert made(llm, "abc", formed).spec.reasoning == marks
+    assert made(llm, "abc", GREEDY).spec.reasoning is None
 
 
 def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_limits", replace(llm._limits, vocab_size=100))
+    monkeypatch.setattr(llm._requests, "_limits", replace(llm._requests._limits, vocab_size=100))
     with pytest.raises(InvalidArgumentError, match=r"^bad_words is 110; .* vocabulary size 100$"):
         llm.generate([[5]], replace(GREEDY, bad_words=["n"]), use_tqdm=False)
 
 
 def test_a_mapping_states_some_parameters(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_default_params", {"max_tokens": 5, "min_p": 0.5})
+    monkeypatch.setattr(llm._requests, "_default_params", {"max_tokens": 5, "min_p": 0.5})
     stated = {"temperature": 0, "ignore_eos": True}
     (one,) = llm.generate("abc", {**stated, "min_p": None}, use_tqdm=False)
     (full,) = llm.generate("abc", replace(GREEDY, max_tokens=5), use_tqdm=False)
@@ -171,7 +188,7 @@ def test_a_mapping_states_some_parameters(llm, monkeypatch):
     assert 1 <= len(results[1].token_ids) <= 5
     (beams,) = llm.generate("abc", {"beam_width": 2}, use_tqdm=False)
     assert 1 <= len(beams.token_ids) <= 5
-    assert llm._complete({"temperature": 0}) == SamplingParams(
+    assert llm._requests.complete({"temperature": 0}) == SamplingParams(
         temperature=0, max_tokens=5, min_p=0.5
     )
     with pytest.raises(TypeError, match="topp"):
@@ -228,7 +245,7 @@ def test_a_stop_text_ends_the_generation_before_it(llm, finished):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     assert result.token_ids == whole.token_ids[: index + 1]
-    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
     assert stop not in result.text
     assert whole.text.startswith(result.text + stop)
     assert finished == [0], "the engine finishes the candidate and keeps its blocks"
@@ -240,7 +257,7 @@ def test_a_stop_token_ends_the_generation(llm):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     assert result.token_ids == whole.token_ids[: index + 1]
-    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
 
 
 def test_each_candidate_draws_with_its_own_seed(llm):
@@ -276,23 +293,6 @@ def test_beam_search_equals_transformers(llm, path):
     assert [completion.score for completion in result.outputs] == pytest.approx(scores, abs=1e-4)
 
 
-def reference_beams(path, prompt, *, num_beams, num_returned, max_tokens):
-    output = reference_model(path).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        num_beams=num_beams,
-        num_return_sequences=num_returned,
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    sequences = [row[len(prompt) :].tolist() for row in output.sequences]
-    return sequences, output.sequences_scores.tolist()
-
-
 def test_a_stop_text_ends_only_its_candidate(llm, finished):
     params = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True, n=3)
     (whole,) = llm.generate("abc", params, use_tqdm=False)
@@ -304,7 +304,7 @@ def test_a_stop_text_ends_only_its_candidate(llm, finished):
     (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
     assert finished == [1]  # the engine continues the other candidates
     assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
-    assert stopped.outputs[1].matched_stop == stop
+    assert stopped.outputs[1].stop_reason == stop
     assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)
     assert [stopped.outputs[i] for i in (0, 2)] == [whole.outputs[i] for i in (0, 2)]
 
@@ -315,7 +315,7 @@ def test_a_prompt_that_never_fits_is_ignored_and_the_others_run(llm, caplog):
     assert (before.finish_reason, after.finish_reason) == ("length", "length")
     (completion,) = ignored.outputs
     assert (completion.finish_reason, completion.text) == ("ignored", "")
-    assert (completion.token_ids, completion.matched_stop) == ((), None)
+    assert (completion.token_ids, completion.stop_reason) == ([], None)
     assert ignored.usage.prompt_tokens == 60
     assert ignored.timings.total_ms == 0
     (record,) = caplog.records
@@ -379,6 +379,8 @@ def test_an_interrupt_leaves_the_engine_usable(llm, monkeypatch):
 def test_the_progress_bar_counts_prompts(llm, capsys):
     llm.generate(["a", "b"], GREEDY)
     assert "2/2" in capsys.readouterr().err
+    llm.generate(["a", "b"], GREEDY, use_tqdm=partial(tqdm, desc="mine"))
+    assert "mine: 100%" in capsys.readouterr().err
 
 
 def test_unknown_and_bad_arguments_are_errors(path):
@@ -430,5 +432,5 @@ def test_a_stop_text_cuts_the_log_probabilities_with_the_tokens(llm):
 def test_an_ignored_prompt_has_no_log_probabilities(llm, caplog):
     params = replace(GREEDY, n=4, max_tokens=100, logprobs=1, prompt_logprobs=1)
     (ignored,) = llm.generate(["b" * 60], params, use_tqdm=False)
-    assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, ())
+    assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, [])
     assert ignored.outputs[0].cumulative_logprob == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.batch import TokenLogprobs
-from engine.request import CandidateProgress, EngineRequest, RequestOutput
+from engine.request import CandidateProgress, EngineOutput, EngineRequest
 from engine.runtime import logprobs as logprobs_module
 from engine.runtime.recorded_steps import RecordedSteps
 from tests.support.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, prompt_of, tiny_checkpoint
@@ -64,12 +64,12 @@ def mixed_requests() -> list[EngineRequest]:
     ]
 
 
-def details_of(outputs: Sequence[RequestOutput], index: int) -> list[TokenLogprobs]:
+def details_of(outputs: Sequence[EngineOutput], index: int) -> list[TokenLogprobs]:
     return [found for output in outputs if output.index == index for found in output.logprobs]
 
 
 def check_outputs(
-    variant: str, request: EngineRequest, outputs: Sequence[RequestOutput], first: tuple = ()
+    variant: str, request: EngineRequest, outputs: Sequence[EngineOutput], first: tuple = ()
 ) -> None:
     """Checks all log-probabilities of a request.
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import InternalError, ResourceExhaustedError
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.request import EngineOutput, FinishReason, StageTimings
 from kvstore.handoff import KvHandoff
 from prefill_service.server import SERVICE_NAMES, add_services
 from prefill_service.servicer import PrefillServicer
@@ -58,11 +58,11 @@ async def admitted(engine, request_id="r"):
 
 
 def drawn(*token_ids, **fields):
-    return RequestOutput(request_id="r", token_ids=token_ids, **fields)
+    return EngineOutput(request_id="r", token_ids=token_ids, **fields)
 
 
 def handed_over(handoff=HANDOFF):
-    return RequestOutput(
+    return EngineOutput(
         request_id="r",
         finish_reason=FinishReason.HANDOFF,
         is_last=True,
@@ -74,7 +74,7 @@ def handed_over(handoff=HANDOFF):
 async def test_the_first_token_does_not_wait_for_the_transfer(stub, engine):
     call = prefill(stub)
     await admitted(engine)
-    engine.emit(RequestOutput(request_id="r", saved=replace(HANDOFF, handoff_id="part")))
+    engine.emit(EngineOutput(request_id="r", saved=replace(HANDOFF, handoff_id="part")))
     assert (await call.read()).saved.handoff_id == "part"
     engine.emit(drawn(42, cached_tokens=2, timings=StageTimings(queue_ms=1.0, prefill_ms=2.0)))
     result = (await call.read()).result
@@ -122,7 +122,7 @@ async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, en
     keys = [index.to_bytes(32) for index in range(4000)]
     for index in range(0, 4000, 2):
         part = replace(HANDOFF, block_keys=tuple(keys[index : index + 2]))
-        engine.emit(RequestOutput(request_id="r", saved=part))
+        engine.emit(EngineOutput(request_id="r", saved=part))
         await asyncio.sleep(0)
     engine.emit(drawn(42))
     received, num_events = [], 0
@@ -132,7 +132,7 @@ async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, en
             break
         received += message.saved.block_keys
         num_events += 1
-    engine.emit(RequestOutput(request_id="r", saved=replace(HANDOFF, block_keys=())))
+    engine.emit(EngineOutput(request_id="r", saved=replace(HANDOFF, block_keys=())))
     received += (await call.read()).saved.block_keys
     assert received == keys
     assert num_events < 1000
@@ -186,7 +186,7 @@ async def test_a_failure_in_the_engine_keeps_its_status(stub, engine):
     await admitted(engine)
     error = InternalError("the engine failed on this request")
     engine.emit(
-        RequestOutput(request_id="r", finish_reason=FinishReason.ERROR, is_last=True, error=error)
+        EngineOutput(request_id="r", finish_reason=FinishReason.ERROR, is_last=True, error=error)
     )
     assert await status_of(call) == (grpc.StatusCode.INTERNAL, error.message)
 

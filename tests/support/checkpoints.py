@@ -162,6 +162,26 @@ def logits_with_cache(
     return model(token_ids, **argument, use_cache=True).logits
 
 
+def reference_beams(
+    path: Path, prompt: Sequence[int], *, num_beams: int, num_returned: int, max_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    """The generated tokens of the best hypotheses of a beam search, and their scores."""
+    output = reference_model(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=num_beams,
+        num_return_sequences=num_returned,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    sequences = [row[len(prompt) :].tolist() for row in output.sequences]
+    return sequences, output.sequences_scores.tolist()
+
+
 @cache
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The `transformers` model of a checkpoint, with plain ("eager") attention."""
@@ -183,7 +203,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+    vocab = {character: byte for byte, character in enumerate(byte_level_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -198,7 +218,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _byte_level_alphabet() -> list[str]:
+def byte_level_alphabet() -> list[str]:
     """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     shifted = iter(range(256, 512))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch
 from engine.constraints.grammars import Grammars
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler, null_connector
@@ -107,7 +107,7 @@ class DrivenScheduler:
     def num_free(self) -> int:
         return self.scheduler.load().num_free_blocks
 
-    def add(self, *requests: EngineRequest) -> list[RequestOutput]:
+    def add(self, *requests: EngineRequest) -> list[EngineOutput]:
         return [output for each in requests for output in self.scheduler.add(each)]
 
     def begin(self) -> ScheduledBatch | None:
@@ -123,24 +123,24 @@ class DrivenScheduler:
             self._share(sequence.group.request_id, 1)
         return batch
 
-    def end(self, batch: ScheduledBatch) -> list[RequestOutput]:
+    def end(self, batch: ScheduledBatch) -> list[EngineOutput]:
         """Executes and commits a step."""
         outputs = self.scheduler.commit(batch, self.runner.execute(batch))
         self.scheduler.check()
         return outputs
 
-    def fail(self, batch: ScheduledBatch) -> list[RequestOutput]:
+    def fail(self, batch: ScheduledBatch) -> list[EngineOutput]:
         """Fails a step, as if its execution had raised."""
         outputs = self.scheduler.fail(batch, InternalError("injected by the test"))
         self.scheduler.check()
         return outputs
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Runs a whole step; `shares` has the tokens of each request."""
         batch = self.begin()
         return [] if batch is None else self.end(batch)
 
-    def steps(self, count: int) -> list[RequestOutput]:
+    def steps(self, count: int) -> list[EngineOutput]:
         return [output for _ in range(count) for output in self.step()]
 
     def run(self, max_steps: int = 400) -> dict[str, list[int]]:
@@ -168,7 +168,7 @@ class DrivenScheduler:
 
     def end_load(
         self, job: LoadJob, token_ids: Sequence[int], num_blocks: int | None = None, error: str = ""
-    ) -> list[RequestOutput]:
+    ) -> list[EngineOutput]:
         """Ends a load of the first blocks of `token_ids`; the last one may be a partial tail."""
         num_blocks = len(job.block_ids) if num_blocks is None else num_blocks
         for index, block_id in enumerate(job.block_ids[:num_blocks]):
@@ -178,7 +178,7 @@ class DrivenScheduler:
         result = LoadResult(job.job_id, num_blocks, error)
         return self.scheduler.apply(TransferResults(loads=(result,)))
 
-    def end_saves(self, job_ids: Iterable[int], *, committed: bool = True) -> list[RequestOutput]:
+    def end_saves(self, job_ids: Iterable[int], *, committed: bool = True) -> list[EngineOutput]:
         results = tuple(SaveResult(job_id, committed) for job_id in job_ids)
         return self.scheduler.apply(TransferResults(saves=results))
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
-from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
@@ -42,14 +42,14 @@ class FakeEngine:
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
-        self.handlers: dict[str, Callable[[RequestOutput], None]] = {}
+        self.handlers: dict[str, Callable[[EngineOutput], None]] = {}
         self._is_draining = False
         self._changed = asyncio.Event()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     # What services call.
 
-    def submit(self, request: EngineRequest, on_output: Callable[[RequestOutput], None]) -> None:
+    def submit(self, request: EngineRequest, on_output: Callable[[EngineOutput], None]) -> None:
         if self.refusal is not None:
             raise self.refusal
         if self._is_draining:
@@ -129,7 +129,7 @@ class FakeEngine:
 
     # What tests call.
 
-    def emit(self, *outputs: RequestOutput) -> None:
+    def emit(self, *outputs: EngineOutput) -> None:
         """Delivers one step's outputs, as the real engine does: in one loop callback."""
         for output in outputs:
             handler = self.handlers[output.request_id]
@@ -159,8 +159,8 @@ class FakeEngine:
         self._changed.set()
 
 
-def tokens(request_id: str, *token_ids: int, index: int = 0) -> RequestOutput:
-    return RequestOutput(request_id=request_id, index=index, token_ids=token_ids)
+def tokens(request_id: str, *token_ids: int, index: int = 0) -> EngineOutput:
+    return EngineOutput(request_id=request_id, index=index, token_ids=token_ids)
 
 
 def finished(
@@ -169,8 +169,8 @@ def finished(
     *token_ids: int,
     index: int = 0,
     is_last: bool = True,
-) -> RequestOutput:
-    return RequestOutput(
+) -> EngineOutput:
+    return EngineOutput(
         request_id=request_id,
         index=index,
         token_ids=token_ids,

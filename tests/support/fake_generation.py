@@ -13,7 +13,8 @@ from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers every prompt with "Hello, world"; some prompts make it misbehave.
 
-    A request for n candidates gets all of them in alternating messages, with scores.
+    A request for n candidates gets all of them in alternating messages, with scores. A request
+    of several prompts gets "Hello" and the prompt's number for each.
 
     "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early; with several
     candidates, after all but the last have ended. "hang": the
@@ -30,8 +31,18 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self.requests.append(request)
         if request.text == "fail":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        own_id = request.request_id or "made-up"
+        if request.WhichOneof("prompt") == "prompts":
+            numbers = range(len(request.prompts.prompts))
+            return generation_pb2.GenerateResponse(
+                request_id=own_id,
+                responses=[self._response(f"{own_id}-{number}") for number in numbers],
+            )
+        return self._response(own_id)
+
+    def _response(self, request_id):
         return generation_pb2.GenerateResponse(
-            request_id=request.request_id or "made-up",
+            request_id=request_id,
             completions=[
                 generation_pb2.Completion(
                     index=0,
@@ -49,6 +60,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self.requests.append(request)
         if request.text == "hang":
             context.add_callback(self.cancelled.set)
+        if request.WhichOneof("prompt") == "prompts":
+            yield from _prompts(request.prompts.prompts)
+            return
         if request.sampling.n > 1:
             is_whole = request.text != "truncate"
             yield from list(_candidates(request.sampling.n))[: None if is_whole else -1]
@@ -94,6 +108,21 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             block_size=16,
             namespace="abc",
         )
+
+
+def _prompts(prompts):
+    """One message per prompt, which is the last one; a prompt "truncate" has none."""
+    for index, prompt in enumerate(prompts):
+        if prompt.text != "truncate":
+            yield generation_pb2.GenerateStreamResponse(
+                request_id=f"r-{index}",
+                prompt_index=index,
+                token_ids=[5],
+                text=f"Hello {index}",
+                finish_reason=common_pb2.FINISH_REASON_LENGTH,
+                usage=_usage(),
+                timings=_timings(),
+            )
 
 
 def _candidates(n):

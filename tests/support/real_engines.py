@@ -9,13 +9,13 @@ from pathlib import Path
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
+from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import tiny_checkpoint
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
 
-Outputs = dict[str, list[RequestOutput]]
+Outputs = dict[str, list[EngineOutput]]
 
 
 def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
@@ -46,7 +46,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
     """Runs requests to their ends; checks that every block is free afterwards."""
     outputs: Outputs = {request.spec.request_id: [] for request in requests}
 
-    def collect(step_outputs: Sequence[RequestOutput]) -> None:
+    def collect(step_outputs: Sequence[EngineOutput]) -> None:
         for output in step_outputs:
             outputs[output.request_id].append(output)
 
@@ -63,12 +63,12 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
     return outputs
 
 
-def tokens_of(outputs: Sequence[RequestOutput], index: int = 0) -> list[int]:
+def tokens_of(outputs: Sequence[EngineOutput], index: int = 0) -> list[int]:
     """Returns one candidate's tokens."""
     return [token for output in outputs if output.index == index for token in output.token_ids]
 
 
-def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> EngineRequest:
+def hand_over(request: EngineRequest, outputs: Sequence[EngineOutput]) -> EngineRequest:
     """Returns the request that the router makes from a prefill engine's outputs."""
     answer = outputs[-1]
     assert answer.finish_reason is FinishReason.HANDOFF
@@ -141,7 +141,7 @@ class SplitRun:
         is_idle = not any(core.has_work for core in cores)
         return is_idle and all(core.load().num_free_blocks == core.num_blocks for core in cores)
 
-    def _on_prefill_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+    def _on_prefill_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             if output.saved is not None:
                 self.num_reported += len(output.saved.block_keys)
@@ -158,7 +158,7 @@ class SplitRun:
                 self._decode.check(handed)
                 self._on_decode_outputs(self._decode.add_request(handed))
 
-    def _on_decode_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+    def _on_decode_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             if output.request_id not in self.outputs:
                 handoff = self.handed[output.request_id].handoff

@@ -19,7 +19,7 @@ from engine.async_engine import AsyncEngine
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineOutput, EngineRequest, FinishReason
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 from tests.support.requests import engine_request
 
@@ -52,11 +52,11 @@ class Collector:
     """An output handler that a coroutine can wait on."""
 
     def __init__(self) -> None:
-        self.outputs: list[RequestOutput] = []
+        self.outputs: list[EngineOutput] = []
         self.ended = asyncio.Event()
         self.started = asyncio.Event()
 
-    def __call__(self, output: RequestOutput) -> None:
+    def __call__(self, output: EngineOutput) -> None:
         self.outputs.append(output)
         self.started.set()
         if output.is_last:
@@ -211,7 +211,7 @@ async def test_a_device_that_fails_every_step_ends_the_engine(
 async def test_a_handler_that_raises_does_not_disturb_other_requests(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
-    def raising(output: RequestOutput) -> None:
+    def raising(output: EngineOutput) -> None:
         raise ValueError("a bug")
 
     collector = Collector()

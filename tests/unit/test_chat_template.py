@@ -98,7 +98,11 @@ LOOP_OVER_PARTS = (
         (LOOP_OVER_PARTS, True),
         (LOOP_OVER_PARTS.replace("m.content", "m['content']"), True),
         (LOOP_OVER_PARTS.replace("in m.content", "in m.content | list"), True),
-        ("{% set turns = messages[1:] %}{% set rest = turns %}" + LOOP_OVER_PARTS, True),
+        (
+            "{% set turns = messages[0:] %}{% set rest = turns %}"
+            + LOOP_OVER_PARTS.replace("in messages", "in rest"),
+            True,
+        ),
         ("{% set turns = messages %}" + LOOP_OVER_PARTS.replace("in messages", "in turns"), True),
         ("{% for p in messages[0].content %}{{ p }}{% endfor %}", False),
         ("{% for m in messages %}{% for p in m.tool_calls %}{% endfor %}{% endfor %}", False),
@@ -108,7 +112,7 @@ LOOP_OVER_PARTS = (
 )
 def test_content_is_text_unless_the_template_loops_over_it(text, as_parts):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    seen = text + "|{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    seen = text + "|{% for n in messages %}{{ n.content | tojson }}{% endfor %}"
     prompt = render(seen, {"role": "user", "content": parts}, {"role": "tool", "content": parts})
     as_text = '"a\\nb"'
     shown = '[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]'

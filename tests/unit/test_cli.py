@@ -215,7 +215,8 @@ def test_generate_has_a_flag_for_every_parameter():
         "thinking_token_budget": 7,
         "extra_args": '{"a": 1}',
     }
-    assert given.keys() | {"structured_outputs"} == set(SamplingParams.__slots__)
+    not_flags = {"structured_outputs", "output_kind"}
+    assert given.keys() | not_flags == set(SamplingParams.__slots__)
     parser = argparse.ArgumentParser()
     add_sampling_args(parser)
     singular = {

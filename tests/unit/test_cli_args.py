@@ -140,6 +140,7 @@ def test_the_model_may_be_the_first_argument():
         (["--max-model-len", "4k"], "max_model_len", 4000),
         (["--max_num_batched_tokens", "4K"], "max_num_batched_tokens", 4096),
         (["-tp", "1", "--pipeline-parallel-size=1", "--data-parallel-size", "1"], "role", "both"),
+        (["--revision", "v2"], "model", "m@v2"),
         (["--quantization", "none", "--no-trust-remote-code"], "role", "both"),
     ],
 )
@@ -154,6 +155,7 @@ def test_flags_of_vllm_mean_the_same(arguments, field, value):
         (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
         (["-tp", "2"], "--tensor-parallel-size: is '2'; Baton supports only 1"),
         (["--quantization", "awq"], "--quantization: is 'awq'; Baton supports only none"),
+        (["--download-dir", "x"], "--download-dir: set the environment variable HF_HUB_CACHE"),
         (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
 from tests.support.fake_connector import FakeWorker
@@ -51,12 +51,12 @@ class Prefill:
     def num_computed(self, request_id: str) -> int:
         return self.core.scheduler._groups[request_id].lead.num_computed
 
-    def step(self) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
+    def step(self) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
         self.core.run_step(outputs.extend)
         return outputs
 
-    def step_after_transfers(self) -> tuple[list[RequestOutput], int]:
+    def step_after_transfers(self) -> tuple[list[EngineOutput], int]:
         """Ends all transfers and runs a step. Returns its outputs and the number of batches run."""
         self.worker.end_all()
         before = self.runner.num_executed
@@ -100,7 +100,7 @@ def test_first_tokens_are_delivered_before_their_saves_start(prefill: Prefill) -
     pending: list[list[object]] = []
     prefill.add("a", (0,) * BLOCK_SIZE)
 
-    def on_outputs(outputs: Sequence[RequestOutput]) -> None:
+    def on_outputs(outputs: Sequence[EngineOutput]) -> None:
         assert outputs[0].token_ids
         pending.append([*prefill.worker.pending])
 
@@ -111,9 +111,9 @@ def test_first_tokens_are_delivered_before_their_saves_start(prefill: Prefill) -
 
 def test_blocks_saved_during_a_step_are_reported_during_that_step(prefill: Prefill) -> None:
     num_committed: list[int] = []
-    outputs: list[RequestOutput] = []
+    outputs: list[EngineOutput] = []
 
-    def on_outputs(early: Sequence[RequestOutput]) -> None:
+    def on_outputs(early: Sequence[EngineOutput]) -> None:
         outputs.extend(early)
         num_committed.append(prefill.num_computed("a"))
 
@@ -131,7 +131,7 @@ def test_blocks_saved_during_a_step_are_reported_during_that_step(prefill: Prefi
     assert prefill.num_computed("a") == 2 * BLOCK_SIZE
 
 
-def fail(outputs: Sequence[RequestOutput]) -> None:
+def fail(outputs: Sequence[EngineOutput]) -> None:
     raise ValueError("a bug")
 
 

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.v1 import common_pb2, request_pb2
 from engine.batch import TokenLogprobs
-from engine.request import CandidateProgress, EngineLoad, FinishReason, RequestOutput, StageTimings
+from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from engine.wire import (
     check_namespace,
     finish_reason_to_proto,
@@ -41,7 +41,7 @@ def test_progress_is_read_from_its_messages():
 
 
 def test_the_message_of_an_output_has_all_its_fields():
-    output = RequestOutput(
+    output = EngineOutput(
         request_id="r",
         index=2,
         token_ids=(4, 5),
@@ -56,7 +56,7 @@ def test_the_message_of_an_output_has_all_its_fields():
     assert (message.finish_reason, message.is_last) == (common_pb2.FINISH_REASON_STOP, True)
     assert (message.score, message.cached_tokens, message.timings.queue_ms) == (-0.5, 16, 1.0)
     assert not message.HasField("error")
-    assert not output_to_proto(RequestOutput(request_id="r")).HasField("score")
+    assert not output_to_proto(EngineOutput(request_id="r")).HasField("score")
 
 
 def test_the_message_of_a_load_has_all_its_fields():
@@ -118,7 +118,7 @@ def test_the_message_of_timings_has_every_stage():
 def test_log_probabilities_reach_the_message_and_the_engine():
     own, prompt = TokenLogprobs(-0.5, 3, (7, 8), (-0.25, -0.375)), TokenLogprobs(-1.5, 1)
     message = output_to_proto(
-        RequestOutput("r", token_ids=(4,), logprobs=(own,), prompt_logprobs=(prompt, prompt))
+        EngineOutput("r", token_ids=(4,), logprobs=(own,), prompt_logprobs=(prompt, prompt))
     )
     (found,) = message.logprobs
     assert (found.logprob, found.rank) == (-0.5, 3)

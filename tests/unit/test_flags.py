@@ -94,7 +94,7 @@ def test_flags_are_the_inverse_of_parsing():
         is_open=True,
         mode="slow",
         orders=("a", "b"),
-        names=("c", "d"),
+        names=("c,d", "e"),
         sign="--closed",
     )
     flags = flags_of_config(config)
@@ -108,6 +108,8 @@ def test_names_may_have_underscores_and_lists_commas_or_repetitions():
     assert (config.max_num_cooks, config.step_tokens) == (3, 4000)
     assert config.orders == ("a_b", "c", "d")
     assert kitchen("--names", "a", "b", "--sign", "_x").names == ("a", "b")
+    assert kitchen("--orders", '["a,b", "c"]').orders == ("a,b", "c")
+    assert kitchen("--orders", "[::1]:5,7", "--orders", "8").orders == ("[::1]:5", "7", "8")
 
 
 def test_aliases_work_and_the_help_is_silent_about_them(capsys):
@@ -121,7 +123,9 @@ def test_aliases_work_and_the_help_is_silent_about_them(capsys):
 
 def test_the_short_help_has_main_flags_and_hand_written_ones():
     page = make_parser().format_help()
-    assert all(name in page for name in ("--max-num-cooks", "--name", "--rate", "--config"))
+    assert all(
+        name in page for name in ("--max-num-cooks", "NAME", "--rate", "--config", "--help[=all]")
+    )
     assert "--heat" not in page
     assert "cook --help=all" in page
 
@@ -246,3 +250,15 @@ def test_missing_values_are_named_together():
 def test_child_processes_get_no_variables_of_flags():
     kept = {"PATH": "/bin", "BATON_CPU_KERNELS": "torch"}
     assert without_flag_variables({**kept, variable_of("door-port"): "1"}) == kept
+
+
+def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["cook", "k", "--max_num_cooks", "2"])
+    monkeypatch.setenv(variable_of("rate"), "3")
+    args = make_parser().parse_args()
+    assert (args.rate, args.max_num_cooks) == (3, 2)
+
+
+def test_the_variable_of_a_kubernetes_service_is_no_flag(monkeypatch):
+    monkeypatch.setenv(variable_of("door-port"), "tcp://10.0.0.1:8000")
+    assert config_from_args(Door, parse("k")).port == 5

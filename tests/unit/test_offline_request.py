@@ -5,7 +5,7 @@ import pytest
 from baton.offline_request import OfflineRequest
 from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
-from engine.request import FinishReason, RequestOutput
+from engine.request import EngineOutput, FinishReason
 from tests.support.running_router import script_of, tokenizer
 
 EOS = 2
@@ -19,9 +19,9 @@ def finished(token_ids, num_first, **params):
         stop_token_ids=frozenset({EOS}),
     )
     request = OfflineRequest(spec, tokenizer())
-    request.add(RequestOutput("r", token_ids=tuple(token_ids[:num_first])))
+    request.add(EngineOutput("r", token_ids=tuple(token_ids[:num_first])))
     request.add(
-        RequestOutput(
+        EngineOutput(
             "r",
             token_ids=tuple(token_ids[num_first:]),
             finish_reason=FinishReason.STOP,
@@ -38,11 +38,11 @@ def test_a_complete_structured_output_ends_with_its_last_token(num_first, includ
     params = {"include_stop_str_in_output": include}
     completion = finished(token_ids, num_first, **params)
     assert completion.text == '{"a":"yes"}'
-    assert completion.token_ids == tuple(token_ids)
-    assert (completion.finish_reason, completion.matched_stop) == ("stop", None)
+    assert completion.token_ids == list(token_ids)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
     assert finished(token_ids, len(token_ids), **params) == completion
 
 
 def test_a_stop_token_is_matched_and_has_no_text():
     completion = finished([*script_of("yes"), EOS], 1)
-    assert (completion.text, completion.matched_stop) == ("yes", EOS)
+    assert (completion.text, completion.stop_reason) == ("yes", EOS)

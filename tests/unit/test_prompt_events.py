@@ -9,7 +9,7 @@ from baton.errors import DeadlineExceededError
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from engine.batch import TokenLogprobs
-from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.request import EngineOutput, FinishReason, StageTimings
 from engine.wire import logprobs_to_proto
 from kvstore.handoff import KvHandoff
 from prefill_service.prompt_events import PromptEvents
@@ -27,15 +27,15 @@ HANDOFF = KvHandoff(
 
 def saved_output(*keys, num_tokens):
     part = KvHandoff("h", b"n" * 32, keys, num_tokens, "memory", "xxh3-128", 5000)
-    return RequestOutput(request_id="r", saved=part)
+    return EngineOutput(request_id="r", saved=part)
 
 
 def drawn_output(*token_ids, **fields):
-    return RequestOutput(request_id="r", token_ids=token_ids, **fields)
+    return EngineOutput(request_id="r", token_ids=token_ids, **fields)
 
 
 def handoff_output(handoff=HANDOFF, **fields):
-    return RequestOutput(
+    return EngineOutput(
         request_id="r",
         finish_reason=FinishReason.HANDOFF,
         is_last=True,
@@ -46,7 +46,7 @@ def handoff_output(handoff=HANDOFF, **fields):
 
 
 def ended_output(reason, **fields):
-    return RequestOutput(request_id="r", finish_reason=reason, is_last=True, **fields)
+    return EngineOutput(request_id="r", finish_reason=reason, is_last=True, **fields)
 
 
 async def all_messages(*outputs, **params):
@@ -150,7 +150,7 @@ async def test_first_tokens_of_ranked_candidates_are_sent_for_decode_alone(param
 
 
 async def test_a_generation_that_ends_in_prefill_has_no_end_event():
-    first = RequestOutput(
+    first = EngineOutput(
         request_id="r",
         token_ids=(2,),
         finish_reason=FinishReason.STOP,

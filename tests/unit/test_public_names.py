@@ -46,10 +46,20 @@ def test_the_package_exports_its_public_names():
     assert set(baton.__all__) == {
         "LLM",
         "AsyncClient",
+        "AsyncEngineArgs",
+        "AsyncLLM",
         "BatonError",
+        "BeamSearchParams",
         "Client",
+        "CompletionOutput",
+        "EngineArgs",
+        "RequestOutput",
+        "RequestOutputKind",
         "SamplingParams",
         "StructuredOutputs",
+        "StructuredOutputsParams",
+        "TextPrompt",
+        "TokensPrompt",
         "__version__",
     }
     for name in baton.__all__:

@@ -53,6 +53,10 @@ def test_defaults_are_those_of_the_dataclass():
     assert model.names == ("n", "m")
 
 
+def test_the_revision_is_part_of_the_name():
+    assert parse_model("--decode", "a:1", "--revision", "v2").model == "org/name@v2"
+
+
 def test_one_of_the_servers_must_be_on():
     with pytest.raises(ConfigurationError, match="--port and --grpc-port are both none"):
         parse_config("--decode", "a:1", "--port", "none", "--grpc-port", "none")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigurationError
-from engine.request import RequestOutput
+from engine.request import EngineOutput
 from kvstore.jobs import SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import fake_config
@@ -16,7 +16,7 @@ def decode_engine(**config: object) -> DrivenScheduler:
     return DrivenScheduler(with_connector=True, role="decode", **config)
 
 
-def run_handoff(driven: DrivenScheduler, num_steps: int, **fields: object) -> list[RequestOutput]:
+def run_handoff(driven: DrivenScheduler, num_steps: int, **fields: object) -> list[EngineOutput]:
     """Loads the KV of a request of ten tokens and runs steps; returns their outputs."""
     submitted = handed_over("a", **fields)
     driven.add(submitted)

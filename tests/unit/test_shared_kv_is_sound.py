@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.request import RequestOutput
+from engine.request import EngineOutput
 from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -114,7 +114,7 @@ def test_overlapped_steps_publish_the_same_blocks_as_the_plain_loop(windows: Win
     other = engine_with(stores[1], windows)
     add(other, 40)
     step_and_end_jobs(other, 2)
-    outputs: list[RequestOutput] = []
+    outputs: list[EngineOutput] = []
     other.core.run_step(outputs.extend)
     (output,) = outputs
     assert output.cached_tokens == 36

@@ -1,5 +1,7 @@
 """Tool parsers: texts of models and the content and calls in them, for every cut of the text."""
 
+import re
+
 import pytest
 
 from router.chat.tool_parsers import tool_parser
@@ -43,6 +45,12 @@ HERMES = [
     ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, [("f", '"x"')]),
     ('<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", "null")]),
     ('<tool_call>{"name": "\\u00e9", "id": {"x": [1]}, "arguments": {}}', None, [("é", "{}")]),
+    # The first arguments count.
+    (
+        '<tool_call>{"arguments": {"a": 1}, "arguments": {}, "name": "f", "parameters": {}}',
+        None,
+        [F1],
+    ),
     # Cut short: content until the call is known, then its arguments as far as they came.
     ("a <tool_c", "a <tool_c", []),
     ("a <tool_call>", "a <tool_call>", []),
@@ -254,3 +262,23 @@ def test_schemas_give_the_types_of_parameters(schema, value, expected):
 )
 def test_content_and_calls(name, text, content, calls):
     check_cuts(output_of(tool_parser(name)), text, (content, None, calls))
+
+
+@pytest.mark.parametrize("name", ["json", "llama3_json"])
+def test_json_that_is_no_call_is_content_as_soon_as_a_key_says_so(name):
+    parser = tool_parser(name)()
+    assert parser.push('{"name": "Ann", "age').content == ""
+    assert parser.push('": 3, ').content == '{"name": "Ann", "age": 3, '
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ('[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}', "a1b2c3d4e"),
+        ('[TOOL_CALLS]f{"a": 1}', "[0-9a-zA-Z]{9}"),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}}]', "[0-9a-zA-Z]{9}"),
+    ],
+)
+def test_ids_of_mistral_are_the_models_or_have_nine_characters(text, pattern):
+    (call,) = tool_parser("mistral")().push(text).tool_calls
+    assert re.fullmatch(pattern, call.id)

@@ -10,6 +10,7 @@ import pytest
 import kernels
 from baton.cli import main, serve
 from baton.cli.serve_config import config_from_args
+from baton.flag_sources import variable_of
 from baton.machine_limits import usable_cores
 
 pytestmark = pytest.mark.alone
@@ -53,13 +54,24 @@ def test_child_processes_have_the_same_wait_policy(given, policy):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if given is not None:
         environment["OMP_WAIT_POLICY"] = given
-    module = "tests.support.print_wait_policy"
+    assert variable_of_child("OMP_WAIT_POLICY", environment) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(variable_of("port"), ""), ("BATON_CPU_KERNELS", "torch")]
+)
+def test_child_processes_get_no_flags_from_the_environment(name, text):
+    assert variable_of_child(name, os.environ | {name: "torch"}) == text
+
+
+def variable_of_child(name, environment):
+    module = "tests.support.print_variable"
     result = subprocess.run(
-        [sys.executable, "-m", "baton.up.child", str(os.getpid()), module],
+        [sys.executable, "-m", "baton.up.child", str(os.getpid()), module, name],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
         timeout=30,
     )
-    assert result.stdout.strip() == policy
+    return result.stdout.strip()

@@ -10,7 +10,7 @@ from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineOutput, EngineRequest
 
 
 class BatonEngine:
@@ -51,7 +51,7 @@ class BatonEngine:
 
     def step(self) -> Iterable[StepOutput]:
         """Computes one step; returns its outputs."""
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         self._core.run_step(outputs.extend)
         return [(int(o.request_id), o.token_ids, o.finish_reason is not None) for o in outputs]
 

@@ -52,8 +52,8 @@ class GeneratorToolParser(ToolParser):
     """A tool parser that reads its text in a generator.
 
     Attributes:
-        text: what `_run` reads.
-        answer: what `_run` adds to.
+        text: what `read` reads.
+        answer: what `read` adds to.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -81,10 +81,10 @@ class GeneratorToolParser(ToolParser):
         return f"call_{secrets.token_hex(12)}"
 
     @abstractmethod
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
         """Reads the text. What it leaves unread is content."""
 
     def _run_all(self) -> Steps[None]:
-        yield from self._run()
+        yield from self.read()
         self.text.take_record()
         yield from self.text.copy_rest(self.answer.content)

@@ -25,7 +25,8 @@ class Llama3JsonToolParser(GeneratorToolParser):
 
     needs_special_tokens: ClassVar[bool] = True
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         text.record()
         while True:

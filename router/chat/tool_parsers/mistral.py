@@ -36,7 +36,8 @@ class MistralToolParser(GeneratorToolParser):
         # Mistral's templates refuse other ids in the messages of later requests.
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         while (yield from text.copy_until(_START, self.answer.content)):
             text.record(_START)

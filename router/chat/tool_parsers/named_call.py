@@ -19,7 +19,8 @@ class NamedCallParser(GeneratorToolParser):
         super().__init__()
         self._name = name
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         yield from text.skip_whitespace()
         if (yield from text.peek()):

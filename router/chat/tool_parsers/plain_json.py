@@ -14,7 +14,8 @@ class JsonToolParser(GeneratorToolParser):
     `tool_choice: required` forces has this form, for every model.
     """
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         text.record()
         yield from text.skip_whitespace()

@@ -23,7 +23,8 @@ class PythonicToolParser(GeneratorToolParser):
     A call is reported when its name and the name of its first argument, or its end, are read.
     """
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         text.record()
         yield from text.skip_whitespace()

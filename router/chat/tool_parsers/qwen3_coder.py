@@ -36,7 +36,8 @@ class Qwen3CoderToolParser(GeneratorToolParser):
 
     needs_special_tokens: ClassVar[bool] = True
 
-    def _run(self) -> Steps[None]:
+    def read(self) -> Steps[None]:
+        """Reads the text."""
         text = self.text
         while (yield from text.copy_until(_START, self.answer.content)):
             text.record(_START)

@@ -1,0 +1,121 @@
+"""The files of a model: a checkpoint folder or one GGUF file, behind one interface.
+
+Everything that is read of a model besides its weights goes through `ModelFiles`, so that only
+`local_model` distinguishes the two. Weights: `engine.runtime.loader`. A leaf module without
+torch that router and workers share.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from baton.errors import ConfigurationError
+from baton.gguf import GgufFile
+from baton.named_models import NAMED_MODELS
+from baton.tokenizer_files import load_tokenizer, read_json, read_settings, resolve_folder
+
+__all__ = [
+    "CheckpointFolder",
+    "ModelFiles",
+    "local_model",
+    "open_model_files",
+]
+
+
+class ModelFiles(Protocol):
+    """What describes a model."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or the file."""
+
+    def locate(self, name: str) -> Path:
+        """Returns the file that `read_json(name)` reads, which may not exist."""
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Returns the object in a JSON file of a checkpoint folder; empty if there is none.
+
+        Args:
+            name: such as config.json or generation_config.json; a GGUF file has what is in
+                these two under its own keys.
+
+        Raises:
+            OSError, TypeError, ValueError: the file cannot be read, or has something else.
+            ConfigurationError: a GGUF file's model is not supported.
+        """
+
+    def read_settings(self) -> dict[str, Any]:
+        """Returns special tokens and chat templates, as tokenizer_config.json has them.
+
+        Raises:
+            OSError, TypeError, ValueError: a file cannot be read, or has something else.
+            ConfigurationError: a GGUF file's metadata is malformed.
+        """
+
+    def load_tokenizer(self) -> tokenizers.Tokenizer:
+        """Loads the tokenizer, with truncation and padding turned off.
+
+        Raises:
+            ConfigurationError: it is missing, broken or of an unsupported kind.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """A model in a folder: config.json, safetensors, tokenizer files.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    def locate(self, name: str) -> Path:
+        """See `ModelFiles`."""
+        return self.path / name
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """See `ModelFiles`."""
+        return read_json(self.path / name)
+
+    def read_settings(self) -> dict[str, Any]:
+        """See `ModelFiles`."""
+        return read_settings(self.path)
+
+    def load_tokenizer(self) -> tokenizers.Tokenizer:
+        """See `ModelFiles`."""
+        return load_tokenizer(self.path)
+
+
+def local_model(path_or_name: str | Path) -> ModelFiles | None:
+    """Returns the files of a model on this machine; None for any other name.
+
+    A path that exists comes before a named model (`baton.named_models`).
+
+    Raises:
+        ConfigurationError: a named model is not installed, or there is no such GGUF file.
+    """
+    path = Path(path_or_name).expanduser()
+    if not path.exists() and str(path_or_name) in NAMED_MODELS:
+        path = NAMED_MODELS[str(path_or_name)]()
+    if path.is_dir():
+        return CheckpointFolder(path)
+    if path.is_file():
+        return GgufFile(path)
+    if path.suffix == ".gguf":
+        raise ConfigurationError(f"there is no file {path_or_name}")
+    return None
+
+
+def open_model_files(path_or_name: str | Path) -> ModelFiles:
+    """Finds a model's files; downloads those of a Hub repository, without its weights.
+
+    Args:
+        path_or_name: a checkpoint folder, a GGUF file, a named model or a Hub name.
+
+    Raises:
+        ConfigurationError: there is no such model.
+    """
+    return local_model(path_or_name) or CheckpointFolder(resolve_folder(path_or_name))

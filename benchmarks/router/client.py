@@ -1,0 +1,105 @@
+"""`python -m benchmarks.router.client grpc|http PORT STREAMS TOKENS PROBES`: loads a server.
+
+Starts all streams at once, and one request after the other of a single token beside them, whose
+first-token times are what a new user sees. Prints JSON: messages, seconds, first-token times.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from baton.v1 import common_pb2, generation_pb2
+
+_PROMPT = "Return a list of names"
+_METHOD = "/baton.v1.GenerationService/GenerateStream"
+_READ_BYTES = 1 << 16
+
+
+async def _grpc_messages(channel: grpc.aio.Channel, num_tokens: int) -> AsyncGenerator[int, None]:
+    """Yields 1 per message of a stream."""
+    request = generation_pb2.GenerateRequest(
+        text=_PROMPT,
+        sampling=common_pb2.SamplingParams(temperature=0),
+        stopping=common_pb2.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+    )
+    method: Any = channel.unary_stream(_METHOD)
+    async for _ in method(request.SerializeToString()):
+        yield 1
+
+
+async def _http_messages(port: int, num_tokens: int) -> AsyncGenerator[int, None]:
+    """Yields how many events each piece of a stream has. Reads bytes, so that it costs little."""
+    body = json.dumps(
+        {
+            "model": "demo_model",
+            "prompt": _PROMPT,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "max_tokens": num_tokens,
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    is_whole = False
+    try:
+        while piece := await reader.read(_READ_BYTES):
+            is_whole = is_whole or b"[DONE]" in piece
+            if num_events := piece.count(b'data: {"'):
+                yield num_events
+    finally:
+        writer.close()
+    if not is_whole:
+        raise RuntimeError("a stream ended early")
+
+
+class _Load:
+    """Runs the requests of one server."""
+
+    def __init__(self, kind: str, port: int) -> None:
+        self._port = port
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}") if kind == "grpc" else None
+        self.num_messages = 0
+
+    def _messages(self, num_tokens: int) -> AsyncGenerator[int, None]:
+        if self._channel is not None:
+            return _grpc_messages(self._channel, num_tokens)
+        return _http_messages(self._port, num_tokens)
+
+    async def stream(self, num_tokens: int) -> float:
+        """Reads one stream; returns the seconds until its first message."""
+        started_at, first_s = time.monotonic(), 0.0
+        async with aclosing(self._messages(num_tokens)) as messages:
+            async for number in messages:
+                first_s = first_s or time.monotonic() - started_at
+                self.num_messages += number
+        return first_s
+
+
+async def _run(kind: str, port: int, num_streams: int, num_tokens: int, num_probes: int) -> None:
+    load = _Load(kind, port)
+    await load.stream(2)
+    load.num_messages, started_at = 0, time.monotonic()
+    streams = asyncio.gather(*(load.stream(num_tokens) for _ in range(num_streams)))
+    first_s = [await load.stream(1) for _ in range(num_probes)]
+    await streams
+    report = {
+        "num_messages": load.num_messages - num_probes,
+        "seconds": time.monotonic() - started_at,
+        "first_token_ms": [1000 * seconds for seconds in first_s],
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:6])))

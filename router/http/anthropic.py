@@ -1,0 +1,46 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's messages API."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.http.answering import stream_answer, whole_answer
+from router.http.anthropic_answer import MessageAnswer, MessageStream
+from router.http.anthropic_errors import anthropic_error
+from router.http.anthropic_request import (
+    MessagesBody,
+    conversation_of_body,
+    read_messages_request,
+)
+from router.http.door import Protocol, answer, door_of, json_answer
+from router.http.params import request_id_of, timeout_of
+
+__all__ = ["PROTOCOL"]
+
+_ROUTER = APIRouter()
+PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
+
+
+@_ROUTER.post("/v1/messages", responses=answer("The message.", streams=True))
+async def create_message(body: MessagesBody, request: Request) -> Response:
+    """Answers a conversation. `anthropic-version` and `x-api-key` may have any value."""
+    door = door_of(request)
+    model = door.models.find(body.model or "")
+    request_id = request_id_of(request, body)
+    chat = read_messages_request(
+        body, request_id, can_limit_thinking=model.config.reasoning_start_str is not None
+    )
+    message = MessageAnswer(body.model or model.name)
+    chunks = door.chat(model).stream(chat, timeout_of(request))
+    if body.stream:
+        return stream_answer(chunks, MessageStream(message), request, request_id)
+    return await whole_answer(chunks, message, request)
+
+
+@_ROUTER.post("/v1/messages/count_tokens", responses=answer("The number of tokens."))
+async def count_tokens(body: MessagesBody, request: Request) -> Response:
+    """Counts the tokens of a conversation, as the chat template writes it."""
+    door = door_of(request)
+    model = door.models.find(body.model or "")
+    conversation = conversation_of_body(body)
+    return json_answer({"input_tokens": await door.chat(model).count_tokens(conversation)})

@@ -1,0 +1,28 @@
+"""`anthropic_error`: errors in the shape of Anthropic's API."""
+
+from typing import Any
+
+from router.http.errors import Problem
+
+__all__ = ["anthropic_error"]
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    """The body that Anthropic's API has; in a stream, the event `error`."""
+    otherwise = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = _KINDS.get(problem.status, otherwise)
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": problem.message},
+        "request_id": problem.request_id or None,
+    }

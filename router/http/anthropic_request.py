@@ -1,0 +1,143 @@
+"""A body of Anthropic's messages API as a `ChatRequest`."""
+
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from baton.json_text import compact_json
+from baton.sampling_params import MAX_STOPS
+from baton.structured_outputs import StructuredOutputs
+from router.chat.chat_request import ChatRequest
+from router.chat.conversation import Conversation
+from router.chat.messages import conversation_of
+from router.http.answer_body import AnswerBody, sampling_of
+from router.http.anthropic_messages import continues_answer, messages_of_turns
+from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
+from router.http.fields import Fields, wrong_value
+
+__all__ = ["MessagesBody", "conversation_of_body", "read_messages_request"]
+
+_MAX_UINT32 = 2**32 - 1
+_REFUSED = {
+    "container": "Baton runs no code",
+    "mcp_servers": "Baton calls no tools itself",
+}
+_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+
+
+class MessagesBody(AnswerBody):
+    """A request for a message, or, without `max_tokens`, for the number of its tokens.
+
+    Attributes:
+        messages: the conversation. If the last message is the assistant's, the answer
+            continues it.
+        thinking: `budget_tokens` limits the reasoning of models whose marks are configured.
+        output_config: `format`: a JSON schema of the answer; `effort` is given to the template.
+        metadata: ignored.
+    """
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read_messages_request(
+    body: MessagesBody, request_id: str = "", *, can_limit_thinking: bool = False
+) -> ChatRequest:
+    """Returns the chat that a body states.
+
+    Args:
+        body: the body.
+        request_id: names the request.
+        can_limit_thinking: whether the marks of the model's reasoning part are configured.
+
+    Raises:
+        InvalidArgumentError: a field is malformed, or states a feature that Baton lacks; names
+            its path.
+    """
+    if body.max_tokens is None:
+        raise InvalidArgumentError("max_tokens is missing")
+    if not 1 <= body.max_tokens <= _MAX_UINT32:
+        raise InvalidArgumentError.for_field("max_tokens", body.max_tokens, "in [1, 2**32)")
+    return ChatRequest(
+        conversation=conversation_of_body(body),
+        params=_params(body, can_limit_thinking),
+        tool_choice=choice_of(body.tool_choice, tools_of(body.tools)),
+        parallel_tool_calls=allows_parallel_calls(body.tool_choice),
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def conversation_of_body(body: MessagesBody) -> Conversation:
+    """Returns the conversation of a body.
+
+    Raises:
+        InvalidArgumentError: as of `read_messages_request`.
+    """
+    Fields(body.model_extra or {}).refuse(_REFUSED)
+    messages = messages_of_turns(body.system, body.messages)
+    continues = continues_answer(body.messages)
+    return conversation_of(
+        messages,
+        tools=tools_of(body.tools),
+        documents=body.documents,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        template_kwargs=_template_kwargs(body),
+    )
+
+
+def _params(body: MessagesBody, can_limit_thinking: bool) -> dict[str, Any]:
+    params = sampling_of(body)
+    if body.stop_sequences:
+        params["stop"] = _stops(body)
+    thinking = Fields(body.thinking or {}, "thinking")
+    budget = thinking.integer("budget_tokens", 1, _MAX_UINT32)
+    if thinking.get("type") == "enabled" and budget is None:
+        raise InvalidArgumentError("thinking.budget_tokens is missing")
+    if budget is not None and can_limit_thinking:
+        params.setdefault("thinking_token_budget", budget)
+    outputs = _output_form(Fields(body.output_config or {}, "output_config"))
+    if outputs is not None:
+        if "structured_outputs" in params:
+            raise wrong_value("output_config.format", "set", "unset if another field states a form")
+        params["structured_outputs"] = outputs
+    return params
+
+
+def _stops(body: MessagesBody) -> list[str]:
+    further = [body.stop] if isinstance(body.stop, str) else body.stop or ()
+    stops = [*(body.stop_sequences or ()), *further]
+    if len(stops) > MAX_STOPS:
+        raise InvalidArgumentError(
+            f"stop_sequences has {len(stops)} entries; at most {MAX_STOPS} are allowed"
+        )
+    return stops
+
+
+def _output_form(config: Fields) -> StructuredOutputs | None:
+    given = config.object("format")
+    if given is None:
+        return None
+    given.required("type")
+    given.choice("type", ("json_schema",))
+    return StructuredOutputs(json=compact_json(given.path_of("schema"), given.required("schema")))
+
+
+def _template_kwargs(body: MessagesBody) -> dict[str, Any]:
+    """Returns the variables of the template: whether the model thinks, and with which effort."""
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:
+        thinking = Fields(body.thinking, "thinking")
+        thinking.required("type")
+        kwargs["enable_thinking"] = _THINKING[thinking.choice("type", tuple(_THINKING)) or ""]
+    effort = Fields(body.output_config or {}, "output_config").text("effort")
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+    return kwargs | (body.chat_template_kwargs or {})

@@ -1,0 +1,151 @@
+"""`Fields`: reads the fields of a JSON object and checks their types."""
+
+import math
+import reprlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+
+__all__ = ["Fields", "wrong_value"]
+
+
+class Fields:
+    """The fields of a JSON object. A null counts as unset.
+
+    Args:
+        value: the object.
+        path: names it in errors, such as `input[2]`; empty for a request's body.
+
+    Raises:
+        InvalidArgumentError: by each method and for `value`: a value has another type than it
+            must have, or is unset and required; names its path.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        if not isinstance(value, Mapping):
+            what = path or "the body"
+            raise InvalidArgumentError(f"{what} is {_cut(value)}; it must be a JSON object")
+        self.raw: Mapping[str, Any] = value
+        self.path = path
+
+    def path_of(self, name: str) -> str:
+        """The path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def get(self, name: str) -> Any:
+        """A value of any type."""
+        return self.raw.get(name)
+
+    def required(self, name: str) -> Any:
+        """A value of any type that must be set."""
+        value = self.raw.get(name)
+        if value is None:
+            raise InvalidArgumentError(f"{self.path_of(name)} is missing")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """A text, or None."""
+        value = self.raw.get(name)
+        return None if value is None else _text(self.path_of(name), value)
+
+    def required_text(self, name: str) -> str:
+        """A text that must be set."""
+        return _text(self.path_of(name), self.required(name))
+
+    def choice(self, name: str, allowed: Collection[str]) -> str | None:
+        """One of the allowed texts, or None."""
+        value = self.raw.get(name)
+        if value is not None and (not isinstance(value, str) or value not in allowed):
+            raise wrong_value(self.path_of(name), value, f"one of {', '.join(allowed)}")
+        return value
+
+    def boolean(self, name: str) -> bool | None:
+        """True, false or None."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise wrong_value(self.path_of(name), value, "true or false")
+        return value
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """An integer in [least, most], or None. A number such as 2.0 is one."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise wrong_value(self.path_of(name), value, f"an integer in [{least}, {most}]")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number, or None."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                if math.isfinite(value):
+                    return float(value)
+            except OverflowError:
+                pass
+        raise wrong_value(self.path_of(name), value, "a finite number")
+
+    def object(self, name: str) -> "Fields | None":
+        """The fields of an object, or None."""
+        value = self.raw.get(name)
+        return None if value is None else Fields(value, self.path_of(name))
+
+    def entries(self, name: str) -> list[tuple[str, Any]] | None:
+        """The entries of an array with their paths, or None."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        path = self.path_of(name)
+        if not isinstance(value, list):
+            raise wrong_value(path, value, "an array")
+        return [(f"{path}[{i}]", entry) for i, entry in enumerate(value)]
+
+    def objects(self, name: str) -> "Iterator[Fields]":
+        """The entries of an array of objects; none if it is unset."""
+        for path, entry in self.entries(name) or ():
+            yield Fields(entry, path)
+
+    def texts(self, name: str) -> list[str] | None:
+        """The texts of an array, or None."""
+        entries = self.entries(name)
+        return None if entries is None else [_text(path, entry) for path, entry in entries]
+
+    def refuse(self, names: Mapping[str, str]) -> None:
+        """Refuses fields that are set to more than false or an empty value.
+
+        Args:
+            names: why, by name.
+        """
+        for name, reason in names.items():
+            if self.raw.get(name) not in (None, False, "", [], {}):
+                raise InvalidArgumentError(f"{self.path_of(name)} is not supported: {reason}")
+
+
+def wrong_value(path: str, value: Any, limit: str) -> InvalidArgumentError:
+    """The standard wording, with a value of any size cut short."""
+    return InvalidArgumentError(f"{path} is {_cut(value)}; it must be {limit}")
+
+
+def _text(path: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_value(path, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{path} is not valid Unicode: lone surrogate at character {error.start}"
+        ) from None
+    return value
+
+
+def _cut(value: Any) -> str:
+    """A short text of a value; `repr` of a huge integer would raise ValueError."""
+    if isinstance(value, int) and not -(10**20) < value < 10**20:
+        return "an integer of more than 20 digits"
+    return reprlib.repr(value)

@@ -1,0 +1,109 @@
+"""The `input` of OpenAI's Responses API as messages of its chat API."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from baton.json_text import compact_json
+from router.http.fields import Fields, wrong_value
+from router.http.turns import Turns
+
+__all__ = ["messages_of_input"]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_NOT_SUPPORTED = "it is not supported: Baton's models read and write text"
+_NEEDS_STORE = "it is not supported: Baton stores no responses; send the item itself"
+
+
+def messages_of_input(
+    instructions: str | None, given: str | list[dict[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns the messages of a body.
+
+    Args:
+        instructions: of the body; they become the first message.
+        given: the body's input.
+
+    Raises:
+        InvalidArgumentError: an item is malformed or of a type that Baton lacks; names its path.
+    """
+    turns = Turns()
+    if instructions:
+        turns.add("system", instructions)
+    if isinstance(given, str):
+        turns.add("user", given)
+    elif not given:
+        raise InvalidArgumentError("input is empty; it must have at least 1 item")
+    else:
+        for i, item in enumerate(given):
+            _add_item(turns, Fields(item, f"input[{i}]"))
+    return turns.messages
+
+
+def _add_item(turns: Turns, item: Fields) -> None:
+    kind = item.text("type") or ("message" if "role" in item.raw else None)
+    add = _ITEMS.get(kind or "")
+    if add is None:
+        limit = f"one of {', '.join(_ITEMS)}"
+        if kind == "item_reference":
+            limit += f"; {_NEEDS_STORE}"
+        raise wrong_value(item.path_of("type"), kind, limit)
+    add(turns, item)
+
+
+def _add_message(turns: Turns, item: Fields) -> None:
+    item.required("role")
+    role = item.choice("role", _ROLES)
+    if role == "assistant":
+        turns.add_answer(_text_of(item, "content", ("output_text", "input_text", "refusal")))
+    else:
+        turns.add(role or "user", _text_of(item, "content", ("input_text",)))
+
+
+def _add_call(turns: Turns, item: Fields) -> None:
+    arguments = item.required_text("arguments")
+    if arguments:
+        compact_json(item.path_of("arguments"), arguments)
+    turns.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
+
+
+def _add_call_output(turns: Turns, item: Fields) -> None:
+    turns.add_tool_result(
+        item.required_text("call_id"), _text_of(item, "output", ("input_text", "output_text"))
+    )
+
+
+def _add_reasoning(turns: Turns, item: Fields) -> None:
+    """Reasoning that is known by its encrypted form alone is left out."""
+    parts = [part.required_text("text") for part in item.objects("content")]
+    parts = parts or [part.required_text("text") for part in item.objects("summary")]
+    if parts:
+        turns.add_reasoning("\n".join(parts))
+
+
+def _text_of(item: Fields, name: str, kinds: tuple[str, ...]) -> str:
+    """Returns the text of a field that is a text or an array of parts.
+
+    Raises:
+        InvalidArgumentError: it is neither, or a part is of another type than `kinds`.
+    """
+    if isinstance(item.required(name), str):
+        return item.required_text(name)
+    return "\n".join(_text_of_part(part, kinds) for part in item.objects(name))
+
+
+def _text_of_part(part: Fields, kinds: tuple[str, ...]) -> str:
+    kind = part.required_text("type")
+    if kind in ("input_image", "input_file", "input_audio"):
+        raise InvalidArgumentError(f"{part.path_of('type')} is {kind!r}; {_NOT_SUPPORTED}")
+    if kind not in kinds:
+        raise wrong_value(part.path_of("type"), kind, f"one of {', '.join(kinds)}")
+    return part.required_text("refusal" if kind == "refusal" else "text")
+
+
+_ITEMS: Mapping[str, Callable[[Turns, Fields], None]] = {
+    "message": _add_message,
+    "function_call": _add_call,
+    "function_call_output": _add_call_output,
+    "reasoning": _add_reasoning,
+}

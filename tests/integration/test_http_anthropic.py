@@ -1,0 +1,195 @@
+"""`/v1/messages` through Anthropic's client, over a real router and scripted workers."""
+
+import json
+from contextlib import asynccontextmanager
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from pydantic import BaseModel
+
+from baton.errors import AbortedError
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
+from tests.support.answer_chunks import check_type
+from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode
+from tests.support.running_http import running_http
+from tests.support.running_router import script_of, tokenizer
+
+TEXT = "The quick brown fox, naïve café 😀."
+MODEL = "scripted"
+USER = {"role": "user", "content": "Hi"}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOL = {
+    "name": "add",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+REQUEST = {"model": MODEL, "max_tokens": 200, "messages": [USER]}
+
+
+def answering(text):
+    return FakeDecode([*script_of(text), EOS_TOKEN_ID])
+
+
+@asynccontextmanager
+async def running(*workers, **config):
+    """The HTTP door, and Anthropic's client of it as `anthropic`."""
+    source = TemplateSource({"default": TemplateText(TEMPLATE, "test")}, {})
+    async with (
+        running_http(*workers, chat_template=ChatTemplate(source), **config) as door,
+        anthropic.AsyncAnthropic(base_url=door.url, api_key="none", max_retries=0) as client,
+    ):
+        door.anthropic = client
+        yield door
+
+
+def prompt_text(decode):
+    return tokenizer().decode(decode.starts[-1].spec.prompt_token_ids, skip_special_tokens=False)
+
+
+async def raw_events(door, **body):
+    """The events of a stream as they are sent."""
+    body = REQUEST | {"stream": True} | body
+    async with door.http.stream("POST", "/v1/messages", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        text = (await answer.aread()).decode()
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_a_whole_message_and_a_stream_are_the_same():
+    decode = answering(TEXT)
+    async with running(decode) as door:
+        whole = (await door.http.post("/v1/messages", json=REQUEST | {"system": "Rhyme."})).json()
+        events = await raw_events(door, system="Rhyme.")
+        async with door.anthropic.messages.stream(**REQUEST, system="Rhyme.") as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+    assert prompt_text(decode) == "[system]Rhyme.[user]Hi[assistant]"
+    message = check_type(Message, whole)
+    assert message.content[0].text == text == TEXT
+    assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, MODEL)
+    usage = message.usage
+    num_prompt_tokens = len(decode.starts[0].spec.prompt_token_ids)
+    assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt_tokens
+    assert usage.output_tokens == len(script_of(TEXT)) + 1
+    expected = message.to_dict(exclude_none=True) | {"id": final.id}
+    assert final.to_dict(exclude_none=True) == expected
+    for event in events:
+        if event["type"] != "ping":
+            check_type(RawMessageStreamEvent, event)
+
+
+async def test_thinking_and_calls_are_blocks_of_their_own():
+    decode = answering(f"<think>\nHm.\n</think>\n\nLet me see. {CALL}")
+    config = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    async with running(decode, **config) as door:
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        request = REQUEST | {"tools": [TOOL], "thinking": thinking}
+        whole = await door.anthropic.messages.create(**request)
+        async with door.anthropic.messages.stream(**request) as stream:
+            final = await stream.get_final_message()
+        result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "2"}
+        turn = {"role": "assistant", "content": whole.content}
+        answered = await door.anthropic.messages.create(
+            **request | {"messages": [USER, turn, {"role": "user", "content": [result]}]}
+        )
+    thought, text, call = whole.content
+    assert thought.thinking.strip() == "Hm."
+    assert thought.signature == ""
+    assert text.text.strip() == "Let me see."
+    assert (call.name, call.input) == ("add", {"a": 1})
+    assert whole.stop_reason == final.stop_reason == "tool_use"
+    for mine, theirs in zip(final.content, whole.content, strict=True):
+        ids = {"id": ""}
+        assert mine.to_dict() | ids == theirs.to_dict() | ids
+    assert "[True]" in prompt_text(decode)
+    assert answered.role == "assistant"
+
+
+async def test_a_forced_call_needs_no_parser():
+    async with running(answering('{"a": 1}')) as door:
+        message = await door.anthropic.messages.create(
+            **REQUEST, tools=[TOOL], tool_choice={"type": "tool", "name": "add"}
+        )
+    (call,) = message.content
+    assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
+    assert message.stop_reason == "tool_use"
+
+
+async def test_reasons_to_stop():
+    async with running(answering("abc quick brown")) as door:
+        stopped = await door.anthropic.messages.create(**REQUEST, stop_sequences=["ck br"])
+        cut = await door.anthropic.messages.create(**REQUEST | {"max_tokens": 2})
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "ck br")
+    assert stopped.content[0].text == "abc qui"
+    assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
+
+
+async def test_a_prefill_is_continued():
+    decode = answering("def")
+    async with running(decode) as door:
+        prefill = {"role": "assistant", "content": "abc"}
+        message = await door.anthropic.messages.create(**REQUEST | {"messages": [USER, prefill]})
+    assert prompt_text(decode) == "[user]Hi[assistant]abc"
+    assert message.content[0].text == "def"
+
+
+class Point(BaseModel):
+    x: int
+
+
+async def test_the_clients_parse_helper():
+    decode = answering('{"x": 3}')
+    async with running(decode) as door:
+        message = await door.anthropic.messages.parse(**REQUEST, output_format=Point)
+    assert message.parsed_output == Point(x=3)
+    assert decode.starts[0].spec.sampling.structured_outputs.json
+
+
+async def test_tokens_are_counted_as_a_message_counts_them():
+    async with running(answering("a")) as door:
+        counted = await door.anthropic.messages.count_tokens(
+            model=MODEL, messages=[USER], system="Rhyme."
+        )
+        message = await door.anthropic.messages.create(**REQUEST, system="Rhyme.")
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+async def test_errors_have_anthropics_shape():
+    async with running(answering("a")) as door:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await door.anthropic.messages.create(**REQUEST, extra_body={"top_p": 7.0})
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            await door.anthropic.messages.create(**REQUEST | {"model": "other"})
+        malformed = await door.http.post("/v1/messages", json={"messages": "Hi"})
+    error = check_type(ErrorResponse, caught.value.body)
+    assert error.error.type == "invalid_request_error"
+    assert "top_p is 7.0" in error.error.message
+    assert error.request_id
+    assert error.request_id == caught.value.request_id
+    assert check_type(ErrorResponse, missing.value.body).error.type == "not_found_error"
+    assert malformed.status_code == 400
+    assert "messages" in check_type(ErrorResponse, malformed.json()).error.message
+
+
+async def test_an_error_within_a_stream_is_an_event():
+    decode = FakeDecode(script_of(TEXT), pause_after=2)
+    async with running(decode) as door:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            async with door.anthropic.messages.stream(**REQUEST) as stream:
+                async for event in stream:
+                    if event.type == "text":
+                        decode.fail_running(AbortedError("stopped"))
+    assert check_type(ErrorResponse, caught.value.body).error.type == "overloaded_error"

@@ -1,0 +1,363 @@
+"""What the HTTP door does about clients: bad ones, slow ones, those that leave; and its end."""
+
+import asyncio
+import json
+import logging
+
+import openai
+import pytest
+
+from baton.errors import ConfigurationError, UnavailableError
+from router.http.app import build_app
+from router.http.config import HttpConfig
+from router.http.server import HttpServer
+from tests.support.fake_workers import FakeDecode, FakePrefill
+from tests.support.running_http import RunningHttp, running_http
+from tests.support.running_router import script_of, tokenizer
+
+MODEL = "scripted"
+ENDLESS = [50 + i % 200 for i in range(4000)]
+REQUEST = {"model": MODEL, "prompt": "x", "max_tokens": 4000}
+
+
+async def open_connection(door: RunningHttp):
+    return await asyncio.open_connection("127.0.0.1", door.server.port)
+
+
+def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def _all_of(reader: asyncio.StreamReader) -> bytes:
+    """All bytes up to the connection's end, which may be a reset."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def test_a_client_that_leaves_a_stream_frees_the_request():
+    decode = FakeDecode(ENDLESS, pause_after=3)
+    async with running_http(decode) as door:
+        stream = await door.openai.completions.create(**REQUEST, stream=True)
+        await anext(stream)
+        await stream.close()
+        await decode.changes.until(lambda: decode.cancels)
+    assert not decode.running
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_the_request():
+    decode = FakeDecode(ENDLESS, pause_after=3)
+    async with running_http(decode) as door:
+        _, writer = await open_connection(door)
+        writer.write(post("/v1/completions", json.dumps(REQUEST).encode()))
+        await decode.changes.until(lambda: decode.running)
+        writer.close()
+        await decode.changes.until(lambda: decode.cancels)
+
+
+async def test_a_client_that_leaves_during_prefill_frees_the_request():
+    prefill, decode = FakePrefill(ENDLESS, hold=True), FakeDecode(ENDLESS)
+    async with running_http(prefill, decode) as door:
+        _, writer = await open_connection(door)
+        body = json.dumps({**REQUEST, "prompt": list(range(100, 140)), "stream": True})
+        writer.write(post("/v1/completions", body.encode()))
+        await prefill.changes.until(lambda: prefill.requests)
+        writer.close()
+        await prefill.changes.until(lambda: prefill.num_cancelled)
+
+
+async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
+    script = ENDLESS[:1500]
+    decode = FakeDecode(script)
+    name = "a" * 8000  # each chunk has it, so that the stream is soon blocked
+    async with running_http(decode, served_model_name=(MODEL, name)) as door:
+        reader, writer = await open_connection(door)
+        body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1500, "stream": True})
+        writer.transport.pause_reading()
+        writer.write(post("/v1/completions", body.encode(), "Connection: close"))
+        await decode.changes.until(lambda: decode.num_sent == len(script))
+        writer.transport.resume_reading()
+        answer = (await reader.read()).decode()
+        writer.close()
+    assert "[DONE]" in answer
+    texts = [
+        json.loads(line[6:])["choices"][0]["text"]
+        for line in answer.split("\n")
+        if line.startswith("data: {")
+    ]
+    assert "".join(texts) == tokenizer().decode(script)
+    assert len(texts) < len(script) / 2
+
+
+async def test_silence_is_filled_with_comments():
+    decode = FakeDecode(script_of("abcdef"), pause_after=1)
+    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as door:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True}
+        lines = []
+        async with door.http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if line.startswith(":") and decode.pause_after is not None:
+                    decode.resume()
+    assert ": keep-alive" in lines
+    assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
+
+
+async def test_an_error_in_a_stream_is_an_event():
+    decode = FakeDecode(ENDLESS, pause_after=2)
+    async with running_http(decode, resume_timeout_s=0.0) as door:
+        stream = await door.openai.completions.create(**REQUEST, stream=True)
+        await anext(stream)
+        decode.fail_running(UnavailableError("the engine has failed"))
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+
+
+async def test_a_deadline_of_the_client_holds():
+    decode = FakeDecode(ENDLESS, pause_after=2)
+    async with running_http(decode) as door:
+        headers = {"X-Request-Timeout-S": "0.2"}
+        whole = await door.http.post("/v1/completions", json=REQUEST, headers=headers)
+        streamed = await door.http.post(
+            "/v1/completions", json={**REQUEST, "stream": True}, headers=headers
+        )
+        bad = await door.http.post(
+            "/v1/completions", json=REQUEST, headers={"X-Request-Timeout-S": "soon"}
+        )
+    assert whole.status_code == 504
+    assert whole.json()["error"]["code"] == "deadline_exceeded"
+    assert "deadline_exceeded" in streamed.text
+    assert bad.status_code == 400
+
+
+async def test_errors_have_openais_shape():
+    async with running_http(FakeDecode([50]), http={"max_request_bytes": 1000}) as door:
+        http = door.http
+        json_type = {"content-type": "application/json"}
+        answers = {
+            404: await http.get("/nothing"),
+            405: await http.get("/v1/completions"),
+            413: await http.post("/v1/completions", json={"prompt": "x" * 2000}),
+            415: await http.post("/v1/completions", content=b"{}", headers={}),
+            501: await http.post("/v1/embeddings", json={"input": "x"}),
+        }
+        bad_bodies = [
+            await http.post("/v1/completions", content=content, headers=json_type)
+            for content in (b"{", b"", b"[]", b"\xff", b'{"prompt": {}}', b"[" * 900, b"null")
+        ]
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"]
+    for answer in bad_bodies:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_chunked_body_is_refused_while_it_is_read():
+    async with running_http(FakeDecode([50]), http={"max_request_bytes": 5000}) as door:
+        reader, writer = await open_connection(door)
+        head = post("/v1/completions", b"").replace(
+            b"Content-Length: 0", b"Transfer-Encoding: chunked"
+        )
+        writer.write(head + b"3e8\r\n" + b" " * 1000 + b"\r\n")
+        for _ in range(6):
+            writer.write(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+        assert b" 413 " in await reader.readline()
+        writer.close()
+
+
+async def test_slow_clients_are_cut_off():
+    limits = {"header_timeout_s": 0.1, "body_timeout_s": 0.1, "keep_alive_timeout_s": 1}
+    async with running_http(FakeDecode([50]), http=limits) as door:
+        silent, silent_writer = await open_connection(door)
+        heads, heads_writer = await open_connection(door)
+        heads_writer.write(b"GET /health HTTP/1.1\r\nX-A: ")
+        bodies, bodies_writer = await open_connection(door)
+        bodies_writer.write(post("/v1/completions", b"{", length=100))
+        async with asyncio.timeout(10):
+            assert await silent.read() == b""
+            assert await heads.read() == b""
+            answer = await bodies.read()
+        for writer in (silent_writer, heads_writer, bodies_writer):
+            writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_connections_beyond_the_limit_are_closed():
+    async with running_http(FakeDecode([50]), http={"max_connections": 1}) as door:
+        reader, writer = await open_connection(door)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        second, second_writer = await open_connection(door)
+        async with asyncio.timeout(10):
+            assert await _all_of(second) == b""
+        writer.close()
+        second_writer.close()
+
+
+async def test_a_bug_is_logged_and_not_shown(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="baton.http")
+
+    async with running_http(FakeDecode([50])) as door:
+        monkeypatch.setattr(door.router.service.models, "find", lambda name: 1 / 0)
+        answer = await door.http.post(
+            "/v1/completions", json=REQUEST, headers={"X-Request-Id": "the-id"}
+        )
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"] == "the-id"
+    assert "division" not in answer.text
+    assert "the-id" in answer.json()["error"]["message"]
+    failure = next(r for r in caplog.records if r.getMessage().startswith("failed"))
+    assert failure.exc_info[0] is ZeroDivisionError
+    assert "the-id" in failure.getMessage()
+
+
+async def test_request_ids_are_taken_if_they_are_fit():
+    decode = FakeDecode([50] * 9)
+    async with running_http(decode) as door:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        taken = await door.http.post(
+            "/v1/completions", json=body, headers={"X-Request-Id": "trace-7"}
+        )
+        unfit = await door.http.get("/health", headers={"X-Request-Id": "a b"})
+    assert taken.headers["x-request-id"] == "trace-7"
+    assert taken.json()["id"] == "cmpl-trace-7"
+    assert decode.starts[0].spec.request_id.startswith("trace-7")
+    assert len(unfit.headers["x-request-id"]) == 32
+
+
+async def test_concurrent_requests_may_share_an_http_request_id():
+    decode = FakeDecode([50] * 9, pause_after=1)
+    async with running_http(decode) as door:
+        calls = [
+            asyncio.ensure_future(
+                door.http.post(
+                    "/v1/completions",
+                    json={"model": MODEL, "prompt": "x", "max_tokens": 3},
+                    headers={"X-Request-Id": "same"},
+                )
+            )
+            for _ in range(2)
+        ]
+        await decode.changes.until(lambda: len(decode.running) == 2)
+        decode.resume()
+        answers = await asyncio.gather(*calls)
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+async def test_too_many_requests_are_told_to_retry():
+    decode = FakeDecode(ENDLESS, pause_after=1)
+    async with running_http(decode, max_concurrent_requests=1) as door:
+        running = asyncio.ensure_future(door.http.post("/v1/completions", json=REQUEST))
+        await decode.changes.until(lambda: decode.running)
+        refused = await door.http.post("/v1/completions", json=REQUEST)
+        running.cancel()
+        await asyncio.wait([running])
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+
+
+async def test_models_health_and_tokens():
+    decode = FakeDecode([50])
+    names = ("scripted", "alias")
+    async with running_http(decode, served_model_name=names) as door:
+        models = await door.openai.models.list()
+        alias = await door.openai.models.retrieve("alias")
+        missing = await door.http.get("/v1/models/other")
+        paths = ("/health", "/ready", "/ping", "/version", "/openapi.json")
+        health = [await door.http.get(path) for path in paths]
+        encoded = (
+            await door.http.post(
+                "/tokenize", json={"model": "alias", "prompt": "abc", "return_token_strs": True}
+            )
+        ).json()
+        decoded = await door.http.post("/detokenize", json={"tokens": encoded["tokens"]})
+        negative = await door.http.post("/detokenize", json={"tokens": [-1]})
+        await decode.stop()
+        await door.router.until(lambda: not door.router.service.models.can_serve)
+        not_ready = await door.http.get("/ready")
+        refused = await door.http.post("/v1/completions", json={"prompt": "x"})
+    assert [model.id for model in models.data] == list(names)
+    assert alias.owned_by == "baton"
+    assert alias.max_model_len == 4096
+    assert missing.status_code == 404
+    assert [answer.status_code for answer in health] == [200] * 5
+    assert encoded["tokens"] == [0, *script_of("abc")]
+    assert "".join(encoded["token_strs"]) == "<s>abc"
+    assert encoded["count"] == len(encoded["tokens"])
+    assert decoded.json() == {"prompt": "<s>abc"}
+    assert negative.status_code == 400
+    assert not_ready.status_code == 503
+    assert not_ready.json()["models"][0]["ready"] is False
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+
+
+async def test_pages_of_allowed_origins_may_call():
+    origins = {"allowed_origins": ("https://a.example",)}
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    async with running_http(FakeDecode([50]), http=origins) as door:
+        asked = await door.http.options("/v1/completions", headers=headers)
+        failed = await door.http.post("/v1/completions", content=b"x" * 9, headers=headers)
+    async with running_http(FakeDecode([50])) as door:
+        closed = await door.http.options("/v1/completions", headers=headers)
+    assert asked.headers["access-control-allow-origin"] == "https://a.example"
+    assert failed.headers["access-control-allow-origin"] == "https://a.example"
+    assert "access-control-allow-origin" not in closed.headers
+
+
+async def test_a_drain_lets_answers_end_and_takes_no_more():
+    decode = FakeDecode(script_of("abcdef"), pause_after=1)
+    async with running_http(decode) as door:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+        running = asyncio.ensure_future(door.http.post("/v1/completions", json=body))
+        await decode.changes.until(lambda: decode.running)
+        reader, writer = await open_connection(door)
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        door.server.begin_drain()
+        with pytest.raises(ConnectionRefusedError):
+            await open_connection(door)
+        await reader.readuntil(b"}]}")
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 503 " in await reader.readline()
+        decode.resume()
+        assert (await running).json()["choices"][0]["finish_reason"] == "length"
+        writer.close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_end_cancels_what_does_not_end(streams):
+    decode = FakeDecode(ENDLESS, pause_after=2)
+    async with running_http(decode) as door:
+        _, writer = connection = await open_connection(door)
+        body = json.dumps({**REQUEST, "stream": streams})
+        writer.write(post("/v1/completions", body.encode()))
+        if streams:
+            await connection[0].readuntil(b"data: ")
+        await decode.changes.until(lambda: decode.running)
+        async with asyncio.timeout(10):
+            await door.server.stop(0.05)
+            answer = await connection[0].read()
+        await decode.changes.until(lambda: decode.cancels)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 503 ") or (streams and b"[DONE]" in answer)
+    assert b"the server is stopping" in answer
+
+
+async def test_an_address_in_use_is_refused():
+    async with running_http(FakeDecode([50])) as door:
+        config = HttpConfig(port=door.server.port)
+        second = HttpServer(build_app(door.router.service.models, config), config)
+        with pytest.raises(ConfigurationError, match="cannot listen on"):
+            await second.start()

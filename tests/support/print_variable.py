@@ -1,0 +1,6 @@
+"""A child of `baton.up.child` that prints an environment variable, empty if it is unset."""
+
+import os
+import sys
+
+print(os.environ.get(sys.argv[1], ""))

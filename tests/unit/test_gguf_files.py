@@ -1,0 +1,202 @@
+"""`GgufFile`: what a file says of its model, and files that are refused before weights are read."""
+
+import struct
+
+import gguf
+import numpy as np
+import pytest
+
+from baton.errors import ConfigurationError
+from baton.gguf import GgufFile
+from baton.gguf.header import read_header
+from router.generation_config import load_default_params
+from tests.support.gguf_files import BYTE_TOKENIZER, CONTROL, NORMAL, write_gguf
+
+KEYS = {
+    "general.architecture": "llama",
+    **BYTE_TOKENIZER,
+    "llama.block_count": 2,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+EMBEDDING = {"token_embd.weight": (np.zeros((259, 64), np.float16), None)}
+
+
+def written(tmp_path, tensors=None, **changes):
+    """A file without weights of layers; `changes` are keys with `__` for a dot, None for none."""
+    keys = KEYS | {key.replace("__", "."): value for key, value in changes.items()}
+    return GgufFile(write_gguf(tmp_path / "model.gguf", keys, EMBEDDING | (tensors or {})))
+
+
+def test_the_config_has_the_names_of_config_json(tmp_path):
+    config = written(
+        tmp_path, llama__attention__head_count_kv=2, llama__rope__freq_base=5e4
+    ).read_json("config.json")
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float16",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "vocab_size": 259,
+        "rms_norm_eps": pytest.approx(1e-5),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"general__architecture": "gemma3"}, r"general.architecture 'gemma3' is not supported"),
+        ({"general__type": "adapter"}, "general.type 'adapter'"),
+        ({"split__count": 3}, "split.count 3: .*merge them"),
+        ({"llama__expert_count": 8}, "llama.expert_count 8"),
+        ({"llama__attention__sliding_window": 4096}, "llama.attention.sliding_window 4096"),
+        ({"llama__attention__causal": False}, "llama.attention.causal False"),
+        ({"llama__attention__value_length": 8}, "llama.attention.value_length 8"),
+        ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count 8"),
+        ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type 'longrope'"),
+        ({"llama__rope__scaling__type": "linear"}, "it has no llama.rope.scaling.factor"),
+        ({"llama__rope__scaling__attn_factor": 1.5}, "llama.rope.scaling.attn_factor 1.5"),
+        ({"llama__feed_forward_length": [96, 64]}, r"llama.feed_forward_length \[96, 64\]"),
+        ({"llama__block_count": None}, "it has no llama.block_count"),
+        ({"llama__attention__layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon 0.0"),
+        ({"llama__rope__freq_base": "high"}, "its metadata is malformed"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, reason):
+    file = written(tmp_path, **changes)
+    with pytest.raises(ConfigurationError, match=f"model.gguf: .*{reason}"):
+        file.read_json("config.json")
+
+
+def test_keys_that_say_nothing_are_allowed(tmp_path):
+    file = written(tmp_path, llama__expert_count=0, llama__attention__causal=True)
+    assert file.read_json("config.json")["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rotary_embeddings(tmp_path, kind):
+    keys = {
+        "llama__rope__scaling__type": kind,
+        "llama__rope__scaling__factor": 4.0,
+        "llama__rope__scaling__original_context_length": 128,
+        "llama__rope__scaling__finetuned": True,
+    }
+    expected = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        expected["original_max_position_embeddings"] = 128
+    assert written(tmp_path, **keys).read_json("config.json")["rope_parameters"] == expected
+
+
+def test_the_type_of_quantized_weights_is_bfloat16(tmp_path):
+    kind = gguf.GGMLQuantizationType.Q8_0
+    quantized = gguf.quantize(np.ones((64, 64), np.float32), kind)
+    file = written(tmp_path, {"blk.0.attn_q.weight": (quantized, kind)})
+    assert file.read_json("config.json")["dtype"] == "bfloat16"
+
+
+def test_all_tokens_that_end_a_turn_are_end_tokens(tmp_path):
+    tokens = [*BYTE_TOKENIZER["tokenizer.ggml.tokens"], "<|eot_id|>", "<|im_end|>", "<|end|>"]
+    types = [*BYTE_TOKENIZER["tokenizer.ggml.token_type"], NORMAL, CONTROL, NORMAL]
+    file = written(
+        tmp_path,
+        {"token_embd.weight": (np.zeros((262, 64), np.float16), None)},
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=types,
+        tokenizer__ggml__eot_token_id=259,
+    )
+    assert file.read_json("generation_config.json") == {
+        "bos_token_id": 256,
+        "eos_token_id": [257, 259, 260],
+    }
+
+
+def test_the_router_takes_sampling_defaults_from_the_file(tmp_path):
+    file = written(
+        tmp_path,
+        general__sampling__temp=0.5,
+        general__sampling__top_k=20,
+        general__sampling__penalty_repeat=1.25,
+    )
+    expected = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    assert load_default_params(str(file.path), "auto") == expected
+    assert load_default_params(str(file.path), "none") == {}
+    with pytest.raises(ConfigurationError, match=r"model\.gguf, top_k: "):
+        load_default_params(str(written(tmp_path, general__sampling__top_k=0.5).path), "auto")
+
+
+def test_chat_templates_have_the_form_of_tokenizer_config_json(tmp_path):
+    one = written(tmp_path, tokenizer__chat_template="plain")
+    assert one.read_settings() == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": "plain",
+    }
+    keys = KEYS | {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    two = GgufFile(write_gguf(tmp_path / "two.gguf", keys, EMBEDDING))
+    assert two.read_settings()["chat_template"] == [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    assert written(tmp_path).read_json("added_tokens.json") == {}
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path):
+    small = {"token_embd.weight": (np.zeros((200, 64), np.float16), None)}
+    with pytest.raises(ConfigurationError, match=r"has 259 tokens; token_embd.weight has 200 rows"):
+        written(tmp_path, small).read_json("config.json")
+
+
+def test_a_file_that_is_cut_off_anywhere_in_its_header_is_refused(tmp_path):
+    file = written(tmp_path)
+    data = file.path.read_bytes()
+    end = min(tensor.offset for tensor in file.header.tensors.values())
+    for length in range(0, end - 32, 97):
+        file.path.write_bytes(data[:length])
+        with pytest.raises(ConfigurationError, match=r"is not a (readable )?GGUF file"):
+            read_header(file.path)
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        (b"safetensors", "is not a GGUF file"),
+        (b"GGUF" + struct.pack(">I", 3), "has version 50331648 of GGUF; little-endian files"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "not a readable GGUF file"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 2**40), "within an array"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "the unknown type 77"),
+    ],
+)
+def test_a_damaged_header_is_refused(tmp_path, start, reason):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(start)
+    with pytest.raises(ConfigurationError, match=reason):
+        read_header(path)
+
+
+def test_the_reader_finds_what_the_gguf_package_finds(tmp_path):
+    mixed = {"x.bools": [True, False], "x.floats": [0.5, -1.0], "x.texts": ["", "ä"]}
+    path = write_gguf(tmp_path / "model.gguf", KEYS | mixed, EMBEDDING)
+    reader, header = gguf.GGUFReader(path), read_header(path)
+    found = {name: field.contents() for name, field in reader.fields.items()}
+    assert {key: value for key, value in found.items() if not key.startswith("GGUF.")} == dict(
+        header.metadata
+    )
+    (tensor,) = reader.tensors
+    mine = header.tensors[tensor.name]
+    assert (mine.offset, list(mine.shape)) == (tensor.data_offset, tensor.shape.tolist()[::-1])

