@@ -60,8 +60,8 @@ logits-processors: [first, module:Second]
 ```
 
 A list on the command line replaces the one of the environment or of the file. Keys of the file
-must be flags of the command. Processes that `baton serve` starts get all of their flags from it, and
-do not read these variables.
+must be flags of the command. Processes that `baton serve` starts get all of their flags from it,
+and do not read these variables.
 
 ## How values are written
 
