@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -232,3 +233,22 @@ def test_a_batch_runs_on_a_cluster_of_its_own(tmp_path):
     assert {result["custom_id"] for result in results} == {"0", "1", "2"}
     assert all(result["response"]["body"]["choices"][0]["text"] for result in results)
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.slow
+def test_a_conversation_starts_and_stops_a_cluster():
+    flags = ("serve", "--chat", "--port", "0", "--grpc-port", "none", "--prefill-workers", "0")
+    limits = ("--num-gpu-blocks-override", "64", "--max-model-len", "256")
+    chat = subprocess.run(
+        [BATON, *flags, *limits],
+        input="Hello\n/reset\n/exit\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_TIMEOUT_S,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert re.search(
+        r"Talking to demo.*\[\w+; tokens: .*A new conversation", chat.stderr, re.DOTALL
+    )
+    assert chat.stdout.removeprefix("> ").strip()
