@@ -33,7 +33,7 @@ class AsyncLLM:
     the event loop in which `generate` is called first.
 
     Args:
-        model: checkpoint folder or Hugging Face Hub name.
+        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
         arguments: as in `LLM`.
 
     Raises:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.hub_names import with_revision
 from baton.sizes import parse_byte_size
 from engine.config import EngineConfig
 
@@ -27,7 +28,8 @@ class _Fixed:
 
 _ONE_DEVICE = "a model runs on one device"
 _OWN_CODE = "models run Baton's own code"
-_FILES = "a model is read from one folder or the main revision of a Hub repository"
+_FILES = "a model is read from one folder or Hub repository"
+_OWN_TOKENIZER = "a model has its own tokenizer"
 _UNQUANTIZED = "weights are read as the checkpoint has them"
 _TEXT = "models read and write text"
 _NO_LORA = "adapters are not supported"
@@ -48,9 +50,7 @@ _FIXED: Mapping[str, _Fixed] = {
     "worker_cls": _Fixed(("auto",), _OWN_CODE),
     "tokenizer_mode": _Fixed(("auto", "hf"), "tokenizers are those of the `tokenizers` library"),
     "skip_tokenizer_init": _Fixed((False,), "results have texts; set detokenize=False"),
-    "revision": _Fixed(("main",), _FILES),
-    "code_revision": _Fixed(("main",), _FILES),
-    "tokenizer_revision": _Fixed(("main",), _FILES),
+    "code_revision": _Fixed(("main",), _OWN_CODE),
     "download_dir": _Fixed((), f"{_FILES}; HF_HOME names the folder of downloads"),
     "hf_token": _Fixed((False,), f"{_FILES}; HF_TOKEN has the token"),
     "hf_config_path": _Fixed((), _FILES),
@@ -107,8 +107,11 @@ class EngineArgs:
     value asks for what Baton does, such as `tensor_parallel_size=1`.
 
     Args:
-        model: checkpoint folder or Hugging Face Hub name.
+        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
+        revision: the Hub repository's branch, tag or commit. None: the main branch, or the one in
+            the name (`org/model@v1.0`).
         tokenizer: None, or the same as `model`.
+        tokenizer_revision: None, or the same as `revision`.
         chat_template: the path or the text of a template for `chat`. None: the checkpoint's.
         generation_config: whether `get_default_sampling_params` has the values of the
             checkpoint's generation_config.json ("auto") or only Baton's own ("none").
@@ -134,7 +137,9 @@ class EngineArgs:
         self,
         model: str,
         *,
+        revision: str | None = None,
         tokenizer: str | None = None,
+        tokenizer_revision: str | None = None,
         chat_template: str | None = None,
         generation_config: str | None = "auto",
         seed: int | None = None,
@@ -143,8 +148,10 @@ class EngineArgs:
         **engine_arguments: Any,
     ) -> None:
         if tokenizer is not None and str(tokenizer) != str(model):
-            raise _refused("tokenizer", tokenizer, [model], "a model has its own tokenizer")
-        self.model = str(model)
+            raise _refused("tokenizer", tokenizer, [model], _OWN_TOKENIZER)
+        if tokenizer_revision not in (None, revision):
+            raise _refused("tokenizer_revision", tokenizer_revision, [revision], _OWN_TOKENIZER)
+        self.model = with_revision(str(model), revision)
         self.chat_template = chat_template
         self.generation_config = generation_config or "auto"
         self.seed = seed

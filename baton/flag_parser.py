@@ -202,7 +202,9 @@ class FlagParser(argparse.ArgumentParser):
         """Yields flags with values of the environment, then those with values of the file."""
         names = self._settable()
         for name, action in names.items():
-            from_environment = read_environment(name)
+            # An alias may have the name of another command's flag, as --model of `baton chat`.
+            is_alias = action.help == argparse.SUPPRESS
+            from_environment = None if is_alias else read_environment(name)
             if from_environment is not None:
                 yield action, from_environment
         try:

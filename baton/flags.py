@@ -9,14 +9,14 @@ group of its own. `baton.flag_parser` reads the same flags from the environment 
 import argparse
 import dataclasses
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from baton.errors import ConfigurationError
-from baton.sizes import format_byte_size, parse_byte_size, parse_count
+from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
+from baton.sizes import format_byte_size
 
 __all__ = [
     "Flag",
@@ -168,43 +168,6 @@ def flags_of_config(config: Any, *, omit: Collection[str] = ()) -> list[str]:
             # A text such as --end must not look like a flag.
             flags += [f"{name}={text}"] if text.startswith("-") else [name, text]
     return flags
-
-
-def byte_size(text: str) -> int:
-    """Parses a flag's number of bytes, such as 512MiB, 2G or 4096."""
-    return _checked(parse_byte_size, text)
-
-
-def byte_size_with_unit(text: str) -> int:
-    """Parses a number of bytes that must have a unit, as another program counts in GiB."""
-    if text.strip().isdecimal() and int(text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no unit; write {text}GiB, or {text}B for bytes"
-        )
-    return byte_size(text)
-
-
-def gibibytes(text: str) -> int:
-    """Parses a number of GiB, such as 4 or 0.5, into bytes."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB, such as 4 or 0.5")
-    return int(number * 2**30)
-
-
-def count(text: str) -> int:
-    """Parses a flag's number of tokens, such as 4096, 4k (4000) or 4K (4096)."""
-    return _checked(parse_count, text)
-
-
-def _checked(parse: Callable[[str], int], text: str) -> int:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _BYTE_PARSERS = (byte_size, byte_size_with_unit)

@@ -15,15 +15,14 @@ class OfflineTokenizer:
     """The tokenizer that a model's prompts go through, with the method names of `transformers`.
 
     Attributes:
-        eos_token_id: the first of the ids that end a generation; None: there is none.
         vocab_size: number of token ids, added tokens included.
     """
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, chats: ChatPrompts, eos_token_ids: Sequence[int]
     ) -> None:
-        self.eos_token_id = next(iter(eos_token_ids), None)
         self.vocab_size = tokenizer.vocab_size
+        self._eos_token_ids = eos_token_ids
         self._model = model
         self._tokenizer = tokenizer
         self._chats = chats
@@ -102,6 +101,14 @@ class OfflineTokenizer:
     def pad_token(self) -> str | None:
         """The text of the padding token, which Baton does not use."""
         return self._special_tokens.get("pad_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token; if the tokenizer names none, the first of the
+        model's.
+        """
+        own = self._id_of(self.eos_token)
+        return next(iter(self._eos_token_ids), None) if own is None else own
 
     @property
     def bos_token_id(self) -> int | None:

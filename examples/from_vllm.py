@@ -53,9 +53,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        from baton.demo import demo_model_path
-
-        main(str(demo_model_path()))
+    main(sys.argv[1] if len(sys.argv) > 1 else "demo")

@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from baton import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputs
-from baton.demo import DEMO_PROMPT, demo_model_path
+from baton.demo import DEMO_PROMPT
 
 
 def main(model: str) -> None:
@@ -41,4 +41,4 @@ async def stream(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path()))
+    main(sys.argv[1] if len(sys.argv) > 1 else "demo")

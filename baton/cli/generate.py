@@ -23,7 +23,15 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router's address (default: %(default)s)",
     )
-    parser.add_argument("--model", default="", help="the model's name (default: the served model)")
+    parser.add_argument(
+        "--model-name",
+        default="",
+        metavar="NAME",
+        help="the model's name in requests (default: the served model)",
+    )
+    parser.add_argument(
+        "--model", dest="model_name", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--timeout-s", type=float, metavar="SECONDS", help="deadline of the request"
     )
@@ -38,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     """
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_fields_from_args(args)
-    with Client(args.address, model=args.model) as client:
+    with Client(args.address, model=args.model_name) as client:
         chunks = client.stream(prompt, params, timeout_s=args.timeout_s)
         if params.get("n", 1) > 1:
             print_candidates(chunks)

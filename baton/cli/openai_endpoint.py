@@ -49,7 +49,15 @@ def add_endpoint_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="base URL of an OpenAI API (default: %(default)s)"
     )
-    parser.add_argument("--model", default="", help="the model's name (default: the first listed)")
+    parser.add_argument(
+        "--model-name",
+        default="",
+        metavar="NAME",
+        help="the model's name in requests (default: the first listed)",
+    )
+    parser.add_argument(
+        "--model", dest="model_name", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--api-key", metavar="KEY", help="key of the API (default: the variable OPENAI_API_KEY)"
     )
@@ -85,7 +93,7 @@ class OpenAiEndpoint:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
         """Makes the endpoint that the flags of `add_endpoint_args` describe."""
-        return cls(args.url, model=args.model, api_key=args.api_key, timeout_s=args.timeout_s)
+        return cls(args.url, model=args.model_name, api_key=args.api_key, timeout_s=args.timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,6 @@ import importlib.util
 import re
 from pathlib import Path
 
-from baton.demo import demo_model_path
 from baton.v1 import common_pb2
 from tests.support.fake_generation import running_fake_generation
 
@@ -30,14 +29,14 @@ def test_the_example_of_structured_outputs_sends_a_request_of_each_form(capsys):
 
 def test_the_example_for_users_of_vllm_runs(capsys):
     example = load("from_vllm")
-    example.main(str(demo_model_path()))
+    example.main("demo")
     printed = capsys.readouterr().out
     assert all(repr(prompt) in printed for prompt in example.PROMPTS[:2])
     assert "How do I open a file?" in printed
 
 
 def test_the_offline_example_runs(capsys):
-    load("offline").main(str(demo_model_path()))
+    load("offline").main("demo")
     lines = capsys.readouterr().out.splitlines()
     assert re.search(r"'[0-9]{4}-[0-9]{2}-[0-9]{2}' \(stop", lines[1])
     assert lines[2] == "32 of 47 tokens were cached"

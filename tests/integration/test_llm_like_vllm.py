@@ -143,6 +143,14 @@ def test_the_tokenizer_is_that_of_prompts(llm):
     assert tokenizer.apply_chat_template([TURN], note="!") == list(b"<user>Hi!")
 
 
+def test_the_end_of_sequence_token_is_the_tokenizers(llm, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "_eos_token_ids", (3, EOS_TOKEN_ID))
+    assert tokenizer.eos_token_id == EOS_TOKEN_ID
+    monkeypatch.setattr(tokenizer, "_special_tokens", {})
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (None, 3)
+
+
 def test_tokens_with_log_probabilities_have_texts(llm):
     (result,) = llm.generate("abc", replace(GREEDY, logprobs=2), use_tqdm=False)
     tokenizer = llm.get_tokenizer()

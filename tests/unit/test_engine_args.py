@@ -76,6 +76,13 @@ def test_values_are_converted_to_those_of_the_engine():
     assert EngineArgs("m", kv_cache_memory_bytes=4096).config.kv_cache_memory_bytes == 4096
 
 
+def test_a_revision_is_part_of_the_models_name():
+    args = EngineArgs("org/m", revision="v1", tokenizer_revision="v1", tokenizer="org/m")
+    assert args.model == args.config.model == "org/m@v1"
+    with pytest.raises(ConfigurationError, match="tokenizer_revision is 'v2'; it must be 'v1'"):
+        EngineArgs("org/m", revision="v1", tokenizer_revision="v2")
+
+
 def test_unknown_names_get_a_suggestion():
     with pytest.raises(TypeError, match="max_num_sequences'; did you mean 'max_num_seqs'"):
         EngineArgs("m", max_num_sequences=4)

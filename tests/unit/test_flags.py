@@ -21,6 +21,7 @@ class Kitchen:
     is_open: bool = flag(False, "whether guests come")
     mode: str = flag("auto", "mode", choices=("auto", "slow"))
     orders: tuple[str, ...] = flag((), "orders")
+    days: tuple[str, ...] = flag(("monday",), "days")
     names: tuple[str, ...] = flag((), "further names", is_list=True)
     sign: str | None = flag(None, "sign")
     secret: int = 7
@@ -108,6 +109,7 @@ def test_names_may_have_underscores_and_lists_commas_or_repetitions():
     assert (config.max_num_cooks, config.step_tokens) == (3, 4000)
     assert config.orders == ("a_b", "c", "d")
     assert kitchen("--names", "a", "b", "--sign", "_x").names == ("a", "b")
+    assert kitchen("--days", "friday").days == ("friday",)
     assert kitchen("--orders", '["a,b", "c"]').orders == ("a,b", "c")
     assert kitchen("--orders", "[::1]:5,7", "--orders", "8").orders == ("[::1]:5", "7", "8")
 
@@ -262,3 +264,9 @@ def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
 def test_the_variable_of_a_kubernetes_service_is_no_flag(monkeypatch):
     monkeypatch.setenv(variable_of("door-port"), "tcp://10.0.0.1:8000")
     assert config_from_args(Door, parse("k")).port == 5
+
+
+def test_variables_have_no_aliases_but_files_do(monkeypatch, write):
+    monkeypatch.setenv(variable_of("tokens"), "3")
+    assert kitchen().step_tokens == 16
+    assert kitchen(*write("tokens: 4\n")).step_tokens == 4
