@@ -177,7 +177,9 @@ async def test_drain_waits_for_running_requests_and_refuses_new_ones(
 async def until_whole(engine: AsyncEngine) -> None:
     """Waits until the engine reports that all blocks are free: its report may be a step old."""
     async with asyncio.timeout(10):
-        while engine.load().num_free_blocks != engine.num_blocks:
+        while True:
+            if engine.load().num_free_blocks == engine.num_blocks:
+                return
             await asyncio.sleep(0.01)
 
 
