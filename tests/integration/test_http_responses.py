@@ -221,6 +221,6 @@ async def test_a_wrong_field_is_named(fields, param, stream):
     async with running(answering("a")) as door:
         with pytest.raises(openai.BadRequestError) as caught:
             await door.openai.responses.create(
-                **{"model": MODEL, "input": "Hi", "stream": stream, "extra_body": fields}
+                model=MODEL, input="Hi", stream=stream, extra_body=fields
             )
     assert caught.value.param.startswith(param)
