@@ -227,3 +227,14 @@ def test_a_tokenizer_that_is_not_supported_is_refused_by_name(tmp_path, changes,
     metadata = BYTE_TOKENIZER | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises(ConfigurationError, match=reason):
         loaded(tmp_path, metadata).load_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("rule", "tokens"), [("llama-bpe", ["xyz"]), ("tekken", ["xyz"]), ("qwen2", ["x", "y", "z"])]
+)
+def test_some_rules_take_a_word_that_no_merge_builds(tmp_path, rule, tokens):
+    metadata = dict(BYTE_TOKENIZER) | {"tokenizer.ggml.pre": rule}
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "xyz"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], NORMAL]
+    tokenizer = loaded(tmp_path, metadata).load_tokenizer()
+    assert tokenizer.encode("xyz", add_special_tokens=False).tokens == tokens
