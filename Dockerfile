@@ -27,7 +27,8 @@ RUN useradd --create-home --uid 10001 baton \
     && install --directory --owner=baton --mode=0700 /turns
 USER 10001
 WORKDIR /home/baton
-EXPOSE 50051
+# HTTP of a router, and gRPC of every service.
+EXPOSE 8000 50051
 # Healthy once the model is loaded; a draining service is unhealthy.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
     CMD ["baton", "health", "127.0.0.1:50051"]

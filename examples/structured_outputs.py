@@ -1,7 +1,7 @@
 """Structured outputs: texts of a given form, from a router.
 
-    baton up                                                  # in another terminal
-    python examples/structured_outputs.py 127.0.0.1:8000
+    baton serve                                               # in another terminal
+    python examples/structured_outputs.py 127.0.0.1:50051
 
 The demo model writes texts of the right form that make little sense.
 """

@@ -4,6 +4,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.model_files import open_model_files
+from baton.named_models import RECOMMENDED_PARAMS
 from baton.sampling_params import SamplingParams
 from router.config import GENERATION_CONFIGS
 
@@ -54,7 +55,7 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
     entry = ""
     defaults = {}
     try:
-        stated = files.read_json(_FILE)
+        stated = {**RECOMMENDED_PARAMS.get(model, {}), **files.read_json(_FILE)}
         for entry, field in _FIELDS.items():
             if stated.get(entry) is not None:
                 defaults[field] = _checked(field, stated[entry])

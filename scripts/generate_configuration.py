@@ -60,8 +60,8 @@ logits-processors: [first, module:Second]
 ```
 
 A list on the command line replaces the one of the environment or of the file. Keys of the file
-must be flags of the command. Processes that `baton up` starts get all of their flags from it, and
-do not read these variables.
+must be flags of the command. Processes that `baton serve` starts get all of their flags from it,
+and do not read these variables.
 
 ## How values are written
 
@@ -118,9 +118,12 @@ VARIABLES = (
         "git's answer",
         "commit to write into results, for sources that were copied without .git",
     ),
+    Variable(
+        "BATON_GRPC_PORT", "docker-compose.yml", "50051", "the router's gRPC port on the host"
+    ),
     Variable("BATON_MODEL", "docker-compose.yml", "demo model", "checkpoint folder on the host"),
     Variable("BATON_MODEL_NAME", "docker-compose.yml", "baton-demo", "model name in requests"),
-    Variable("BATON_PORT", "docker-compose.yml", "8000", "the router's port on the host"),
+    Variable("BATON_PORT", "docker-compose.yml", "8000", "the router's HTTP port on the host"),
     Variable("BATON_REDIS_MEMORY", "docker-compose.yml", "2gb", "memory limit of redis"),
     Variable("BATON_TEST_DEVICE", "tests", "cpu", "device of the Triton tests; cuda for a GPU"),
     Variable(

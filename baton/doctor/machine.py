@@ -62,9 +62,9 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Reports the free space for `shm://`, the default connector of `baton up`."""
+    """Reports the free space for `shm://`, the default connector of `baton serve`."""
     if not os.access(_SHARED_MEMORY, os.W_OK):
-        text = f"{_SHARED_MEMORY} is not writable: `baton up` keeps KV in a temporary folder"
+        text = f"{_SHARED_MEMORY} is not writable: `baton serve` keeps KV in a temporary folder"
         yield Finding("shared memory", Level.NOTE, text)
         return
     free = shutil.disk_usage(_SHARED_MEMORY).free

@@ -1,1 +1,1 @@
-"""`baton up`: plans and supervises the processes of a cluster on one machine."""
+"""`baton serve`: plans and supervises the processes of a cluster on one machine."""

@@ -11,6 +11,8 @@ __all__ = ["ProcessSpec", "RestartPolicy", "SupervisedProcess"]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
+_REDRAW_INTERVAL_S = 5.0
+"""Time between two lines about a progress bar, which a process draws many times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +147,29 @@ class SupervisedProcess:
 
     async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        pending = b""
+        pending, redrawn_at = b"", time.monotonic()
         while chunk := await process.stdout.read(_READ_BYTES):
-            *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
-            if len(pending) > _MAX_LINE_BYTES:
-                lines, pending = [*lines, pending], b""
+            *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
-                self._log(line.decode(errors="replace"))
-        self._log(pending.decode(errors="replace"))
+                self._log(_last_drawn(line))
+            now = time.monotonic()
+            is_redrawn = b"\r" in pending and now - redrawn_at > _REDRAW_INTERVAL_S
+            redrawn_at = now if is_redrawn else redrawn_at
+            if is_redrawn or len(pending) > _MAX_LINE_BYTES:
+                self._log(_last_drawn(pending))
+            if b"\r" in pending:  # the last form of the line is enough
+                end = b"\r" if pending.endswith(b"\r") else b""
+                pending = _last_drawn(pending) + end
+            if len(pending) > _MAX_LINE_BYTES:
+                pending = b""
+        self._log(_last_drawn(pending))
 
-    def _log(self, line: str) -> None:
-        if line.strip():
-            self._write_line(f"{self.spec.name} | {line.rstrip()}")
+    def _log(self, line: str | bytes) -> None:
+        text = line if isinstance(line, str) else line.decode(errors="replace")
+        if text.strip():
+            self._write_line(f"{self.spec.name} | {text.rstrip()}")
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """Returns what a terminal shows of a line: the text after its last carriage return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,12 +1,14 @@
-"""`baton up` as a user runs it: three processes, a completion, killed workers, shutdown."""
+"""`baton serve` as a user runs it: three processes, both APIs, killed workers, shutdown."""
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,16 +28,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = prompt_of(40)
 
 
-class Up:
-    """A running `baton up`.
+class Served:
+    """A running `baton serve`.
 
     Attributes:
-        router: the router's address.
+        router: the address of the router's gRPC server.
+        url: the base URL of its HTTP server.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.router = ""
+        self.router = self.url = ""
         self.seen: list[str] = []
 
     async def read_until(self, text: str) -> str:
@@ -44,7 +47,7 @@ class Up:
                 self.seen.append(line)
                 if text in line:
                     return line
-        pytest.fail(f"baton up ended without {text!r}: {''.join(self.seen)}")
+        pytest.fail(f"baton serve ended without {text!r}: {''.join(self.seen)}")
 
     async def read_to_end(self) -> str:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -53,23 +56,24 @@ class Up:
     def children(self) -> dict[str, psutil.Process]:
         """Returns the child processes by their module."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return {child.cmdline()[2]: child for child in children}
+        return {child.cmdline()[3]: child for child in children}
 
 
 @contextlib.asynccontextmanager
-async def running_up(*arguments: str, output: int = asyncio.subprocess.PIPE):
+async def running_serve(*arguments: str, output: int = asyncio.subprocess.PIPE):
     process = await asyncio.create_subprocess_exec(
         BATON,
-        "up",
-        *("--port", "0", "--num-gpu-blocks-override", "64", "--max-model-len", "512"),
+        "serve",
+        *("--port", "0", "--grpc-port", "0"),
+        *("--num-gpu-blocks-override", "64", "--max-model-len", "512"),
         *arguments,
         stdout=output,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    up = Up(process)
+    served = Served(process)
     try:
-        yield up
+        yield served
     finally:
         if process.returncode is None:
             process.kill()
@@ -79,13 +83,14 @@ async def running_up(*arguments: str, output: int = asyncio.subprocess.PIPE):
 
 
 def run_folders(pid: int) -> list[Path]:
-    """Folders of a `baton up`: its store, and its workers' turns."""
+    """Folders of a `baton serve`: its store, and its workers' turns."""
     return list(Path("/dev/shm").glob(f"baton-up-{pid}-*"))
 
 
-async def wait_until_ready(up: Up) -> None:
-    up.router = (await up.read_until("router     ")).split()[-1]
-    await up.read_until("Ctrl-C")
+async def wait_until_ready(served: Served) -> None:
+    served.url = (await served.read_until("http       ")).split()[-1]
+    served.router = (await served.read_until("grpc       ")).split()[-1]
+    await served.read_until("Ctrl-C")
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
@@ -110,53 +115,61 @@ async def generate_when_back(router: str) -> list[int]:
 async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
     path = tiny_checkpoint("llama")
     expected = reference_greedy(path, PROMPT, 8)
-    async with running_up("--model", str(path), "--dtype", "float32") as up:
-        await wait_until_ready(up)
-        children = up.children()
+    async with running_serve("--model", str(path), "--dtype", "float32") as served:
+        await wait_until_ready(served)
+        children = served.children()
         assert set(children) == {"router", "prefill_service", "decode_service"}
-        with Client(up.router) as client:
+        with Client(served.router) as client:
             result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=60)
         assert list(result.token_ids) == expected
         assert result.timings.prefill_ms > 0
-        assert len(run_folders(up.process.pid)) == 2
+        assert len(run_folders(served.process.pid)) == 2
 
         children["decode_service"].send_signal(signal.SIGKILL)
-        await up.read_until("decode-0 | starting again")
-        assert await generate_when_back(up.router) == expected
+        await served.read_until("decode-0 | starting again")
+        assert await generate_when_back(served.router) == expected
 
-        children = up.children()
-        up.process.send_signal(signal.SIGINT)
-        output = await up.read_to_end()
-        assert await up.process.wait() == 0, output
+        children = served.children()
+        served.process.send_signal(signal.SIGINT)
+        output = await served.read_to_end()
+        assert await served.process.wait() == 0, output
         assert len(children) == 3
         assert_all_end(list(children.values()))
-        assert run_folders(up.process.pid) == []
+        assert run_folders(served.process.pid) == []
 
 
-async def test_the_demo_prints_a_completion_and_a_working_client_command():
-    async with running_up("--demo") as up:
-        await wait_until_ready(up)
-        text = "".join(up.seen)
+async def test_the_demo_prints_a_completion_and_a_command_that_works_when_pasted():
+    async with running_serve("--demo") as served:
+        await wait_until_ready(served)
+        text = "".join(served.seen)
         assert re.search(r"\[\w+; tokens: \d+ prompt, \d+ cached, \d+ generated; ms: ", text)
-        command = next(line for line in text.splitlines() if " generate " in line)
-        client = await asyncio.create_subprocess_shell(
-            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        completion, figures = await client.communicate()
-        assert client.returncode == 0, figures
-        assert completion.strip()
+        command = next(line for line in text.splitlines() if " curl " in line)
+        answer = json.loads(await run_in_shell(command))
+        assert answer["choices"][0]["message"]["content"].strip()
+        assert await run_in_shell(f"{BATON} complete 'Return a' --url {served.url} --max-tokens 4")
+        assert await run_in_shell(f"{BATON} chat Hello --url {served.url} --max-tokens 4")
 
-        folder = turns_folder_of_workers(up)
-        assert folder in run_folders(up.process.pid)
+        folder = turns_folder_of_workers(served)
+        assert folder in run_folders(served.process.pid)
         assert {file.name for file in folder.iterdir()} == {"next", "turn"}
-        up.process.send_signal(signal.SIGINT)
-        output = await up.read_to_end()
-        assert await up.process.wait() == 0, output
-        assert run_folders(up.process.pid) == []
+        served.process.send_signal(signal.SIGINT)
+        output = await served.read_to_end()
+        assert await served.process.wait() == 0, output
+        assert run_folders(served.process.pid) == []
 
 
-def turns_folder_of_workers(up: Up) -> Path:
-    children = up.children()
+async def run_in_shell(command: str) -> str:
+    """Returns what a command prints."""
+    client = await asyncio.create_subprocess_shell(
+        command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    output, errors = await client.communicate()
+    assert client.returncode == 0, errors
+    return output.decode()
+
+
+def turns_folder_of_workers(served: Served) -> Path:
+    children = served.children()
     flags = [children[tier].cmdline() for tier in ("prefill_service", "decode_service")]
     (folder,) = {flag[flag.index("--turns-folder") + 1] for flag in flags}
     return Path(folder)
@@ -168,35 +181,74 @@ async def test_a_cluster_serves_while_its_output_is_not_read(unread_pipe):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--model", str(path), "--dtype", "float32", "--prefill", "0", "--log-level", "info")
-    async with running_up(*flags, "--port", str(port), output=unread_pipe) as up:
+    grpc_only = ("--port", "none", "--grpc-port", str(port))
+    async with running_serve(*flags, *grpc_only, output=unread_pipe) as served:
         address = f"127.0.0.1:{port}"
         await wait_until_serving(address, START_TIMEOUT_S)
         expected = reference_greedy(path, PROMPT, 8)
-        up.children()["decode_service"].send_signal(signal.SIGKILL)
+        served.children()["decode_service"].send_signal(signal.SIGKILL)
         assert await generate_when_back(address) == expected
-        children = list(up.children().values())
-        up.process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(up.process.wait(), START_TIMEOUT_S) == 0
+        children = list(served.children().values())
+        served.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(served.process.wait(), START_TIMEOUT_S) == 0
         assert_all_end(children)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 async def test_a_killed_cluster_leaves_no_orphan():
-    async with running_up("--model", str(tiny_checkpoint("llama"))) as up:
-        await wait_until_ready(up)
-        children = list(up.children().values())
+    async with running_serve("--model", str(tiny_checkpoint("llama"))) as served:
+        await wait_until_ready(served)
+        children = list(served.children().values())
         assert len(children) == 3
-        up.process.kill()
+        served.process.kill()
         assert_all_end(children)
 
 
 def test_a_broken_checkpoint_ends_the_start(tmp_path, capfd):
     (tmp_path / "config.json").write_text("{}")
-    assert main(["up", "--model", str(tmp_path), "--port", "0"]) == 2
+    assert main(["up", "--model", str(tmp_path), "--port", "0", "--grpc-port", "none"]) == 2
     assert "could not start; its last log lines have the reason" in capfd.readouterr().err
 
 
 def test_a_bad_flag_ends_the_start(capsys):
-    assert main(["up", "--block-size", "0"]) == 2
+    assert main(["serve", "--block-size", "0"]) == 2
     assert "--block-size is 0" in capsys.readouterr().err
+
+
+def test_a_batch_runs_on_a_cluster_of_its_own(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = [{"model": "tiny", "prompt": text, "max_tokens": 4} for text in ("a", "b", "c")]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    source.write_text("\n".join(json.dumps(line) for line in lines))
+    cluster = ("--model", str(tiny_checkpoint("llama")), "--served-model-name", "tiny")
+    pool = ("--num-gpu-blocks-override", "64", "--max-model-len", "128", "--num-threads", "1")
+    tiers = ("--prefill-workers", "0")
+    before = set(psutil.Process().children(recursive=True))
+    assert main(["run-batch", "-i", str(source), "-o", str(target), *cluster, *pool, *tiers]) == 0
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    assert {result["custom_id"] for result in results} == {"0", "1", "2"}
+    assert all(result["response"]["body"]["choices"][0]["text"] for result in results)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.slow
+def test_a_conversation_starts_and_stops_a_cluster():
+    flags = ("serve", "--chat", "--port", "0", "--grpc-port", "none", "--prefill-workers", "0")
+    limits = ("--num-gpu-blocks-override", "64", "--max-model-len", "256")
+    chat = subprocess.run(
+        [BATON, *flags, *limits],
+        input="Hello\n/reset\n/exit\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_TIMEOUT_S,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert re.search(
+        r"Talking to demo.*\[\w+; tokens: .*A new conversation", chat.stderr, re.DOTALL
+    )
+    assert chat.stdout.removeprefix("> ").strip()

@@ -8,8 +8,15 @@ import subprocess
 import pytest
 
 from baton import Client, SamplingParams
+from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.health import wait_until_serving
-from tests.support.compose import ROOT, ComposeProcesses, image_entrypoint, load_compose
+from tests.support.compose import (
+    ROOT,
+    ROUTER_HTTP,
+    ComposeProcesses,
+    image_entrypoint,
+    load_compose,
+)
 
 START_TIMEOUT_S = 90
 
@@ -36,12 +43,11 @@ def test_tiers_can_scale():
 
 
 def test_environment_chooses_model_port_and_memory():
-    services = load_compose(
-        {"BATON_MODEL": "/models/big", "BATON_PORT": "9", "BATON_REDIS_MEMORY": "1gb"}
-    )
+    ports = {"BATON_PORT": "9", "BATON_GRPC_PORT": "10"}
+    services = load_compose({"BATON_MODEL": "/models/big", "BATON_REDIS_MEMORY": "1gb", **ports})
     assert services["router"]["volumes"] == ["/models/big:/model:ro"]
     assert services["decode"]["volumes"] == ["/models/big:/model:ro", "turns:/turns"]
-    assert services["router"]["ports"] == ["9:50051"]
+    assert services["router"]["ports"] == ["9:8000", "10:50051"]
     assert "1gb" in services["redis"]["command"]
 
 
@@ -58,7 +64,8 @@ def test_the_image_checks_the_port_that_services_listen_on():
     assert image_entrypoint() == ["baton"]
     assert json.loads(check) == ["baton", "health", "127.0.0.1:50051"]
     for name, service in load_compose({}).items():
-        assert name == "redis" or "--port=50051" in service["command"]
+        flag = "--grpc-port=50051" if name == "router" else "--port=50051"
+        assert name == "redis" or flag in service["command"]
     assert re.search(r"^USER \d+$", dockerfile, re.MULTILINE), "runs as root"
 
 
@@ -77,6 +84,9 @@ async def test_the_services_commands_start_a_working_cluster(tmp_path):
         try:
             await wait_until_serving(services.addresses["prefill"], START_TIMEOUT_S)
             await wait_until_serving(services.addresses["router"], START_TIMEOUT_S)
+            url = f"http://{services.addresses[ROUTER_HTTP]}/v1"
+            with OpenAiEndpoint(url) as endpoint:
+                assert endpoint.model == "baton-demo"
             with Client(services.addresses["router"], model="baton-demo") as client:
                 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
                 prompt = "Return the number of items in a container. " * 4

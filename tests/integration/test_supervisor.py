@@ -67,6 +67,12 @@ async def test_output_is_prefixed(lines, supervise):
     assert lines.seen == [f"worker | pid {process.pid}", "worker | ready"]
 
 
+async def test_a_progress_bar_is_one_line(lines, supervise):
+    supervise("bar")
+    await lines.wait_for("ready")
+    assert [line for line in lines.seen if " of " in line] == ["worker | 100 of 100"]
+
+
 async def test_stop_terminates_a_process_before_killing_it(lines, supervise):
     process = supervise("serve")
     await lines.wait_for("ready")

@@ -20,6 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER_PORTS = {"redis": 6379, "prefill": 50051, "decode": 50051, "router": 50051}
+ROUTER_HTTP = "router-http"
 
 
 def load_compose(environment: dict[str, str]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class ComposeProcesses:
     """The services as processes, in a context manager that ends them.
 
     Attributes:
-        addresses: `host:port` of each service.
+        addresses: `host:port` of each service; `ROUTER_HTTP` is the router's HTTP server.
         processes: each service's process.
     """
 
@@ -76,8 +77,11 @@ class ComposeProcesses:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def _localize(self, name: str, argument: str) -> str:
-        own_port = f"--port={CONTAINER_PORTS[name]}"
-        replaced = argument.replace(own_port, f"--port={self._port(name)}")
+        flag = "--grpc-port" if name == "router" else "--port"
+        own_port = f"{flag}={CONTAINER_PORTS[name]}"
+        replaced = argument.replace(own_port, f"{flag}={self._port(name)}")
+        if name == "router":
+            replaced = replaced.replace("--port=8000", f"--port={self._port(ROUTER_HTTP)}")
         replaced = replaced.replace("--host=0.0.0.0", "--host=127.0.0.1")
         for service, port in CONTAINER_PORTS.items():
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
@@ -121,7 +125,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports() -> list[tuple[str, int]]:
-    bound = [(name, socket.create_server(("127.0.0.1", 0))) for name in CONTAINER_PORTS]
+    names = (*CONTAINER_PORTS, ROUTER_HTTP)
+    bound = [(name, socket.create_server(("127.0.0.1", 0))) for name in names]
     ports = [(name, server.getsockname()[1]) for name, server in bound]
     for _, server in bound:
         server.close()

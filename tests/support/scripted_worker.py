@@ -5,6 +5,7 @@ It prints its pid, then acts by its mode:
     serve       runs until SIGTERM, prints "terminated" and exits with status 0
     stubborn    runs until SIGKILL; prints "terminated" upon SIGTERM
     crash N     exits with status N
+    bar         draws a progress bar many times in one line, then serves
 """
 
 import os
@@ -17,11 +18,16 @@ def main(mode: str, status: str = "0") -> None:
     print(f"pid {os.getpid()}", flush=True)
     if mode == "crash":
         sys.exit(int(status))
+    if mode == "bar":
+        for percent in range(100):
+            sys.stdout.write(f"\r{percent} of 100")
+            sys.stdout.flush()
+        print("\r100 of 100")
     stopped = threading.Event()
 
     def on_term(number, frame):
         print("terminated", flush=True)
-        if mode == "serve":
+        if mode != "stubborn":
             stopped.set()
 
     signal.signal(signal.SIGTERM, on_term)

@@ -116,3 +116,11 @@ def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
 def test_another_choice_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="--generation-config is 'vllm'; it must be one"):
         load_default_params(str(tmp_path), "vllm")
+
+
+def test_a_named_models_recommended_values_hold_where_its_file_states_none(tmp_path, monkeypatch):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    recommended = {str(tmp_path): {"temperature": 0.2, "top_p": 0.9}}
+    monkeypatch.setattr("router.generation_config.RECOMMENDED_PARAMS", recommended)
+    assert load_default_params(str(tmp_path), "auto") == {"temperature": 0.5, "top_p": 0.9}
+    assert load_default_params(str(tmp_path), "none") == {}

@@ -73,7 +73,7 @@ def test_the_package_exports_its_public_names():
     [
         ("import baton", ("torch", "grpc", "transformers")),
         ("from baton import Client", ("torch", "transformers")),
-        ("import baton.cli.up", ("torch", "transformers")),
+        ("import baton.cli.serve", ("torch", "transformers")),
         ("import benchmarks.cli", ("torch", "grpc", "matplotlib", "httpx2")),
         ("import router.server", ("torch", "transformers")),
         ("import engine.schedule.scheduler, engine.core, engine.async_engine", ("torch", "grpc")),
