@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
@@ -63,7 +64,7 @@ class ModelFiles(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFolder:
+class CheckpointFolder(ModelFiles):
     """A model in a folder: config.json, safetensors, tokenizer files.
 
     Attributes:
@@ -72,20 +73,20 @@ class CheckpointFolder:
 
     path: Path
 
+    @override
     def locate(self, name: str) -> Path:
-        """See `ModelFiles`."""
         return self.path / name
 
+    @override
     def read_json(self, name: str) -> dict[str, Any]:
-        """See `ModelFiles`."""
         return read_json(self.path / name)
 
+    @override
     def read_settings(self) -> dict[str, Any]:
-        """See `ModelFiles`."""
         return read_settings(self.path)
 
+    @override
     def load_tokenizer(self) -> tokenizers.Tokenizer:
-        """See `ModelFiles`."""
         return load_tokenizer(self.path)
 
 

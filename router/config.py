@@ -99,7 +99,8 @@ class ModelConfig:
     )
     reasoning_parser: str | None = flag(
         None,
-        "format in which the model writes its reasoning, such as qwen3",
+        "format in which the model writes its reasoning, such as qwen3; it states the marks of "
+        "--reasoning-start-str and --reasoning-end-str",
         metavar="NAME",
         is_main=True,
     )

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
+from baton.request_spec import ReasoningMarks
 from baton.v1 import generation_pb2
 from router.admission import Admission
 from router.chat.chat_prompt import conversation_of_chat
 from router.chat.conversation import Conversation
-from router.chat.reasoning_parsers import reasoning_parser
+from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
 from router.chat.template import ChatTemplate
 from router.chat.tool_parsers import tool_parser
 from router.config import ModelConfig, RouterConfig
@@ -22,15 +23,16 @@ from router.generation_config import load_default_params
 from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
+from router.reasoning import encode_marks
 from router.tokenizer import Tokenizer
 
-__all__ = ["Model", "ModelFiles", "Models"]
+__all__ = ["Model", "Models", "RouterFiles"]
 
 _SHOWN_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
+class RouterFiles:
     """What the router reads of a checkpoint.
 
     Attributes:
@@ -44,7 +46,7 @@ class ModelFiles:
     chat_template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, config: ModelConfig) -> "ModelFiles":
+    def load(cls, config: ModelConfig) -> "RouterFiles":
         """Reads the files of a model.
 
         Raises:
@@ -87,7 +89,7 @@ class Model:
         self,
         config: ModelConfig,
         router: RouterConfig,
-        files: ModelFiles,
+        files: RouterFiles,
         admission: Admission,
         pace: Pace,
     ) -> None:
@@ -105,7 +107,7 @@ class Model:
         self._default_timeout_s = router.default_timeout_s
         self._pipeline = Pipeline(
             router,
-            config,
+            self._reasoning_marks(),
             files.tokenizer,
             files.default_params,
             self.fleet,
@@ -167,6 +169,18 @@ class Model:
             raise DeadlineExceededError(
                 f"the request did not end within {timeout_s:.1f} s"
             ) from None
+
+    def _reasoning_marks(self) -> ReasoningMarks | None:
+        """The marks that flags state, or those of the reasoning parser.
+
+        Raises:
+            ConfigurationError: the vocabulary cannot write a mark, or only one is stated.
+        """
+        start, end = self.config.reasoning_start_str, self.config.reasoning_end_str
+        parser = self.reasoning_parser
+        if start is end is None and parser and issubclass(parser, MarkedReasoningParser):
+            start, end = parser.start, parser.end
+        return encode_marks(self.tokenizer, start, end)
 
     async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
         """Replaces a message's chat by its prompt."""

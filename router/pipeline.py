@@ -15,11 +15,12 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.errors import UnavailableError
+from baton.request_spec import ReasoningMarks
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
 from router.completion import Completion
-from router.config import ModelConfig, RouterConfig
+from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.pace import Pace
@@ -27,7 +28,6 @@ from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
 from router.prompts import run_together
-from router.reasoning import encode_marks
 from router.replica import DecodeReplica, HeldHandoff
 from router.request import RoutedRequest, prepare_request
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
@@ -41,22 +41,19 @@ class Pipeline:
 
     Args:
         config: the router's.
-        model: the model's.
+        marks: those of the model's reasoning part; None if they are not known.
         tokenizer: the model's.
         default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
         pace: how long streams pause after each message.
-
-    Raises:
-        ConfigurationError: the marks of the reasoning part are bad.
     """
 
     def __init__(
         self,
         config: RouterConfig,
-        model: ModelConfig,
+        marks: ReasoningMarks | None,
         tokenizer: Tokenizer,
         default_params: Mapping[str, Any],
         fleet: Fleet,
@@ -67,7 +64,7 @@ class Pipeline:
         self._config = config
         self._tokenizer = tokenizer
         self._default_params = default_params
-        self._marks = encode_marks(tokenizer, model.reasoning_start_str, model.reasoning_end_str)
+        self._marks = marks
         self._fleet = fleet
         self._admission = admission
         self._pace = pace

@@ -10,7 +10,7 @@ from typing_extensions import override
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, config_from_args
-from router.models import Model, ModelFiles, Models
+from router.models import Model, Models, RouterFiles
 from router.pace import Pace
 from router.servicer import GenerationServicer
 from rpc.server import RpcServer, Service, run_process, serve
@@ -45,7 +45,7 @@ class RouterService(Service):
     """
 
     def __init__(
-        self, config: RouterConfig, files: Sequence[ModelFiles], server: RpcServer
+        self, config: RouterConfig, files: Sequence[RouterFiles], server: RpcServer
     ) -> None:
         self._server = server
         self._admission = Admission(config.max_concurrent_requests)
@@ -109,7 +109,7 @@ async def run(config: RouterConfig) -> None:
     """
 
     async def start(server: RpcServer) -> RouterService:
-        loads = (asyncio.to_thread(ModelFiles.load, model) for model in config.models)
+        loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
         service = RouterService(config, await asyncio.gather(*loads), server)
         try:
             await service.start_http()

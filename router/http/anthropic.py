@@ -1,12 +1,14 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's messages API."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.answering import stream_answer, whole_answer
 from router.http.anthropic_answer import MessageAnswer, MessageStream
-from router.http.anthropic_errors import anthropic_error
+from router.http.anthropic_errors import AnthropicErrorAnswer, anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,
     conversation_of_body,
@@ -21,7 +23,16 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
 
 
-@_ROUTER.post("/v1/messages", responses=answer("The message.", streams=True))
+def _answer(description: str, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """As `door.answer`, with errors of Anthropic's shape."""
+    answers = answer(description, streams=streams)
+    return {
+        status: fields | {"model": AnthropicErrorAnswer} if "model" in fields else fields
+        for status, fields in answers.items()
+    }
+
+
+@_ROUTER.post("/v1/messages", responses=_answer("The message.", streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answers a conversation. `anthropic-version` and `x-api-key` may have any value."""
     door = door_of(request)
@@ -37,7 +48,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     return await whole_answer(chunks, message, request)
 
 
-@_ROUTER.post("/v1/messages/count_tokens", responses=answer("The number of tokens."))
+@_ROUTER.post("/v1/messages/count_tokens", responses=_answer("The number of tokens."))
 async def count_tokens(body: MessagesBody, request: Request) -> Response:
     """Counts the tokens of a conversation, as the chat template writes it."""
     door = door_of(request)

@@ -1,10 +1,12 @@
 """`anthropic_error`: errors in the shape of Anthropic's API."""
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from router.http.errors import Problem
 
-__all__ = ["anthropic_error"]
+__all__ = ["AnthropicErrorAnswer", "anthropic_error"]
 
 _KINDS = {
     401: "authentication_error",
@@ -15,6 +17,21 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+class AnthropicErrorPart(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """An error in the shape of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorPart
+    request_id: str | None
 
 
 def anthropic_error(problem: Problem) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
 from router.http.anthropic_messages import continues_answer, messages_of_turns
 from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 
 __all__ = ["MessagesBody", "conversation_of_body", "read_messages_request"]
 
@@ -106,7 +106,9 @@ def _params(body: MessagesBody, can_limit_thinking: bool) -> dict[str, Any]:
     outputs = _output_form(Fields(body.output_config or {}, "output_config"))
     if outputs is not None:
         if "structured_outputs" in params:
-            raise wrong_value("output_config.format", "set", "unset if another field states a form")
+            raise InvalidArgumentError(
+                "output_config.format is set, and so is another form of the text; unset one"
+            )
         params["structured_outputs"] = outputs
     return params
 

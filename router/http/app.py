@@ -7,14 +7,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.version import __version__
 from router.http import anthropic, chat, completions, health, models, responses, tokens
 from router.http.config import HttpConfig
 from router.http.door import Door, Protocol
-from router.http.errors import ErrorBody, openai_error, problem_of
+from router.http.errors import ErrorBody, error_answer, openai_error, problem_of
 from router.http.middleware import RequestMiddleware
 from router.models import Models
 
@@ -82,5 +82,4 @@ def _error_body_of(path: str) -> ErrorBody:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     problem = problem_of(error, request.state.request_id)
-    body = _error_body_of(request.url.path)(problem)
-    return JSONResponse(body, problem.status, headers=dict(problem.headers))
+    return error_answer(problem, _error_body_of(request.url.path))

@@ -8,26 +8,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidArgumentError
 from baton.v1 import common_pb2, generation_pb2
-from router.http.bodies import SamplingBody, TokenId
+from router.http.completion_body import CompletionBody
 from router.http.door import Protocol, answer, door_of, error_event, json_answer
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
-from router.http.params import (
-    Prompt,
-    generate_request,
-    request_id_of,
-    stated_fields,
-    timeout_of,
-)
+from router.http.params import generate_request, request_id_of, timeout_of
 from router.http.sse import DONE, Emit, SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
 from router.models import Model
 from router.request import tokenize_prompt
 
-__all__ = ["PROTOCOL", "CompletionBody", "CompletionJob"]
+__all__ = ["PROTOCOL", "CompletionJob"]
 
 _Response = generation_pb2.GenerateStreamResponse
 
@@ -39,31 +32,6 @@ FINISH_REASONS = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_ABORTED: "abort",
 }
-
-
-class CompletionBody(SamplingBody):
-    """A request for completions.
-
-    Attributes:
-        prompt: a text, several texts, token ids, or several lists of them.
-        logprobs: how many likeliest tokens are returned at each place, beside the token.
-    """
-
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = None
-
-    def prompts(self) -> list[Prompt]:
-        """The prompts, one by one.
-
-        Raises:
-            InvalidArgumentError: there is none, or one is empty.
-        """
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts: list[Prompt] = [given] if is_one else given
-        if not all(prompts) or not prompts:
-            raise InvalidArgumentError("prompt is empty; it must have at least 1 token")
-        return prompts
 
 
 @_ROUTER.post("/v1/completions", responses=answer("The completions.", streams=True))
@@ -113,7 +81,7 @@ class CompletionJob:
         self._prompts = body.prompts()
         self._prompt_ids = prompt_ids
         self._num_choices = 1 if body.n is None else body.n
-        self._returns_text = not (body.echo and body.max_tokens == 0)
+        self._returns_text = not body.is_echo_alone
         self._is_plain = not (
             body.echo
             or body.return_token_ids
@@ -125,10 +93,9 @@ class CompletionJob:
         self._first_messages: dict[int, _Response] = {}
         self._usage = UsageCount(self._returns_text)
         self._num_generated = 0
-        stated = _stated(body)
         self._message = generate_request(
             prompt_ids or self._prompts,
-            stated,
+            body.stated(),
             model=model.name,
             request_id=request_id,
             body=body,
@@ -294,21 +261,6 @@ class _Choice:
                 part["logprobs"] = fields
             else:
                 _extend(part["logprobs"], fields)
-
-
-def _stated(body: CompletionBody) -> dict[str, Any]:
-    """The stated parameters. An echo with log-probabilities needs those of the prompt. A
-    candidate has at least one token, so an echo alone (`max_tokens` 0) generates one too.
-    """
-    stated = stated_fields(body)
-    if body.logprobs is not None:
-        stated["logprobs"] = body.logprobs
-        if body.echo and body.prompt_logprobs is None:
-            stated["prompt_logprobs"] = body.logprobs
-    if body.echo and body.max_tokens == 0:
-        stated["max_tokens"] = 1
-        stated.pop("min_tokens", None)
-    return stated
 
 
 def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:

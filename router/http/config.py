@@ -43,6 +43,9 @@ class HttpConfig:
     keep_alive_timeout_s: float = flag(
         30.0, "how long a connection without a request stays open", metavar="SECONDS"
     )
+    send_timeout_s: float = flag(
+        300.0, "a client that does not read its answer for so long is cut off", metavar="SECONDS"
+    )
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port < 2**16:
@@ -53,6 +56,7 @@ class HttpConfig:
             "header_timeout_s",
             "body_timeout_s",
             "keep_alive_timeout_s",
+            "send_timeout_s",
             "keepalive_interval_s",
         ):
             if not getattr(self, name) > 0:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.errors import UnavailableError
 from router.chat.service import ChatService
 from router.http.config import HttpConfig
 from router.http.errors import ErrorBody, Problem, openai_error
@@ -26,6 +27,7 @@ __all__ = [
     "door_of",
     "error_event",
     "json_answer",
+    "max_model_len",
 ]
 
 
@@ -76,6 +78,14 @@ class Door:
 def door_of(request: Request) -> Door:
     """What the endpoints of the request's application share."""
     return cast("Door", request.app.state.door)
+
+
+def max_model_len(model: Model) -> int | None:
+    """The model's context length; None while no replica is connected."""
+    try:
+        return model.fleet.require_model()[1].max_model_len
+    except UnavailableError:
+        return None
 
 
 def json_answer(value: Any, status: int = 200) -> Response:

@@ -15,10 +15,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from baton.errors import BatonError
+from router.http.json_bytes import json_bytes
 
-__all__ = ["ErrorBody", "Problem", "http_problem", "openai_error", "problem_of"]
+__all__ = ["ErrorBody", "Problem", "error_answer", "http_problem", "openai_error", "problem_of"]
 
 _LOGGER = logging.getLogger("baton.http")
 
@@ -67,6 +69,16 @@ def openai_error(problem: Problem) -> dict[str, Any]:
     }
 
 
+def error_answer(problem: Problem, error_body: ErrorBody) -> Response:
+    """The answer to a request that failed, in the shape of its protocol."""
+    return Response(
+        json_bytes(error_body(problem)),
+        problem.status,
+        headers=dict(problem.headers),
+        media_type="application/json",
+    )
+
+
 _OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
     "INVALID_ARGUMENT": (400, INVALID_REQUEST, None),
     "FAILED_PRECONDITION": (400, INVALID_REQUEST, None),
@@ -86,7 +98,7 @@ _RETRIED = (429, 503)
 _FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
 """A field's name, with which messages about a field begin."""
 _PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
-_PROMPT_FIELDS = ("text", "token_ids")
+_PROMPT_FIELDS = ("text", "token_ids", "prompts")
 """Fields of the pipeline's message that hold the body's `prompt`."""
 _WORDS = frozenset({"a", "the", "this", "one", "no", "internal", "cannot"})
 

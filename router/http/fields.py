@@ -1,6 +1,5 @@
 """`Fields`: reads the fields of a JSON object and checks their types."""
 
-import math
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -78,43 +77,20 @@ class Fields:
             raise wrong_value(self.path_of(name), value, f"an integer in [{least}, {most}]")
         return value
 
-    def number(self, name: str) -> float | None:
-        """A finite number, or None."""
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                if math.isfinite(value):
-                    return float(value)
-            except OverflowError:
-                pass
-        raise wrong_value(self.path_of(name), value, "a finite number")
-
     def object(self, name: str) -> "Fields | None":
         """The fields of an object, or None."""
         value = self.raw.get(name)
         return None if value is None else Fields(value, self.path_of(name))
 
-    def entries(self, name: str) -> list[tuple[str, Any]] | None:
-        """The entries of an array with their paths, or None."""
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        path = self.path_of(name)
-        if not isinstance(value, list):
-            raise wrong_value(path, value, "an array")
-        return [(f"{path}[{i}]", entry) for i, entry in enumerate(value)]
-
     def objects(self, name: str) -> "Iterator[Fields]":
         """The entries of an array of objects; none if it is unset."""
-        for path, entry in self.entries(name) or ():
-            yield Fields(entry, path)
-
-    def texts(self, name: str) -> list[str] | None:
-        """The texts of an array, or None."""
-        entries = self.entries(name)
-        return None if entries is None else [_text(path, entry) for path, entry in entries]
+        value, path = self.raw.get(name), self.path_of(name)
+        if value is None:
+            return
+        if not isinstance(value, list):
+            raise wrong_value(path, value, "an array")
+        for i, entry in enumerate(value):
+            yield Fields(entry, f"{path}[{i}]")
 
     def refuse(self, names: Mapping[str, str]) -> None:
         """Refuses fields that are set to more than false or an empty value.

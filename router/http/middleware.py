@@ -13,10 +13,9 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.http.errors import ErrorBody, Problem, http_problem, problem_of
+from router.http.errors import ErrorBody, Problem, error_answer, http_problem, problem_of
 
 __all__ = ["RequestMiddleware"]
 
@@ -62,8 +61,7 @@ class RequestMiddleware:
         try:
             problem = await self._problem_of_serving(scope, receive, call)
             if problem is not None and not call.status:
-                body = self._error_body_of(scope["path"])(problem)
-                answer = JSONResponse(body, problem.status, headers=dict(problem.headers))
+                answer = error_answer(problem, self._error_body_of(scope["path"]))
                 await answer(scope, receive, call.send)
         finally:
             self._running_ids.discard(call.request_id)

@@ -6,9 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import UnavailableError
-from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer
-from router.http.errors import Problem, openai_error
+from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer, max_model_len
+from router.http.errors import Problem, error_answer, openai_error
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
@@ -39,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
         kind="not_implemented_error",
         code="not_implemented",
     )
-    return json_answer(openai_error(problem), 501)
+    return error_answer(problem, openai_error)
 
 
 def _fields(model: Model, name: str) -> dict[str, Any]:
@@ -50,13 +49,5 @@ def _fields(model: Model, name: str) -> dict[str, Any]:
         "owned_by": "baton",
         "root": model.config.model,
         "parent": None if name == model.name else model.name,
-        "max_model_len": _max_model_len(model),
+        "max_model_len": max_model_len(model),
     }
-
-
-def _max_model_len(model: Model) -> int | None:
-    """The model's context length; None while no replica is connected."""
-    try:
-        return model.fleet.require_model()[1].max_model_len
-    except UnavailableError:
-        return None

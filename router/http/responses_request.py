@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from baton.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
@@ -134,7 +135,9 @@ def _params(body: ResponsesBody) -> dict[str, Any]:
     outputs = None if body.text is None else _text_form(Fields(body.text, "text"))
     if outputs is not None:
         if "structured_outputs" in params:
-            raise wrong_value("text.format", "set", "unset if another field states a form")
+            raise InvalidArgumentError(
+                "text.format is set, and so is another form of the text; unset one"
+            )
         params["structured_outputs"] = outputs
     return params
 

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -133,49 +133,70 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _limited_protocol(config: HttpConfig) -> type[HttpToolsProtocol]:
-    """A protocol that closes connections beyond `max_connections`, and those whose headers do
-    not arrive within `header_timeout_s`.
+class _LimitedProtocol(HttpToolsProtocol):
+    """Closes connections beyond `max_connections`, those whose headers do not arrive within
+    `header_timeout_s`, and those that do not read for `send_timeout_s`.
     """
 
-    class LimitedProtocol(HttpToolsProtocol):
-        _header_timer: asyncio.TimerHandle | None = None
+    limits: ClassVar[HttpConfig]
+    _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
-        @override
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > config.max_connections:
-                transport.abort()
-            else:
-                self._start_header_timer()
+    @override
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            transport.abort()
+        else:
+            self._start_header_timer()
 
-        @override
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_header_timer()
-            super().connection_lost(exc)
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
 
-        @override
-        def on_message_begin(self) -> None:
-            if self._header_timer is None:
-                self._start_header_timer()
-            super().on_message_begin()
+    @override
+    def on_message_begin(self) -> None:
+        if self._header_timer is None:
+            self._start_header_timer()
+        super().on_message_begin()
 
-        @override
-        def on_headers_complete(self) -> None:
-            self._stop_header_timer()
-            super().on_headers_complete()
+    @override
+    def on_headers_complete(self) -> None:
+        self._stop_header_timer()
+        super().on_headers_complete()
 
-        def _start_header_timer(self) -> None:
-            self._header_timer = self.loop.call_later(
-                config.header_timeout_s, self.timeout_keep_alive_handler
-            )
+    @override
+    def pause_writing(self) -> None:
+        # A mere close would wait until the client has read what is under way.
+        self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self.transport.abort)
+        super().pause_writing()
 
-        def _stop_header_timer(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
+    @override
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
 
-    return LimitedProtocol
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(
+            self.limits.header_timeout_s, self.timeout_keep_alive_handler
+        )
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def _limited_protocol(config: HttpConfig) -> type[HttpToolsProtocol]:
+    """The protocol with the limits of a config; uvicorn makes its objects itself."""
+    return type("_Protocol", (_LimitedProtocol,), {"limits": config})
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

@@ -7,12 +7,11 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidArgumentError, UnavailableError
+from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import TokenId
-from router.http.door import Protocol, answer, door_of, json_answer
-from router.models import Model
+from router.http.door import Protocol, answer, door_of, json_answer, max_model_len
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
@@ -96,7 +95,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return json_answer(
         {
             "count": len(token_ids),
-            "max_model_len": _max_model_len(model),
+            "max_model_len": max_model_len(model),
             "tokens": token_ids,
             "token_strs": list(map(texts.text, token_ids)) if body.return_token_strs else None,
         }
@@ -111,11 +110,3 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     check_token_ids("tokens", body.tokens, model.vocab_size)
     text = await model.tokenizer.decode_async(body.tokens, skip_special_tokens=False)
     return json_answer({"prompt": text})
-
-
-def _max_model_len(model: Model) -> int | None:
-    """The model's context length; None while no replica is connected."""
-    try:
-        return model.fleet.require_model()[1].max_model_len
-    except UnavailableError:
-        return None

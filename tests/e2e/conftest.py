@@ -8,6 +8,11 @@ import pytest_asyncio
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
@@ -18,6 +23,12 @@ async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         model=tiny_checkpoint("llama"),
         kv_connector=f"file://{folder}/kv",
         worker_flags=["--metrics-port=0"],
+        router_flags=[
+            "--max-local-prefill-tokens=0",
+            f"--chat-template={CHAT_TEMPLATE}",
+            "--tool-call-parser=hermes",
+        ],
+        http=True,
     ) as cluster:
         yield cluster
         assert [worker.stop() for worker in cluster.workers] == [0, 0]

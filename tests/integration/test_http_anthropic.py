@@ -113,6 +113,7 @@ async def test_thinking_and_calls_are_blocks_of_their_own():
     for mine, theirs in zip(final.content, whole.content, strict=True):
         ids = {"id": ""}
         assert mine.to_dict() | ids == theirs.to_dict() | ids
+    assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     assert "[True]" in prompt_text(decode)
     assert answered.role == "assistant"
 

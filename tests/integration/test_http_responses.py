@@ -128,6 +128,7 @@ async def test_reasoning_and_calls_are_items_of_their_own():
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert "response.reasoning_text.delta" in kinds
     assert "response.function_call_arguments.done" in kinds
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
     assert answered.status == "completed"
 
 
@@ -220,6 +221,6 @@ async def test_a_wrong_field_is_named(fields, param, stream):
     async with running(answering("a")) as door:
         with pytest.raises(openai.BadRequestError) as caught:
             await door.openai.responses.create(
-                **{"model": MODEL, "input": "Hi", "stream": stream, "extra_body": fields}
+                model=MODEL, input="Hi", stream=stream, extra_body=fields
             )
     assert caught.value.param.startswith(param)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 
 import openai
 import pytest
@@ -17,11 +18,24 @@ from tests.support.running_router import script_of, tokenizer
 
 MODEL = "scripted"
 ENDLESS = [50 + i % 200 for i in range(4000)]
+LONG_NAME = "a" * 100_000
+"""Each chunk of a stream has the model's name, so that a stream of this one soon blocks."""
 REQUEST = {"model": MODEL, "prompt": "x", "max_tokens": 4000}
 
 
 async def open_connection(door: RunningHttp):
     return await asyncio.open_connection("127.0.0.1", door.server.port)
+
+
+async def open_narrow_connection(door: RunningHttp):
+    """A connection whose reader does not read yet, and holds few bytes."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", door.server.port))
+    reader, writer = await asyncio.open_connection(sock=client)
+    writer.transport.pause_reading()
+    return reader, writer
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -75,13 +89,11 @@ async def test_a_client_that_leaves_during_prefill_frees_the_request():
 
 
 async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
-    script = ENDLESS[:1500]
+    script = ENDLESS[:600]
     decode = FakeDecode(script)
-    name = "a" * 8000  # each chunk has it, so that the stream is soon blocked
-    async with running_http(decode, served_model_name=(MODEL, name)) as door:
-        reader, writer = await open_connection(door)
-        body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1500, "stream": True})
-        writer.transport.pause_reading()
+    async with running_http(decode, served_model_name=(MODEL, LONG_NAME)) as door:
+        reader, writer = await open_narrow_connection(door)
+        body = json.dumps({"model": LONG_NAME, "prompt": "x", "max_tokens": 600, "stream": True})
         writer.write(post("/v1/completions", body.encode(), "Connection: close"))
         await decode.changes.until(lambda: decode.num_sent == len(script))
         writer.transport.resume_reading()
@@ -95,6 +107,17 @@ async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
     ]
     assert "".join(texts) == tokenizer().decode(script)
     assert len(texts) < len(script) / 2
+
+
+async def test_a_client_that_never_reads_is_cut_off():
+    decode = FakeDecode(ENDLESS, pause_after=600)
+    name, limits = LONG_NAME * 50, {"send_timeout_s": 0.2}  # one chunk fills every buffer
+    async with running_http(decode, served_model_name=(MODEL, name), http=limits) as door:
+        _, writer = await open_narrow_connection(door)
+        body = json.dumps({**REQUEST, "model": name, "stream": True})
+        writer.write(post("/v1/completions", body.encode()))
+        await decode.changes.until(lambda: decode.cancels)
+        writer.transport.abort()
 
 
 async def test_silence_is_filled_with_comments():

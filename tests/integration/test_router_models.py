@@ -133,3 +133,15 @@ async def test_a_chat_needs_a_template():
         with pytest.raises(grpc.aio.AioRpcError, match="no chat template") as caught:
             await router.generate(message)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_the_reasoning_parser_states_the_marks_of_the_reasoning_part():
+    decode = FakeDecode(script_of(ONE))
+    message = request("ab", max_tokens=1)
+    message.sampling.thinking_token_budget = 4
+    async with running_workers(decode), running_router(decode, reasoning_parser="qwen3") as router:
+        await router.generate(message)
+        (start,) = decode.starts
+        marks = start.spec.reasoning
+        encoded = [list(tokenizer().encode(text, False)) for text in ("<think>", "</think>")]
+        assert [list(marks.start_token_ids), list(marks.end_token_ids)] == encoded

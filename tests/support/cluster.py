@@ -116,7 +116,13 @@ class ServerProcess:
 
 
 class Cluster:
-    """A router with prefill and decode replicas."""
+    """A router with prefill and decode replicas.
+
+    Attributes:
+        http_url: of the router's HTTP server; empty if it has none.
+    """
+
+    http_url = ""
 
     def __init__(
         self, router: ServerProcess, prefill: list[ServerProcess], decode: list[ServerProcess]
@@ -162,11 +168,16 @@ async def running_cluster(
     decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = ("--max-local-prefill-tokens=0",),
     places: Mapping[str, Place] | None = None,
+    http: bool = False,
 ) -> AsyncIterator[Cluster]:
     """Starts the processes, waits until all serve, and kills them at the end.
 
-    Flags of a tier override those of all workers. `places` are by tier.
+    Flags of a tier override those of all workers. `places` are by tier. With `http`, the router
+    has an HTTP server.
     """
+    http_port_file = folder / "http.port"
+    if http:
+        router_flags = [*router_flags, "--port=0", f"--port-file={http_port_file}"]
     own_flags = {"prefill": prefill_flags, "decode": decode_flags}
     places = places or {}
     flags = [
@@ -200,7 +211,10 @@ async def running_cluster(
         )
         servers.append(router)
         await router.wait_serving()
-        yield Cluster(router, tiers["prefill"], tiers["decode"])
+        cluster = Cluster(router, tiers["prefill"], tiers["decode"])
+        if http:
+            cluster.http_url = f"http://127.0.0.1:{http_port_file.read_text().strip()}"
+        yield cluster
     except BaseException:
         for server in servers:
             sys.stderr.write(f"--- {server.log()}\n")

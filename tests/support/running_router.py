@@ -15,7 +15,7 @@ from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
 from router.config import ModelConfig, RouterConfig
 from router.http.config import HttpConfig
-from router.models import ModelFiles, Models
+from router.models import Models, RouterFiles
 from router.server import SERVICE_NAMES, RouterService
 from router.tokenizer import Tokenizer
 from rpc.channels import open_channel
@@ -103,7 +103,7 @@ async def running_router(
     server = RpcServer(ServerConfig(), SERVICE_NAMES)
     await server.listen()
     router_config = router_config_of({"model": MODEL, **targets, **config})
-    files = ModelFiles(tokenizer(), default_params or {}, chat_template)
+    files = RouterFiles(tokenizer(), default_params or {}, chat_template)
     service = RouterService(router_config, [files] * len(router_config.models), server)
     await service.start_http()
     try:

@@ -16,7 +16,6 @@ import pytest
 from baton.cli import serve
 from baton.cli.serve_config import config_from_args as cluster_config_from_args
 from baton.cli.serve_config import running_config
-from baton.demo import demo_model_path
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
@@ -161,7 +160,12 @@ def test_serve_starts_the_workers_that_its_flags_name(flags):
 
 def test_the_demo_model_is_the_default():
     given = cluster_config_from_args(parse(serve.add_args, []), "shm://x")
-    assert Path(given.engine.model) == demo_model_path()
+<<<<<<< HEAD
+    assert given.engine.model == given.router.models[0].model == "demo"
+=======
+    assert given.engine.model == given.model.model == "demo"
+    assert given.model.names == ("demo",)
+>>>>>>> cli
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 70, "256.0.0.1", "::nonsense"])

@@ -20,7 +20,7 @@ from baton.errors import (
     UnavailableError,
 )
 from router.http.bodies import SamplingBody
-from router.http.completions import CompletionBody
+from router.http.completion_body import CompletionBody
 from router.http.config import HttpConfig
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import json_bytes

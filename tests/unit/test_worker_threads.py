@@ -4,6 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,19 @@ def variable_of_child(name, environment):
         timeout=30,
     )
     return result.stdout.strip()
+
+
+def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path):
+    (tmp_path / "tests.py").write_text("raise SystemExit('the wrong module')")
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    child = ["baton.up.child", str(os.getpid()), "tests.support.print_wait_policy"]
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", *child],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert result.returncode == 0, result.stderr
