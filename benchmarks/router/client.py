@@ -1,7 +1,8 @@
-"""`python -m benchmarks.router.client grpc|http PORT STREAMS TOKENS PROBES`: loads a server.
+"""`python -m benchmarks.router.client grpc|http PORT STREAMS ROUNDS TOKENS PROBES`: loads.
 
-Starts all streams at once, and one request after the other of a single token beside them, whose
-first-token times are what a new user sees. Prints JSON: messages, seconds, first-token times.
+Starts all streams at once, each of them ROUNDS times, and one request after the other of a single
+token beside them, whose first-token times are what a new user sees. Prints JSON: messages, seconds,
+first-token times.
 """
 
 import asyncio
@@ -86,11 +87,18 @@ class _Load:
         return first_s
 
 
-async def _run(kind: str, port: int, num_streams: int, num_tokens: int, num_probes: int) -> None:
+async def _run(
+    kind: str, port: int, num_streams: int, num_rounds: int, num_tokens: int, num_probes: int
+) -> None:
     load = _Load(kind, port)
     await load.stream(2)
     load.num_messages, started_at = 0, time.monotonic()
-    streams = asyncio.gather(*(load.stream(num_tokens) for _ in range(num_streams)))
+
+    async def repeat() -> None:
+        for _ in range(num_rounds):
+            await load.stream(num_tokens)
+
+    streams = asyncio.gather(*(repeat() for _ in range(num_streams)))
     first_s = [await load.stream(1) for _ in range(num_probes)]
     await streams
     report = {
@@ -102,4 +110,4 @@ async def _run(kind: str, port: int, num_streams: int, num_tokens: int, num_prob
 
 
 if __name__ == "__main__":
-    asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:6])))
+    asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:7])))

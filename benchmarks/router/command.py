@@ -32,20 +32,23 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Streams that start together: how many, of how many tokens, one per `step_ms`."""
+    """Streams that start together, each `num_rounds` times: how many, of how many tokens, one
+    per `step_ms`.
+    """
 
     name: str
     num_streams: int
+    num_rounds: int
     num_tokens: int
     step_ms: float
 
 
 _LOADS = (
-    _Load("steady", 64, 200, 50.0),
-    _Load("crowded", 400, 100, 50.0),
-    _Load("requests", 64, 1, 5.0),
+    _Load("steady", 64, 1, 200, 50.0),
+    _Load("crowded", 400, 1, 100, 50.0),
+    _Load("requests", 32, 40, 1, 5.0),
 )
-_SMOKE_LOADS = (_Load("smoke", 4, 5, 5.0),)
+_SMOKE_LOADS = (_Load("smoke", 4, 2, 5, 5.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +158,13 @@ def _run_client(
     name: str, kind: str, process: "subprocess.Popen[bytes]", port: int, load: _Load
 ) -> _Row:
     command = [sys.executable, "-P", "-m", "benchmarks.router.client", kind, str(port)]
-    command += map(str, (load.num_streams, load.num_tokens, _NUM_PROBES))
+    command += map(str, (load.num_streams, load.num_rounds, load.num_tokens, _NUM_PROBES))
     before_s = _cpu_seconds(process.pid)
     output = subprocess.run(command, check=True, timeout=_CLIENT_TIMEOUT_S, stdout=subprocess.PIPE)
     cpu_s = _cpu_seconds(process.pid) - before_s
     found = json.loads(output.stdout)
     sys.stderr.write(f"{name}: {load.name}\n")
-    num_tokens = load.num_streams * load.num_tokens
+    num_tokens = load.num_streams * load.num_rounds * load.num_tokens
     return _Row(
         server=name,
         load=load.name,

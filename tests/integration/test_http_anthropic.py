@@ -188,9 +188,13 @@ async def test_errors_have_anthropics_shape():
 async def test_an_error_within_a_stream_is_an_event():
     decode = FakeDecode(script_of(TEXT), pause_after=2)
     async with running(decode) as door:
-        with pytest.raises(anthropic.APIStatusError) as caught:
+
+        async def read() -> None:
             async with door.anthropic.messages.stream(**REQUEST) as stream:
                 async for event in stream:
                     if event.type == "text":
                         decode.fail_running(AbortedError("stopped"))
+
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await read()
     assert check_type(ErrorResponse, caught.value.body).error.type == "overloaded_error"

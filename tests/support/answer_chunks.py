@@ -58,8 +58,9 @@ def _joined(first, second):
         if calls and calls[-1].index == call.index:
             last = calls.pop()
             arguments = last.arguments + call.arguments
-            call = ToolCallDelta(call.index, last.id, last.name, arguments)
-        calls.append(call)
+            calls.append(ToolCallDelta(call.index, last.id, last.name, arguments))
+        else:
+            calls.append(call)
     return ChatDelta(
         first.content + second.content, first.reasoning + second.reasoning, tuple(calls)
     )

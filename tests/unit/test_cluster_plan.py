@@ -160,12 +160,8 @@ def test_serve_starts_the_workers_that_its_flags_name(flags):
 
 def test_the_demo_model_is_the_default():
     given = cluster_config_from_args(parse(serve.add_args, []), "shm://x")
-<<<<<<< HEAD
-    assert given.engine.model == given.router.models[0].model == "demo"
-=======
     assert given.engine.model == given.model.model == "demo"
     assert given.model.names == ("demo",)
->>>>>>> cli
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 70, "256.0.0.1", "::nonsense"])

@@ -81,7 +81,7 @@ def variable_of_child(name, environment):
 def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path):
     (tmp_path / "tests.py").write_text("raise SystemExit('the wrong module')")
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    child = ["baton.up.child", str(os.getpid()), "tests.support.print_wait_policy"]
+    child = ["baton.up.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
     result = subprocess.run(
         [sys.executable, "-P", "-m", *child],
         cwd=tmp_path,
