@@ -241,12 +241,13 @@ def _add_flag(
             f"--{alias}", **{**options, **hidden, **({"type": parse} if parse else {})}
         )
     if metadata.is_positional:
+        shown = "" if is_missing or default is None else f" (default: {default})"
         parser.add_argument(
             dest,
             nargs="?",
             default=argparse.SUPPRESS,
             metavar=name[2:].upper(),
-            help=f"{metadata.help} (also {name})".replace("%", "%%"),
+            help=f"{metadata.help} (also {name}){shown}".replace("%", "%%"),
         )
     return cast("argparse.Action", action)
 

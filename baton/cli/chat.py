@@ -30,6 +30,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "message",
         nargs="?",
+        metavar="MESSAGE",
         help="a message to answer, instead of a conversation; - reads it from stdin",
     )
     parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
@@ -41,7 +42,8 @@ def main(args: argparse.Namespace) -> int:
     """Talks to a model: reads messages from the terminal and streams the answers.
 
     With a message, or with stdin from a pipe or a file, it answers once. Reasoning is printed
-    dimmed, and only to a terminal.
+    dimmed, and only to a terminal. For sampling flags that are not given the server's defaults
+    hold.
     """
     terminal = Terminal()
     with OpenAiEndpoint.from_args(args) as endpoint:

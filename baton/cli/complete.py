@@ -14,7 +14,7 @@ __all__ = ["add_args", "main"]
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("prompt", help="the text to complete; - reads stdin")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
     add_endpoint_args(parser)
     add_sampling_args(parser, omit=SINGLE_TEXT_OMITS)
 

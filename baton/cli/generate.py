@@ -16,7 +16,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("prompt", help="the text to complete; - reads stdin")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
     parser.add_argument(
         "--address",
         default=DEFAULT_ADDRESS,

@@ -64,7 +64,7 @@ def test_every_command_prints_help_with_its_flags(command, capsys):
         ([], "baton: error: no command; see baton --help"),
         (["nonsense"], "baton: error: unknown command 'nonsense'; see baton --help"),
         (["rooter"], "baton: error: unknown command 'rooter'; did you mean router?"),
-        (["generate"], "baton generate: error: the following arguments are required: prompt"),
+        (["generate"], "baton generate: error: the following arguments are required: PROMPT"),
         (
             ["up", "--max-num-sequences", "3"],
             "baton serve: error: unknown flag --max-num-sequences; did you mean --max-num-seqs?",
