@@ -43,7 +43,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
     chat = read_messages_request(
-        body, request_id, can_limit_thinking=model.config.reasoning_start_str is not None
+        body, request_id, can_limit_thinking=model.reasoning_marks is not None
     )
     message = MessageAnswer(body.model or model.name)
     chunks = context.chat(model).stream(chat, timeout_of(request))

@@ -116,6 +116,7 @@ async def test_thinking_and_calls_are_blocks_of_their_own():
     assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     assert "[True]" in prompt_text(decode)
     assert answered.role == "assistant"
+    assert decode.starts[0].spec.sampling.thinking_token_budget == 1024
 
 
 async def test_a_forced_call_needs_no_parser():
