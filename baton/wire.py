@@ -26,6 +26,7 @@ from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
 __all__ = [
+    "FINISH_REASONS",
     "ChatOptions",
     "ChatRequestOptions",
     "Params",
@@ -36,6 +37,7 @@ __all__ = [
     "parse_model",
     "parse_output",
     "parse_response",
+    "stated_stop",
 ]
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -46,11 +48,12 @@ as fit); None states no field. Fields that are not stated take the server's defa
 
 _NO_PROMPT = ParsedPrompt()
 _JSON_OPTIONS = ("tools", "documents", "chat_template_kwargs")
-_FINISH_REASONS = {
+FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_ABORTED: "abort",
 }
+"""The public names of finish reasons."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -270,7 +273,7 @@ def _parse_completion(completion: generation_pb2.Completion) -> CompletionOutput
         index=completion.index,
         text=completion.text,
         token_ids=list(completion.token_ids),
-        finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
+        finish_reason=FINISH_REASONS.get(completion.finish_reason, "unknown"),
         stop_reason=_parse_stop_reason(completion.matched_stop),
         score=completion.score if completion.HasField("score") else None,
         logprobs=_parse_logprobs(completion.token_ids, completion.logprobs),
@@ -287,7 +290,7 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         text=response.text,
         token_ids=list(response.token_ids),
         finish_reason=(
-            _FINISH_REASONS.get(response.finish_reason, "unknown") if is_finished else None
+            FINISH_REASONS.get(response.finish_reason, "unknown") if is_finished else None
         ),
         stop_reason=_parse_stop_reason(response.matched_stop),
         score=response.score if response.HasField("score") else None,
@@ -345,6 +348,21 @@ def _parse_stop_reason(stop: common_pb2.MatchedStop) -> str | int | None:
         case "token_id":
             return stop.token_id
     return None
+
+
+def stated_stop(
+    stop: common_pb2.MatchedStop, stop_token_ids: Collection[int] | None
+) -> str | int | None:
+    """The stop of a request that ended a candidate: a text, or one of its stop tokens. None if
+    the model's own end-of-sequence token did.
+
+    Args:
+        stop: what ended the candidate.
+        stop_token_ids: the request's.
+    """
+    reason = _parse_stop_reason(stop)
+    is_own_end = isinstance(reason, int) and reason not in (stop_token_ids or ())
+    return None if is_own_end else reason
 
 
 def _parse_usage(usage: common_pb2.Usage) -> Usage:

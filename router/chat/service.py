@@ -7,7 +7,7 @@ from typing import Any
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
-from baton.wire import build_request
+from baton.wire import FINISH_REASONS, build_request, stated_stop
 from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
 from router.chat.conversation import Conversation
 from router.chat.delta import ChatDelta
@@ -20,12 +20,6 @@ from router.models import Model
 __all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
 
 _Response = generation_pb2.GenerateStreamResponse
-
-_FINISH_REASONS = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORTED: "abort",
-}
 
 
 class ChatService:
@@ -139,7 +133,7 @@ class _Answers:
             message.token_ids,
             message.logprobs,
             _finish_reason(message, output),
-            self._matched_stop(message.matched_stop),
+            stated_stop(message.matched_stop, self._request.params.get("stop_token_ids")),
         )
 
     async def usage(self, usage: common_pb2.Usage) -> ChatUsage:
@@ -222,15 +216,6 @@ class _Answers:
             params["skip_special_tokens"] = False
         return params
 
-    def _matched_stop(self, stop: common_pb2.MatchedStop) -> str | int | None:
-        """The stop of the request that ended the candidate; the model's own end is none."""
-        match stop.WhichOneof("match"):
-            case "text":
-                return stop.text
-            case "token_id" if stop.token_id in (self._request.params.get("stop_token_ids") or ()):
-                return stop.token_id
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class WholeCandidate:
@@ -293,7 +278,7 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
 
 
 def _finish_reason(message: _Response, output: ChatOutput) -> str:
-    reason = _FINISH_REASONS.get(message.finish_reason, "stop")
+    reason = FINISH_REASONS.get(message.finish_reason, "stop")
     return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
 
 

@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.v1 import common_pb2, generation_pb2
+from baton.v1 import generation_pb2
+from baton.wire import FINISH_REASONS, stated_stop
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
 from router.http.json_bytes import event, json_response, text_json
@@ -27,12 +28,6 @@ _Response = generation_pb2.GenerateStreamResponse
 
 _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
-
-FINISH_REASONS = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORTED: "abort",
-}
 
 
 @_ROUTER.post("/v1/completions", responses=declared_responses("The completions.", streams=True))
@@ -198,14 +193,10 @@ class CompletionJob:
 
     def _end(self, message: _Response) -> dict[str, Any]:
         """How the choice ended; nulls if it has not."""
-        reason = FINISH_REASONS.get(message.finish_reason) if message.finish_reason else None
-        stop: str | int | None = None
-        match message.matched_stop.WhichOneof("match"):
-            case "text":
-                stop = message.matched_stop.text
-            case "token_id" if message.matched_stop.token_id in (self._body.stop_token_ids or ()):
-                stop = message.matched_stop.token_id
-        return {"finish_reason": reason, "stop_reason": stop}
+        return {
+            "finish_reason": FINISH_REASONS.get(message.finish_reason),
+            "stop_reason": stated_stop(message.matched_stop, self._body.stop_token_ids),
+        }
 
     def _add_prompt(self, choice: "_Choice", part: dict[str, Any], prompt_index: int) -> None:
         """Adds what the first piece of a choice has of the prompt."""

@@ -137,26 +137,13 @@ def generate_request(
         InvalidArgumentError: a value is out of range.
     """
     message = build_request(
-        prompts[0],
+        prompts if len(prompts) > 1 else prompts[0],
         stated,
         model,
         request_id=request_id,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    if len(prompts) > 1:
-        _set_prompts(message, prompts)
     if body.add_special_tokens is not None:
         message.add_special_tokens = body.add_special_tokens
     return message
-
-
-def _set_prompts(message: generation_pb2.GenerateRequest, prompts: Sequence[Prompt]) -> None:
-    try:
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                message.prompts.prompts.add(text=prompt)
-            else:
-                message.prompts.prompts.add().token_ids.ids.extend(prompt)
-    except ValueError as error:  # out of the field's range, or a lone surrogate
-        raise InvalidArgumentError(f"prompt cannot be sent: {error}") from error
