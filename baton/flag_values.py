@@ -1,12 +1,14 @@
-"""Parsers of flags' texts, with errors that argparse shows as they are."""
+"""What flags make of their texts, with errors that argparse shows as they are."""
 
 import argparse
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from baton.sizes import parse_byte_size, parse_count
 
-__all__ = ["byte_size", "byte_size_with_unit", "count", "gibibytes"]
+__all__ = ["CollectTexts", "byte_size", "byte_size_with_unit", "count", "gibibytes"]
 
 
 def byte_size(text: str) -> int:
@@ -44,3 +46,31 @@ def _checked(parse: Callable[[str], int], text: str) -> int:
         return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class CollectTexts(argparse.Action):
+    """Collects the values of a flag that may be repeated, and splits them at commas."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Adds values to those of earlier uses; the first use replaces the default."""
+        earlier = getattr(namespace, self.dest, self.default)
+        texts = [values] if isinstance(values, str) else values
+        parts = [part.strip() for text in texts for part in _split(text)]
+        kept = () if earlier is self.default else earlier
+        setattr(namespace, self.dest, (*kept, *(part for part in parts if part)))
+
+
+def _split(text: str) -> Sequence[str]:
+    """Splits a text at commas, or reads it as a JSON list of texts, which vLLM's flags take."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return text.split(",")
+    is_list = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return values if is_list else text.split(",")

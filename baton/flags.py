@@ -15,20 +15,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from baton.errors import ConfigurationError
-from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
+from baton.flag_values import CollectTexts, byte_size, byte_size_with_unit, count, gibibytes
 from baton.sizes import format_byte_size
 
 __all__ = [
     "Flag",
     "add_flags",
-    "byte_size",
-    "byte_size_with_unit",
     "config_from_args",
-    "count",
     "flag",
     "flag_name",
     "flags_of_config",
-    "gibibytes",
 ]
 
 Config = TypeVar("Config")
@@ -181,34 +177,6 @@ _METAVARS: dict[Any, str] = {
 }
 
 
-class _Several(argparse.Action):
-    """Collects the values of a flag that may be repeated, and splits them at commas."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Adds values to those of earlier uses; the first use replaces the default."""
-        earlier = getattr(namespace, self.dest, self.default)
-        texts = [values] if isinstance(values, str) else values
-        parts = [part.strip() for text in texts for part in _split(text)]
-        kept = () if earlier is self.default else earlier
-        setattr(namespace, self.dest, (*kept, *(part for part in parts if part)))
-
-
-def _split(text: str) -> Sequence[str]:
-    """Splits a text at commas, or reads it as a JSON list of texts, which vLLM's flags take."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return text.split(",")
-    is_list = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return values if is_list else text.split(",")
-
-
 def _flag_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
     return [one for one in dataclasses.fields(config_class) if _METADATA_KEY in one.metadata]
 
@@ -264,7 +232,7 @@ def _argument_options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any
     if metadata.choices:
         return options | {"choices": metadata.choices}
     if metadata.parse is None and typing.get_origin(kind) is not None:
-        several = {"action": _Several, "metavar": metadata.metavar or "NAME"}
+        several = {"action": CollectTexts, "metavar": metadata.metavar or "NAME"}
         return several | ({"nargs": "+"} if metadata.is_list else {})
     parse = metadata.parse or kind
     options["metavar"] = metadata.metavar or _METAVARS.get(parse, "VALUE")

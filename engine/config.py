@@ -11,7 +11,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from baton.errors import ConfigurationError
-from baton.flags import byte_size, byte_size_with_unit, count, flag, gibibytes
+from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
+from baton.flags import flag
 from baton.named_models import default_model_name
 
 __all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]

@@ -1,4 +1,4 @@
-"""`RouterConfig`, `ModelConfig` and their command-line flags."""
+"""`RouterConfig`, `ServedModelConfig` and their command-line flags."""
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from baton import flags
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import Given, read_list
-from baton.flags import add_flags, count, flag, flags_of_config
+from baton.flag_values import count
+from baton.flags import add_flags, config_from_args, flag, flags_of_config
 from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
 from router.discovery import parse_target
@@ -23,11 +23,11 @@ __all__ = [
     "DEFAULT_GRPC_PORT",
     "DEFAULT_PORT",
     "GENERATION_CONFIGS",
-    "ModelConfig",
     "RouterConfig",
+    "ServedModelConfig",
     "add_args",
-    "config_from_args",
     "flags_of_router",
+    "router_config_from_args",
 ]
 
 DEFAULT_PORT = 8000
@@ -52,7 +52,7 @@ def _targets(tier: str, default: Any, note: str = "") -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ServedModelConfig:
     """A served model: its files, its names and its replicas.
 
     Field names are the command line's flags with underscores.
@@ -141,7 +141,7 @@ class RouterConfig:
 
     grpc: ServerConfig
     http: HttpConfig
-    models: tuple[ModelConfig, ...]
+    models: tuple[ServedModelConfig, ...]
     max_local_prefill_tokens: int = flag(
         16,
         "a decode worker computes uncached remainders of up to this many prompt tokens itself",
@@ -241,13 +241,13 @@ def add_args(
     )
     add_flags(parser, _GrpcPort, "server", **options)
     add_flags(parser, HttpConfig, "HTTP", **options)
-    add_flags(parser, ModelConfig, "model", **options)
+    add_flags(parser, ServedModelConfig, "model", **options)
     add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
     add_flags(parser, RouterConfig, "router", **options)
 
 
-def config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
+def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
     """The config that parsed flags describe.
 
     Args:
@@ -257,12 +257,12 @@ def config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
     Raises:
         ConfigurationError: a value is missing or out of range; names the flag.
     """
-    server = flags.config_from_args(ServerConfig, args)
-    grpc = flags.config_from_args(_GrpcPort, args)
-    return flags.config_from_args(
+    server = config_from_args(ServerConfig, args)
+    grpc = config_from_args(_GrpcPort, args)
+    return config_from_args(
         RouterConfig,
         args,
-        http=flags.config_from_args(
+        http=config_from_args(
             HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
         ),
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
@@ -271,7 +271,9 @@ def config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
 
 
 def flags_of_router(config: RouterConfig) -> list[str]:
-    """Returns the flags that describe a router of one model; `config_from_args` is the inverse."""
+    """Returns the flags that describe a router of one model, from which `router_config_from_args`
+    makes an equal config.
+    """
     (model,) = config.models
     ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
     return [
@@ -285,18 +287,18 @@ def flags_of_router(config: RouterConfig) -> list[str]:
     ]
 
 
-def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
-    path = flags.config_from_args(_ModelsFile, args).models
+def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ServedModelConfig, ...]:
+    path = config_from_args(_ModelsFile, args).models
     if path is None:
-        own = flags.config_from_args(ModelConfig, args, **model)
-        revision = flags.config_from_args(HubFlags, args).revision
+        own = config_from_args(ServedModelConfig, args, **model)
+        revision = config_from_args(HubFlags, args).revision
         return (replace(own, model=with_revision(own.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
     return _models_of_file(path)
 
 
-def _models_of_file(path: str) -> tuple[ModelConfig, ...]:
+def _models_of_file(path: str) -> tuple[ServedModelConfig, ...]:
     """Reads the models of a YAML file.
 
     Raises:
@@ -309,11 +311,11 @@ def _models_of_file(path: str) -> tuple[ModelConfig, ...]:
     return tuple(_model_of(f"--models {path}, entry {i}", one) for i, one in enumerate(entries))
 
 
-def _model_of(where: str, values: Mapping[str, Given]) -> ModelConfig:
+def _model_of(where: str, values: Mapping[str, Given]) -> ServedModelConfig:
     parser = _EntryParser(prog=where)
-    add_flags(parser, ModelConfig, "model")
+    add_flags(parser, ServedModelConfig, "model")
     try:
-        return flags.config_from_args(ModelConfig, parser.parse_given(values))
+        return config_from_args(ServedModelConfig, parser.parse_given(values))
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error.message}") from None
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from baton.errors import FailedPreconditionError, UnavailableError
 from baton.v1 import worker_pb2
-from router.config import ModelConfig
+from router.config import ServedModelConfig
 from router.discovery import Discovery
 from router.policy import PrefixIndex
 from router.replica import DecodeReplica, PrefillReplica, Replica
@@ -34,7 +34,7 @@ class Fleet:
     """
 
     def __init__(
-        self, config: ModelConfig, prefix_index: PrefixIndex, dns_interval_s: float
+        self, config: ServedModelConfig, prefix_index: PrefixIndex, dns_interval_s: float
     ) -> None:
         self._model_name = config.names[0]
         self._dns_interval_s = dns_interval_s

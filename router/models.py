@@ -17,7 +17,7 @@ from router.chat.conversation import Conversation
 from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
 from router.chat.template import ChatTemplate
 from router.chat.tool_parsers import tool_parser
-from router.config import ModelConfig, RouterConfig
+from router.config import RouterConfig, ServedModelConfig
 from router.fleet import Fleet
 from router.generation_config import load_default_params
 from router.pace import Pace
@@ -46,7 +46,7 @@ class RouterFiles:
     chat_template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, config: ModelConfig) -> "RouterFiles":
+    def load(cls, config: ServedModelConfig) -> "RouterFiles":
         """Reads the files of a model.
 
         Raises:
@@ -88,7 +88,7 @@ class Model:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ServedModelConfig,
         router: RouterConfig,
         files: RouterFiles,
         admission: Admission,

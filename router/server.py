@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
-from router.config import RouterConfig, add_args, config_from_args
+from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
 from router.servicer import GenerationServicer
@@ -123,4 +123,4 @@ async def run(config: RouterConfig) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the router, which serves clients and calls the prefill and decode replicas."""
-    return run_process("baton router", args.log_level, lambda: run(config_from_args(args)))
+    return run_process("baton router", args.log_level, lambda: run(router_config_from_args(args)))

@@ -12,7 +12,7 @@ from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.cli.terminal import Terminal, format_usage
 from baton.errors import BatonError
 
-__all__ = ["SINGLE_TEXT_OMITS", "Conversation", "add_args", "converse", "main"]
+__all__ = ["SINGLE_TEXT_OMITS", "ChatSession", "add_args", "converse", "main"]
 
 SINGLE_TEXT_OMITS = (
     *("n", "best-of", "beam-width", "length-penalty", "early-stopping"),
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     """
     terminal = Terminal()
     with OpenAiEndpoint.from_args(args) as endpoint:
-        conversation = Conversation(endpoint, args.system, sampling_fields_from_args(args))
+        conversation = ChatSession(endpoint, args.system, sampling_fields_from_args(args))
         if args.message == "-" or (args.message is None and not sys.stdin.isatty()):
             conversation.answer(sys.stdin.read(), terminal)
         elif args.message is not None:
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """The messages of a conversation, and where answers come from.
 
     Attributes:
@@ -108,7 +108,7 @@ class Conversation:
         return self.endpoint.stream("/chat/completions", body)
 
 
-def converse(conversation: Conversation, terminal: Terminal) -> None:
+def converse(conversation: ChatSession, terminal: Terminal) -> None:
     """Reads messages and prints answers until the end of the input, `/exit`, or Ctrl-C twice.
 
     Raises:
@@ -141,7 +141,7 @@ def _read_message() -> str | None:
         return None if message == "/exit" else message
 
 
-def _try_to_answer(conversation: Conversation, message: str, terminal: Terminal) -> None:
+def _try_to_answer(conversation: ChatSession, message: str, terminal: Terminal) -> None:
     try:
         conversation.answer(message, terminal)
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from baton.cli import discard_unread_output
-from baton.cli.chat import Conversation, converse
+from baton.cli.chat import ChatSession, converse
 from baton.cli.generate import print_stream
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
@@ -87,7 +87,7 @@ def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
     url = f"http://{plan.router.http_address}/v1"
     name = config.model.names[0]
     with background_cluster(plan, write_log_line), OpenAiEndpoint(url, model=name) as endpoint:
-        converse(Conversation(endpoint, system=None, params={}), Terminal())
+        converse(ChatSession(endpoint, system=None, params={}), Terminal())
 
 
 async def _on_ready(config: ClusterConfig, plan: ClusterPlan, with_demo: bool) -> None:

@@ -9,7 +9,7 @@ from baton.up.plan import ClusterConfig, worker_targets
 from baton.up.run_folder import embedded_store, taking_turns
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
-from router.config import config_from_args as router_config_from_args
+from router.config import router_config_from_args
 
 __all__ = ["add_cluster_args", "running_config"]
 
@@ -78,11 +78,11 @@ def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, N
     """
     with ExitStack() as folders:
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
-        config = config_from_args(args, kv_connector)
+        config = cluster_config_from_args(args, kv_connector)
         yield folders.enter_context(taking_turns(config)) if args.turns else config
 
 
-def config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
+def cluster_config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
     """Returns the config that parsed flags describe.
 
     Args:

@@ -11,7 +11,7 @@ from baton.flags import flags_of_config
 from baton.up.supervisor import ProcessSpec
 from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
-from router.config import ModelConfig, RouterConfig, flags_of_router
+from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig, join_host_port
 
@@ -47,7 +47,7 @@ class ClusterConfig:
             num_decode: number of decode workers.
         """
         prefill, decode = worker_targets(num_prefill, num_decode)
-        model = ModelConfig(
+        model = ServedModelConfig(
             model=engine.model,
             served_model_name=(engine.model_name,),
             prefill=prefill,
@@ -58,7 +58,7 @@ class ClusterConfig:
         return cls(engine=engine, router=router)
 
     @property
-    def model(self) -> ModelConfig:
+    def model(self) -> ServedModelConfig:
         """The router's model."""
         (model,) = self.router.models
         return model

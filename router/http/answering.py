@@ -13,7 +13,7 @@ from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
 from router.http.sse import Emit, SseResponse, unless_client_leaves
 
-__all__ = ["Answer", "AnswerStream", "stream_answer", "whole_answer"]
+__all__ = ["Answer", "AnswerStream", "stream_response", "whole_response"]
 
 Chunks = AsyncGenerator[ChatChunk, None]
 _Event = dict[str, Any]
@@ -45,7 +45,7 @@ class AnswerStream(Protocol):
         """The last events of an answer that fails."""
 
 
-async def whole_answer(chunks: Chunks, answer: Answer, request: Request) -> Response:
+async def whole_response(chunks: Chunks, answer: Answer, request: Request) -> Response:
     """Returns the whole answer.
 
     Raises:
@@ -62,7 +62,7 @@ async def whole_answer(chunks: Chunks, answer: Answer, request: Request) -> Resp
     return json_response(await unless_client_leaves(request.receive, collect()))
 
 
-def stream_answer(
+def stream_response(
     chunks: Chunks, stream: AnswerStream, request: Request, request_id: str
 ) -> Response:
     """Returns an answer that sends the events. The first ones wait for the first chunk: an

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.answering import stream_answer, whole_answer
+from router.http.answering import stream_response, whole_response
 from router.http.anthropic_answer import MessageAnswer, MessageStream
 from router.http.anthropic_errors import AnthropicErrorResponse, anthropic_error
 from router.http.anthropic_request import (
@@ -15,14 +15,14 @@ from router.http.anthropic_request import (
     read_messages_request,
 )
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
+ENDPOINTS = EndpointGroup(_ROUTER, anthropic_error, "/v1/messages")
 
 
 def _declared_responses(
@@ -48,8 +48,8 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     message = MessageAnswer(body.model or model.name)
     chunks = context.chat(model).stream(chat, timeout_of(request))
     if body.stream:
-        return stream_answer(chunks, MessageStream(message), request, request_id)
-    return await whole_answer(chunks, message, request)
+        return stream_response(chunks, MessageStream(message), request, request_id)
+    return await whole_response(chunks, message, request)
 
 
 @_ROUTER.post("/v1/messages/count_tokens", responses=_declared_responses("The number of tokens."))

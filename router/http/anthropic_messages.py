@@ -7,11 +7,11 @@ from typing import Any
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from router.http.fields import Fields, wrong_value
-from router.http.turns import Turns
+from router.http.message_builder import MessageBuilder
 
 __all__ = ["continues_answer", "messages_of_turns"]
 
-_Adders = Mapping[str, Callable[[Turns, Fields], None]]
+_Adders = Mapping[str, Callable[[MessageBuilder, Fields], None]]
 
 
 def messages_of_turns(
@@ -27,9 +27,9 @@ def messages_of_turns(
         InvalidArgumentError: a message or block is malformed or of a kind that Baton lacks;
             names its path.
     """
-    turns = Turns(joins_users=True)
+    builder = MessageBuilder(joins_users=True)
     if system:
-        turns.add("system", _text_of(Fields({"system": system}), "system"))
+        builder.add("system", _text_of(Fields({"system": system}), "system"))
     for i, given in enumerate(messages):
         message = Fields(given, f"messages[{i}]")
         message.required("role")
@@ -37,10 +37,10 @@ def messages_of_turns(
         is_empty = message.get("content") in ("", [])
         if role == "assistant" and is_empty and i == len(messages) - 1:
             continue
-        _add_blocks(turns, role or "", message)
-    if not turns.messages:
+        _add_blocks(builder, role or "", message)
+    if not builder.messages:
         raise InvalidArgumentError("messages is empty; it must have at least 1 message")
-    return turns.messages
+    return builder.messages
 
 
 def continues_answer(messages: list[dict[str, Any]]) -> bool:
@@ -59,49 +59,49 @@ def continues_answer(messages: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _add_blocks(turns: Turns, role: str, message: Fields) -> None:
+def _add_blocks(builder: MessageBuilder, role: str, message: Fields) -> None:
     adders = _BLOCKS[role]
     if isinstance(message.required("content"), str):
         text = {"type": "text", "text": message.required_text("content")}
-        adders["text"](turns, Fields(text, message.path_of("content")))
+        adders["text"](builder, Fields(text, message.path_of("content")))
         return
     for block in message.objects("content"):
         kind = block.required_text("type")
         if kind not in adders:
             raise _wrong_kind(block, kind, f"one of {', '.join(adders)} in a message of {role}")
-        adders[kind](turns, block)
+        adders[kind](builder, block)
 
 
-def _add_user_text(turns: Turns, block: Fields) -> None:
-    turns.add("user", block.required_text("text"))
+def _add_user_text(builder: MessageBuilder, block: Fields) -> None:
+    builder.add("user", block.required_text("text"))
 
 
-def _add_system_text(turns: Turns, block: Fields) -> None:
-    turns.add("system", block.required_text("text"))
+def _add_system_text(builder: MessageBuilder, block: Fields) -> None:
+    builder.add("system", block.required_text("text"))
 
 
-def _add_answer_text(turns: Turns, block: Fields) -> None:
-    turns.add_answer(block.required_text("text"))
+def _add_answer_text(builder: MessageBuilder, block: Fields) -> None:
+    builder.add_answer(block.required_text("text"))
 
 
-def _add_thinking(turns: Turns, block: Fields) -> None:
+def _add_thinking(builder: MessageBuilder, block: Fields) -> None:
     if thinking := block.required_text("thinking"):
-        turns.add_reasoning(thinking)
+        builder.add_reasoning(thinking)
 
 
-def _skip(turns: Turns, block: Fields) -> None:
+def _skip(builder: MessageBuilder, block: Fields) -> None:
     """Redacted thinking has no text."""
 
 
-def _add_tool_use(turns: Turns, block: Fields) -> None:
+def _add_tool_use(builder: MessageBuilder, block: Fields) -> None:
     arguments = block.required("input")
     text = compact_json(block.path_of("input"), arguments) if arguments else json.dumps({})
-    turns.add_call(block.required_text("id"), block.required_text("name"), text)
+    builder.add_call(block.required_text("id"), block.required_text("name"), text)
 
 
-def _add_tool_result(turns: Turns, block: Fields) -> None:
+def _add_tool_result(builder: MessageBuilder, block: Fields) -> None:
     text = "" if block.get("content") is None else _text_of(block, "content")
-    turns.add_tool_result(block.required_text("tool_use_id"), text)
+    builder.add_tool_result(block.required_text("tool_use_id"), text)
 
 
 def _text_of(fields: Fields, name: str) -> str:

@@ -16,18 +16,18 @@ from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import event, json_response, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 
-__all__ = ["PROTOCOL", "ChatJob"]
+__all__ = ["ENDPOINTS", "ChatJob"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post("/v1/chat/completions", responses=declared_responses("The answer.", streams=True))

@@ -12,22 +12,22 @@ from baton.v1 import generation_pb2
 from baton.wire import FINISH_REASONS, stated_stop
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import event, json_response, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
 from router.models import Model
 from router.request import tokenize_prompt
 
-__all__ = ["PROTOCOL", "CompletionJob"]
+__all__ = ["ENDPOINTS", "CompletionJob"]
 
 _Response = generation_pb2.GenerateStreamResponse
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post("/v1/completions", responses=declared_responses("The completions.", streams=True))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
-from baton.flags import byte_size, flag
+from baton.flag_values import byte_size
+from baton.flags import flag
 
 __all__ = ["HttpConfig"]
 

@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from baton.version import __version__
 from router.http.context import context_of
+from router.http.endpoints import JSON_OBJECT, EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
-from router.http.protocol import JSON_OBJECT, Protocol, declared_responses
 from router.models import Model
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.get("/health", responses=declared_responses("The process lives."))

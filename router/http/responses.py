@@ -7,18 +7,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk
-from router.http.answering import stream_answer, whole_answer
+from router.http.answering import stream_response, whole_response
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 from router.http.responses_answer import ResponseAnswer, ResponseStream
 from router.http.responses_request import ResponsesBody, read_responses_request
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post("/v1/responses", responses=declared_responses("The response.", streams=True))
@@ -39,5 +39,5 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     response = ResponseAnswer(asked, body.model or model.name, logprobs_of)
     chunks = context.chat(model).stream(asked.chat, timeout_of(request))
     if body.stream:
-        return stream_answer(chunks, ResponseStream(response), request, request_id)
-    return await whole_answer(chunks, response, request)
+        return stream_response(chunks, ResponseStream(response), request, request_id)
+    return await whole_response(chunks, response, request)

@@ -6,7 +6,7 @@ from typing import Any
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from router.http.fields import Fields, wrong_value
-from router.http.turns import Turns
+from router.http.message_builder import MessageBuilder
 
 __all__ = ["messages_of_input"]
 
@@ -27,20 +27,20 @@ def messages_of_input(
     Raises:
         InvalidArgumentError: an item is malformed or of a type that Baton lacks; names its path.
     """
-    turns = Turns()
+    builder = MessageBuilder()
     if instructions:
-        turns.add("system", instructions)
+        builder.add("system", instructions)
     if isinstance(given, str):
-        turns.add("user", given)
+        builder.add("user", given)
     elif not given:
         raise InvalidArgumentError("input is empty; it must have at least 1 item")
     else:
         for i, item in enumerate(given):
-            _add_item(turns, Fields(item, f"input[{i}]"))
-    return turns.messages
+            _add_item(builder, Fields(item, f"input[{i}]"))
+    return builder.messages
 
 
-def _add_item(turns: Turns, item: Fields) -> None:
+def _add_item(builder: MessageBuilder, item: Fields) -> None:
     kind = item.text("type") or ("message" if "role" in item.raw else None)
     add = _ITEMS.get(kind or "")
     if add is None:
@@ -48,37 +48,37 @@ def _add_item(turns: Turns, item: Fields) -> None:
         if kind == "item_reference":
             limit += f"; {_NEEDS_STORE}"
         raise wrong_value(item.path_of("type"), kind, limit)
-    add(turns, item)
+    add(builder, item)
 
 
-def _add_message(turns: Turns, item: Fields) -> None:
+def _add_message(builder: MessageBuilder, item: Fields) -> None:
     item.required("role")
     role = item.choice("role", _ROLES)
     if role == "assistant":
-        turns.add_answer(_text_of(item, "content", ("output_text", "input_text", "refusal")))
+        builder.add_answer(_text_of(item, "content", ("output_text", "input_text", "refusal")))
     else:
-        turns.add(role or "user", _text_of(item, "content", ("input_text",)))
+        builder.add(role or "user", _text_of(item, "content", ("input_text",)))
 
 
-def _add_call(turns: Turns, item: Fields) -> None:
+def _add_call(builder: MessageBuilder, item: Fields) -> None:
     arguments = item.required_text("arguments")
     if arguments:
         compact_json(item.path_of("arguments"), arguments)
-    turns.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
+    builder.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
 
 
-def _add_call_output(turns: Turns, item: Fields) -> None:
-    turns.add_tool_result(
+def _add_call_output(builder: MessageBuilder, item: Fields) -> None:
+    builder.add_tool_result(
         item.required_text("call_id"), _text_of(item, "output", ("input_text", "output_text"))
     )
 
 
-def _add_reasoning(turns: Turns, item: Fields) -> None:
+def _add_reasoning(builder: MessageBuilder, item: Fields) -> None:
     """Reasoning that is known by its encrypted form alone is left out."""
     parts = [part.required_text("text") for part in item.objects("content")]
     parts = parts or [part.required_text("text") for part in item.objects("summary")]
     if parts:
-        turns.add_reasoning("\n".join(parts))
+        builder.add_reasoning("\n".join(parts))
 
 
 def _text_of(item: Fields, name: str, kinds: tuple[str, ...]) -> str:
@@ -101,7 +101,7 @@ def _text_of_part(part: Fields, kinds: tuple[str, ...]) -> str:
     return part.required_text("refusal" if kind == "refusal" else "text")
 
 
-_ITEMS: Mapping[str, Callable[[Turns, Fields], None]] = {
+_ITEMS: Mapping[str, Callable[[MessageBuilder, Fields], None]] = {
     "message": _add_message,
     "function_call": _add_call,
     "function_call_output": _add_call_output,

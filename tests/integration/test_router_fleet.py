@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.sampling_params import SamplingParams
 from router import tier as tier_module
-from router.config import ModelConfig
+from router.config import ServedModelConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.policy import PrefixIndex
@@ -310,7 +310,7 @@ async def test_health_follows_the_decode_tier():
 @asynccontextmanager
 async def running_fleet(decode, index):
     """Yields a fleet with one decode replica."""
-    config = ModelConfig(model=decode.info.model, decode=(decode.address,))
+    config = ServedModelConfig(model=decode.info.model, decode=(decode.address,))
     fleet = Fleet(config, index, dns_interval_s=5)
     fleet.start()
     try:

@@ -6,7 +6,7 @@ import pytest
 from baton.v1 import generation_pb2
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
-from router.config import ModelConfig
+from router.config import ServedModelConfig
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.running_router import (
     request,
@@ -22,7 +22,7 @@ ONE, OTHER = "text of one model", "another text"
 async def test_requests_go_to_the_replicas_of_the_model_that_they_name():
     one, other = FakeDecode(script_of(ONE)), FakeDecode(script_of(OTHER), model="org-other")
     async with running_workers(one, other):
-        more = ModelConfig(
+        more = ServedModelConfig(
             model="x", served_model_name=("org-other", "alias"), decode=(other.address,)
         )
         async with running_router(one, decode=(one.address,), more_models=[more]) as router:

@@ -13,7 +13,7 @@ import grpc
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
-from router.config import ModelConfig, RouterConfig
+from router.config import RouterConfig, ServedModelConfig
 from router.http.config import HttpConfig
 from router.models import Models, RouterFiles
 from router.server import SERVICE_NAMES, RouterService
@@ -125,11 +125,11 @@ def router_config_of(options: Mapping[str, Any]) -> RouterConfig:
     """
     options = dict(options)
     more_models = options.pop("more_models", ())
-    names = {field.name for field in fields(ModelConfig)}
+    names = {field.name for field in fields(ServedModelConfig)}
     model = {name: value for name, value in options.items() if name in names}
     router = {name: value for name, value in options.items() if name not in names}
     servers = {"grpc": ServerConfig(), "http": HttpConfig(port=None)}
-    return RouterConfig(models=(ModelConfig(**model), *more_models), **(servers | router))
+    return RouterConfig(models=(ServedModelConfig(**model), *more_models), **(servers | router))
 
 
 async def wait_for_any_change(models: Models) -> None:

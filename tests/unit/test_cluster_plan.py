@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import serve
-from baton.cli.serve_config import config_from_args as cluster_config_from_args
-from baton.cli.serve_config import running_config
+from baton.cli.serve_config import cluster_config_from_args, running_config
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
@@ -25,7 +24,7 @@ from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
 from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
-from router.config import config_from_args as router_config_from_args
+from router.config import router_config_from_args
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 

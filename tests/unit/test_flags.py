@@ -8,7 +8,8 @@ import pytest
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flag_sources import variable_of, without_flag_variables
-from baton.flags import add_flags, byte_size, config_from_args, count, flag, flags_of_config
+from baton.flag_values import byte_size, count
+from baton.flags import add_flags, config_from_args, flag, flags_of_config
 
 
 @dataclass(frozen=True, kw_only=True)

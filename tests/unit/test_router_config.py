@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from router import discovery as discovery_module
-from router.config import ModelConfig, RouterConfig, add_args, config_from_args
+from router.config import RouterConfig, ServedModelConfig, add_args, router_config_from_args
 from router.discovery import Discovery, Target, parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
@@ -18,7 +18,7 @@ from rpc.server_config import ServerConfig
 def config_of(*flags):
     parser = FlagParser()
     add_args(parser)
-    return config_from_args(parser.parse_args(flags))
+    return router_config_from_args(parser.parse_args(flags))
 
 
 def parse_config(*flags):
@@ -45,7 +45,7 @@ def test_flags_set_the_configuration():
 
 def test_defaults_are_those_of_the_dataclass():
     config = parse_config("--decode", "a:1")
-    model = ModelConfig(model="org/name", decode=("a:1",))
+    model = ServedModelConfig(model="org/name", decode=("a:1",))
     servers = {"http": HttpConfig(port=8000), "grpc": ServerConfig(port=50051)}
     assert config == RouterConfig(models=(model,), **servers)
     assert model.names == ("name",)
@@ -70,8 +70,10 @@ def test_a_file_names_several_models(tmp_path):
     )
     config = config_of("--models", str(path))
     assert config.models == (
-        ModelConfig(model="org/a", decode=("a:1", "a:2"), served_model_name=("a", "first")),
-        ModelConfig(model="org/b", decode=("b:1",), prefill=("b:2",), reasoning_parser="qwen3"),
+        ServedModelConfig(model="org/a", decode=("a:1", "a:2"), served_model_name=("a", "first")),
+        ServedModelConfig(
+            model="org/b", decode=("b:1",), prefill=("b:2",), reasoning_parser="qwen3"
+        ),
     )
 
 

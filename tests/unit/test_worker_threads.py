@@ -10,7 +10,7 @@ import pytest
 
 import kernels
 from baton.cli import main, serve
-from baton.cli.serve_config import config_from_args
+from baton.cli.serve_config import cluster_config_from_args
 from baton.flag_sources import variable_of
 from baton.machine_limits import usable_cores
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.alone
 def engine_of_serve(*flags):
     parser = argparse.ArgumentParser()
     serve.add_args(parser)
-    return config_from_args(parser.parse_args(flags), "shm://x").engine
+    return cluster_config_from_args(parser.parse_args(flags), "shm://x").engine
 
 
 @pytest.mark.parametrize("num_workers", ["1", "5"])

@@ -1,4 +1,4 @@
-"""`Protocol`: a group of endpoints; the responses that they declare for the OpenAPI document."""
+"""`EndpointGroup`: endpoints that share a form of errors; their responses for OpenAPI."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from router.http.errors import ErrorBody, openai_error
 
-__all__ = ["ERROR_RESPONSES", "JSON_OBJECT", "Protocol", "declared_responses"]
+__all__ = ["ERROR_RESPONSES", "JSON_OBJECT", "EndpointGroup", "declared_responses"]
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
-    """A group of endpoints.
+class EndpointGroup:
+    """Endpoints that share a form of errors.
 
     Attributes:
         router: the endpoints.

@@ -1,14 +1,14 @@
-"""`Turns`: collects a conversation's turns as messages of OpenAI's chat API."""
+"""`MessageBuilder`: collects a conversation's turns as messages of OpenAI's chat API."""
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Turns"]
+__all__ = ["MessageBuilder"]
 
 
-class Turns:
+class MessageBuilder:
     """Makes messages. All that the assistant does between two other messages is one message:
-    templates know a turn with reasoning, then text, then tool calls, and no other order.
+    templates write a turn with reasoning, then text, then tool calls, in no other order.
 
     Args:
         joins_users: whether consecutive user messages are one message, as in Anthropic's API.
