@@ -1,6 +1,6 @@
 """`EngineArgs`: the arguments of `LLM` and `AsyncLLM`, under vLLM's names where it has them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -95,9 +95,11 @@ _WITHOUT_EFFECT = (
 )
 """Arguments of vLLM that change no result: they are about logs and its own implementation."""
 _RENAMED = {"kv_offloading_size": "swap_space"}
-_DTYPES = {"half": "float16", "float": "float32"}
-_KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
-_LOAD_FORMATS = {"safetensors": "auto"}
+_RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+    "load_format": {"safetensors": "auto"},
+}
 
 
 class EngineArgs:
@@ -174,7 +176,7 @@ def _engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             _check_fixed(given, value, known)
         elif value is not None:
-            values[name] = _CONVERTERS.get(given, _unchanged)(value)
+            values[name] = _converted(given, value)
     return values
 
 
@@ -197,18 +199,16 @@ def _refused(name: str, value: Any, values: Any, reason: str) -> ConfigurationEr
     return ConfigurationError(f"{name} is {value!r}; it must be {accepted}: {reason}")
 
 
-def _dtype(value: Any) -> str:
-    """The name of a type, given by vLLM's names or as torch's object."""
-    name = str(value).removeprefix("torch.")
-    return _DTYPES.get(name, name)
-
-
-def _kv_cache_dtype(value: str) -> str:
-    return _KV_CACHE_DTYPES.get(value, value)
-
-
-def _load_format(value: str) -> str:
-    return _LOAD_FORMATS.get(value, value)
+def _converted(name: str, value: Any) -> Any:
+    """The value of a field of `EngineConfig` for an argument's value."""
+    if name == "swap_space":
+        return _swap_space(value)
+    if name == "kv_offloading_size":
+        return int(value * 2**30)
+    if name not in _RENAMED_VALUES:
+        return value
+    text = str(value).removeprefix("torch.")  # a type may be torch's object
+    return _RENAMED_VALUES[name].get(text, text)
 
 
 def _swap_space(value: Any) -> int:
@@ -221,20 +221,3 @@ def _swap_space(value: Any) -> int:
         return parse_byte_size(value)
     except ValueError as error:
         raise ConfigurationError(f"swap_space: {error}; write it like '4GiB'") from None
-
-
-def _gibibytes(value: float) -> int:
-    return int(value * 2**30)
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-_CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
-    "dtype": _dtype,
-    "kv_cache_dtype": _kv_cache_dtype,
-    "load_format": _load_format,
-    "swap_space": _swap_space,
-    "kv_offloading_size": _gibibytes,
-}

@@ -12,8 +12,8 @@ from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoun
 from baton.request_spec import ReasoningMarks
 from baton.v1 import generation_pb2
 from router.admission import Admission
-from router.chat.chat_prompt import conversation_of_chat
 from router.chat.conversation import Conversation
+from router.chat.messages import conversation_of_chat
 from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
 from router.chat.template import ChatTemplate
 from router.chat.tool_parsers import tool_parser

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "content_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +26,10 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def content_text(content: Any, separator: str = "") -> str:
+    """Returns the text of a message's content: a text, a list of text parts, or None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return separator.join(part["text"] for part in content)

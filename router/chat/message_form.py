@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import nodes
 
 from baton.errors import InvalidArgumentError
+from router.chat.conversation import content_text
 
 __all__ = ["MessageForm", "find_form", "shape_messages"]
 
@@ -156,7 +157,7 @@ def _shaped(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
         shaped["role"] = "system"
     as_parts = form.as_parts and role not in _TOOL_ROLES
     content = message.get("content")
-    shaped["content"] = _parts_of(content) if as_parts else _text_of(content)
+    shaped["content"] = _parts_of(content) if as_parts else content_text(content, "\n")
     calls = message.get("tool_calls")
     if role == "assistant" and calls:
         if form.null_beside_calls and not content:
@@ -176,9 +177,3 @@ def _parts_of(content: Any) -> list[Any]:
     if content is None:
         return []
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _text_of(content: Any) -> str:
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
+from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
 
-__all__ = ["MAX_MESSAGES", "MAX_PARTS", "MAX_TOOLS", "conversation_of"]
+__all__ = ["MAX_MESSAGES", "MAX_PARTS", "MAX_TOOLS", "conversation_of", "conversation_of_chat"]
 
 MAX_MESSAGES = 4096
 """The most messages of a chat."""
@@ -31,7 +32,7 @@ def conversation_of(
     *,
     tools: Any = None,
     documents: Any = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     template_kwargs: Any = None,
 ) -> Conversation:
@@ -44,7 +45,8 @@ def conversation_of(
         messages: OpenAI's messages.
         tools: OpenAI's tools; None: none.
         documents: objects for templates that read documents; None: none.
-        add_generation_prompt: the prompt ends with the start of an answer.
+        add_generation_prompt: the prompt ends with the start of an answer; None: it does unless
+            `continue_final_message` is true.
         continue_final_message: the answer continues the text of the last message.
         template_kwargs: further variables of the template (`chat_template_kwargs`); None: none.
 
@@ -58,6 +60,8 @@ def conversation_of(
     )
     if not checked:
         raise InvalidArgumentError("messages is empty; a chat has at least one message")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
     return Conversation(
         messages=checked,
         tools=tuple(
@@ -72,6 +76,31 @@ def conversation_of(
         continue_final_message=continue_final_message,
         template_kwargs=_object("chat_template_kwargs", _or(template_kwargs, {})),
     )
+
+
+def conversation_of_chat(chat: generation_pb2.Chat) -> Conversation:
+    """Returns the checked chat of a gRPC request, whose fields are JSON texts.
+
+    Raises:
+        InvalidArgumentError: a text is not JSON, or a message is malformed; names the field.
+    """
+    is_stated = chat.HasField("add_generation_prompt")
+    return conversation_of(
+        _parsed("messages_json", chat.messages_json),
+        tools=_parsed("tools_json", chat.tools_json),
+        documents=_parsed("documents_json", chat.documents_json),
+        add_generation_prompt=chat.add_generation_prompt if is_stated else None,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=_parsed("chat_template_kwargs_json", chat.chat_template_kwargs_json),
+    )
+
+
+def _parsed(field: str, text: str) -> Any:
+    """The value of a JSON text; None for an empty one."""
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -140,11 +169,8 @@ def _tool_call(path: str, call: Any) -> dict[str, Any]:
 
 def _arguments(path: str, arguments: Any) -> dict[str, Any]:
     """The arguments of a call as an object; templates write them in a format of their own."""
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
+    if isinstance(arguments, str):
+        arguments = _parsed(path, arguments)
     return dict(_object(path, arguments or {}))
 
 

@@ -9,7 +9,7 @@ from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
 from baton.wire import FINISH_REASONS, build_request, stated_stop
 from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
-from router.chat.conversation import Conversation
+from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta
 from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
 from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
@@ -166,7 +166,7 @@ class _Answers:
             return None
         conversation = self._request.conversation
         if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
-            prefill = _text_of(conversation.messages[-1].get("content"))
+            prefill = content_text(conversation.messages[-1].get("content"))
             return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
         is_open = kind.is_open_after(self._prompt)
         if "structured_outputs" in self.params:
@@ -280,10 +280,3 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
 def _finish_reason(message: _Response, output: ChatOutput) -> str:
     reason = FINISH_REASONS.get(message.finish_reason, "stop")
     return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
-
-
-def _text_of(content: Any) -> str:
-    """The text of a message's content: a text, or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))

@@ -82,13 +82,11 @@ def conversation_of_body(body: MessagesBody) -> Conversation:
     """
     Fields(body.model_extra or {}).refuse(_REFUSED)
     messages = messages_of_turns(body.system, body.messages)
-    continues = continues_answer(body.messages)
     return conversation_of(
         messages,
         tools=tools_of(body.tools),
         documents=body.documents,
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
+        continue_final_message=continues_answer(body.messages),
         template_kwargs=_template_kwargs(body),
     )
 

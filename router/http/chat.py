@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
-from router.chat.conversation import Conversation
+from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
@@ -246,8 +246,7 @@ def _echoed(body: ChatBody, conversation: Conversation) -> str:
     last = conversation.messages[-1]
     if not body.echo or last.get("role") != "assistant":
         return ""
-    content = last.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content_text(last.get("content"))
 
 
 def _usage(usage: ChatUsage) -> dict[str, Any]:

@@ -45,8 +45,6 @@ class ChatBody(SamplingBody):
         Raises:
             InvalidArgumentError: a message, tool or document is malformed; names the part.
         """
-        continues = bool(self.continue_final_message)
-        begins = self.add_generation_prompt
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
@@ -54,8 +52,8 @@ class ChatBody(SamplingBody):
             self.messages,
             tools=self.tools,
             documents=self.documents,
-            add_generation_prompt=not continues if begins is None else begins,
-            continue_final_message=continues,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
             template_kwargs=variables,
         )
 

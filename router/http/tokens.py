@@ -56,14 +56,12 @@ class TokenizeBody(BaseModel):
         Raises:
             InvalidArgumentError: a part is malformed; names it.
         """
-        continues = bool(self.continue_final_message)
-        begins = self.add_generation_prompt
         return conversation_of(
             self.messages,
             tools=self.tools,
             documents=self.documents,
-            add_generation_prompt=not continues if begins is None else begins,
-            continue_final_message=continues,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
             template_kwargs=self.chat_template_kwargs,
         )
 

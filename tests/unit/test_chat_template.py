@@ -233,7 +233,12 @@ def test_a_final_message_that_cannot_be_continued(text, message, reason):
 
 
 def test_a_continued_message_excludes_a_generation_prompt():
-    refused("add_generation_prompt are both true", "", continue_final_message=True)
+    refused(
+        "add_generation_prompt are both true",
+        "",
+        continue_final_message=True,
+        add_generation_prompt=True,
+    )
 
 
 def test_no_messages():
