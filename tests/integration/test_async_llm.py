@@ -198,7 +198,7 @@ async def test_a_failed_engine_ends_the_generators(path, monkeypatch):
             await results_of(stream)
 
 
-async def test_one_event_loop_uses_it(path):
+async def test_a_second_event_loop_is_refused(path):
     with AsyncLLM(str(path), **ARGUMENTS) as made:
         results = await asyncio.to_thread(asyncio.run, results_of(made.generate("Hello", GREEDY)))
         assert results[-1].finished

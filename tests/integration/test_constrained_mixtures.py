@@ -152,7 +152,7 @@ def test_aborted_requests_leave_the_others_as_they_were():
 
 @pytest.mark.parametrize("flags", [FLAGS, TIGHT], ids=["roomy", "tight"])
 def test_candidates_resume_at_different_places(flags):
-    """As after the death of a decode worker: each candidate goes on where its text was."""
+    """The state after the death of a decode worker: each candidate goes on where its text was."""
     requests = [r for r in mixed_requests() if not r.spec.params.is_ranked]
     path = tiny_checkpoint("llama")
     resumed = []

@@ -108,7 +108,7 @@ def test_the_fingerprint_follows_the_bytes(tmp_path):
         (Kind.Q4_1, "bfloat16"),
     ],
 )
-def test_the_type_follows_from_the_file(kind, dtype, tmp_path):
+def test_the_compute_type_is_that_of_the_files_matrices(kind, dtype, tmp_path):
     path = tmp_path / "model.gguf"
     rounded = save_model(path, copied_model("qwen2"), kind)
     loaded = load_model(str(path), "auto", "cpu", progress=False)
@@ -130,7 +130,7 @@ def block_bytes(kind, num_rows, num_columns):
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ2_XXS])
-def test_types_that_only_llama_cpp_writes(kind, tmp_path, monkeypatch):
+def test_types_that_only_llama_cpp_writes_are_read(kind, tmp_path, monkeypatch):
     """Read a few rows at a time, with the rows of Q in the order of rotary halves."""
     monkeypatch.setattr("engine.runtime.gguf_weights._PIECE_ELEMENTS", 1000)
     config = transformers.LlamaConfig(

@@ -129,7 +129,7 @@ async def test_a_forced_call_needs_no_parser():
     assert message.stop_reason == "tool_use"
 
 
-async def test_reasons_to_stop():
+async def test_the_stop_reason_of_a_message():
     async with running(answering("abc quick brown")) as api:
         stopped = await api.anthropic.messages.create(**REQUEST, stop_sequences=["ck br"])
         cut = await api.anthropic.messages.create(**REQUEST | {"max_tokens": 2})
@@ -151,7 +151,7 @@ class Point(BaseModel):
     x: int
 
 
-async def test_the_clients_parse_helper():
+async def test_the_clients_parse_helper_returns_the_parsed_object():
     decode = answering('{"x": 3}')
     async with running(decode) as api:
         message = await api.anthropic.messages.parse(**REQUEST, output_format=Point)

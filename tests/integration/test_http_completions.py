@@ -171,7 +171,7 @@ FORMS = [
 ]
 
 
-async def test_forms_reach_the_workers():
+async def test_structured_outputs_reach_the_workers():
     decode = FakeDecode([50] * 9)
     async with running_http(decode) as api:
         for fields, form in FORMS:

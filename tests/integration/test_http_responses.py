@@ -91,7 +91,7 @@ async def test_a_whole_response_and_a_stream_are_the_same():
         check_type(ResponseStreamEvent, event, STORE)
 
 
-async def test_the_clients_stream_helper():
+async def test_the_clients_stream_helper_reads_the_events():
     async with running(answering(TEXT)) as api:
         text = ""
         async with api.openai.responses.stream(model=MODEL, input="Hi") as stream:
@@ -148,7 +148,7 @@ class Point(BaseModel):
     x: int
 
 
-async def test_the_clients_parse_helper():
+async def test_the_clients_parse_helper_returns_the_parsed_object():
     decode = answering('{"x": 3}')
     async with running(decode) as api:
         response = await api.openai.responses.parse(model=MODEL, input="Hi", text_format=Point)

@@ -120,7 +120,7 @@ async def test_a_client_that_never_reads_is_cut_off():
         writer.transport.abort()
 
 
-async def test_silence_is_filled_with_comments():
+async def test_a_silent_stream_gets_keepalive_comments():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
     async with running_http(decode, http={"keepalive_interval_s": 0.05}) as api:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True}
@@ -278,7 +278,7 @@ async def test_concurrent_requests_may_share_an_http_request_id():
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_too_many_requests_are_told_to_retry():
+async def test_too_many_requests_get_429_and_retry_after():
     decode = FakeDecode(ENDLESS, pause_after=1)
     async with running_http(decode, max_concurrent_requests=1) as api:
         running = asyncio.ensure_future(api.http.post("/v1/completions", json=REQUEST))
@@ -360,7 +360,7 @@ async def test_a_drain_lets_answers_end_and_takes_no_more():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_end_cancels_what_does_not_end(streams):
+async def test_stopping_cancels_answers_that_do_not_end(streams):
     decode = FakeDecode(ENDLESS, pause_after=2)
     async with running_http(decode) as api:
         _, writer = connection = await open_connection(api)

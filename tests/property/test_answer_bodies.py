@@ -50,14 +50,14 @@ def items(**required):
 
 @settings(deadline=None)
 @given(bodies(ResponsesBody), JSON | items(role="user"))
-def test_any_responses_body(body, given_input):
+def test_any_responses_body_is_read_or_refused(body, given_input):
     with suppress(InvalidArgumentError, ValidationError):
         read_responses_request(ResponsesBody.model_validate({**body, "input": given_input}))
 
 
 @settings(deadline=None)
 @given(bodies(MessagesBody), JSON | items(role="user"))
-def test_any_messages_body(body, messages):
+def test_any_messages_body_is_read_or_refused(body, messages):
     with suppress(InvalidArgumentError, ValidationError):
         read_messages_request(
             MessagesBody.model_validate({**body, "max_tokens": 8, "messages": messages})

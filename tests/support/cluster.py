@@ -24,7 +24,7 @@ WORKER_MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
+    """The network namespace, address and environment of a process.
 
     Attributes:
         host: address that it listens on.

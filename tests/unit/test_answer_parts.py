@@ -50,7 +50,7 @@ def test_an_empty_answer_has_no_parts():
     assert message(end_chunk())["content"] == []
 
 
-def test_counts_of_a_response():
+def test_a_response_has_token_counts():
     assert response(chunk("a"), end_chunk())["usage"] == {
         "input_tokens": 20,
         "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
@@ -60,7 +60,7 @@ def test_counts_of_a_response():
     }
 
 
-def test_counts_of_a_message_have_cached_tokens_apart():
+def test_a_message_counts_cached_tokens_apart():
     assert message(chunk("a"), end_chunk())["usage"] == {
         "input_tokens": 4,
         "cache_creation_input_tokens": 0,
@@ -78,7 +78,7 @@ def test_counts_of_a_message_have_cached_tokens_apart():
         ({"finish_reason": "abort"}, "failed", None),
     ],
 )
-def test_the_status_of_a_response(fields, status, reason):
+def test_the_finish_reason_becomes_the_status_of_a_response(fields, status, reason):
     body = response(chunk("a", reasoning="r"), end_chunk(**fields))
     assert (body["status"], body["incomplete_details"]) == (status, reason)
     last = "completed" if status == "completed" else "incomplete"
@@ -96,7 +96,7 @@ def test_the_status_of_a_response(fields, status, reason):
         ({"finish_reason": "length"}, ("max_tokens", None)),
     ],
 )
-def test_why_a_message_stopped(fields, expected):
+def test_the_finish_reason_becomes_the_stop_reason_of_a_message(fields, expected):
     body = message(chunk("a"), end_chunk(**fields))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
 
@@ -121,7 +121,7 @@ def test_an_aborted_message_is_an_error():
         ("no JSON", {}),
     ],
 )
-def test_the_input_of_a_call(arguments, expected):
+def test_arguments_become_the_input_of_a_call(arguments, expected):
     body = message(chunk(calls=[first_call(arguments)]), end_chunk())
     assert body["content"][0]["input"] == expected
 
@@ -154,7 +154,7 @@ def test_logprobs_of_the_end_do_not_depend_on_its_chunk():
     assert apart["output"][0]["content"][0]["logprobs"] == [entry("1"), entry("2")]
 
 
-def test_a_stream_that_fails_before_its_first_chunk():
+def test_a_stream_that_fails_before_its_first_chunk_has_a_failed_response():
     problem = Problem(status=429, message="full", request_id="id")
     stream = ResponseStream(ResponseAnswer(REQUEST, "m"))
     kinds = [event["type"] for event in stream.fail(problem)]

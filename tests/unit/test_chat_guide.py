@@ -31,7 +31,7 @@ def _installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_installed")
-def test_the_guides_parsers_are_found_by_entry_point_and_do_what_they_say():
+def test_the_guides_parsers_are_found_by_entry_point_and_work_as_described():
     make = output_of(tool_parser("call"), reasoning_parser("seed"))
     text = '<seed:think>CALL f {}</seed:think>I CALL f {"a": 1} and CALL me'
     expected = ("I  and CALL me", "CALL f {}", [("f", '{"a": 1}')])

@@ -20,11 +20,11 @@ def call(arguments='{"x": 1}', **fields):
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_roles(role):
+def test_known_roles_are_kept(role):
     assert one({"role": role, "content": "Hi"}) == {"role": role, "content": "Hi"}
 
 
-def test_defaults():
+def test_a_chat_without_options_has_a_generation_prompt_and_no_tools():
     conversation = conversation_of([USER])
     assert (conversation.tools, conversation.documents) == ((), ())
     assert (conversation.add_generation_prompt, conversation.continue_final_message) == (

@@ -57,7 +57,7 @@ def test_a_prompt_may_open_or_close_the_reasoning_part(prompt, is_open):
     assert parser(is_open).in_reasoning == bool(is_open)
 
 
-def test_the_prompt_is_stronger_than_the_habit_of_the_model():
+def test_the_prompt_decides_whether_an_answer_begins_with_reasoning():
     r1, qwen = reasoning_parser("deepseek_r1"), reasoning_parser("qwen3")
     assert answer_of(output_of(reasoning=lambda: r1(False)), ["yes"]) == ("yes", None, [])
     assert answer_of(output_of(reasoning=lambda: qwen(True)), ["hm</think>yes"]) == (

@@ -28,7 +28,7 @@ def refused(match, text, *messages, **arguments):
     error.value.message.encode()
 
 
-def test_variables_of_a_template():
+def test_templates_read_tools_documents_and_kwargs():
     text = "{{ tools }} {{ documents }} {{ add_generation_prompt }} {{ x }} {{ undefined }}"
     assert render(text, template_kwargs={"x": 5}) == "None None True 5 "
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -62,7 +62,7 @@ def test_the_generation_tag_has_its_own_scope():
     assert render(text) == "a21"
 
 
-def test_the_present_time():
+def test_strftime_now_formats_the_present_time():
     year = render("{{ strftime_now('%Y') }}")
     assert abs(int(year) - datetime.now().year) <= 1
 
@@ -163,7 +163,7 @@ def test_dict_and_namespace_functions():
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "documents", "add_generation_prompt", "tokenize"]
 )
-def test_reserved_variables(name):
+def test_reserved_variables_are_refused(name):
     refused(
         f"chat_template_kwargs has the key '{name}', which is reserved",
         "",
@@ -228,7 +228,7 @@ def test_rendering_changes_no_message():
         (LOOP_OVER_PARTS, {"role": "assistant"}, "has no text"),
     ],
 )
-def test_a_final_message_that_cannot_be_continued(text, message, reason):
+def test_a_final_message_that_cannot_be_continued_is_refused(text, message, reason):
     refused(f"continue_final_message is true, but .*{reason}", text, message, **CONTINUED)
 
 
@@ -241,7 +241,7 @@ def test_a_continued_message_excludes_a_generation_prompt():
     )
 
 
-def test_no_messages():
+def test_a_chat_without_messages_is_refused():
     with pytest.raises(InvalidArgumentError, match="messages is empty"):
         ChatTemplate(source_of(default="")).render(Conversation(messages=()))
 

@@ -1,4 +1,4 @@
-"""Where a model's chat templates and special tokens are found."""
+"""A model's chat templates and special tokens are found in the places that `transformers` reads."""
 
 import json
 

@@ -115,7 +115,7 @@ def test_names_may_have_underscores_and_lists_commas_or_repetitions():
     assert kitchen("--orders", "[::1]:5,7", "--orders", "8").orders == ("[::1]:5", "7", "8")
 
 
-def test_aliases_work_and_the_help_is_silent_about_them(capsys):
+def test_aliases_work_and_the_help_leaves_them_out(capsys):
     assert kitchen("--tokens", "3").step_tokens == 3
     make_parser().print_all_help()
     page = capsys.readouterr().out
@@ -237,7 +237,7 @@ def test_usage_errors_are_one_line(capsys, arguments, message):
     assert message in error_of(capsys, *arguments)
 
 
-def test_what_follows_two_dashes_is_no_flag():
+def test_arguments_after_two_dashes_are_positional():
     parser = FlagParser()
     parser.add_argument("words", nargs="*")
     assert parser.parse_args(["--", "--not_a_flag"]).words == ["--not_a_flag"]

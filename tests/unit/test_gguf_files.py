@@ -84,13 +84,13 @@ def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, rea
         file.read_json("config.json")
 
 
-def test_keys_that_say_nothing_are_allowed(tmp_path):
+def test_keys_that_change_nothing_are_allowed(tmp_path):
     file = written(tmp_path, llama__expert_count=0, llama__attention__causal=True)
     assert file.read_json("config.json")["num_hidden_layers"] == 2
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_scaled_rotary_embeddings(tmp_path, kind):
+def test_scaled_rotary_embeddings_have_the_names_of_config_json(tmp_path, kind):
     keys = {
         "llama__rope__scaling__type": kind,
         "llama__rope__scaling__factor": 4.0,

@@ -197,7 +197,7 @@ def test_pieces_are_built_in_the_order_of_their_scores(tmp_path):
         assert tokenizer.decode(found.ids) == text
 
 
-def test_pieces_without_a_prefix(tmp_path):
+def test_pieces_are_built_without_a_space_prefix_if_the_file_says_so(tmp_path):
     metadata = sentencepiece_metadata(add_space_prefix=False, add_bos_token=False)
     tokenizer = loaded(tmp_path, metadata).load_tokenizer()
     assert tokenizer.encode("the and").tokens == ["t", "he", "▁and"]

@@ -1,4 +1,4 @@
-"""Where a model is found: folders, GGUF files, and names that stand for a model."""
+"""A model is found by a folder, a GGUF file, or a name that stands for one."""
 
 from importlib import metadata
 
@@ -11,7 +11,7 @@ from baton.model_files import CheckpointFolder, local_model, open_model_files
 from baton.named_models import default_model_name, smollm2_path
 
 
-def test_a_folder_and_a_file():
+def test_folders_and_gguf_files_are_found():
     folder = demo_model_path()
     assert local_model(folder) == CheckpointFolder(folder)
     file = folder / "config.json"
@@ -30,7 +30,7 @@ def test_a_path_that_exists_comes_before_a_name(tmp_path, monkeypatch):
     assert local_model("demo").path.resolve() == tmp_path / "demo"
 
 
-def test_files_of_a_folder():
+def test_files_of_a_folder_are_read():
     files = open_model_files("demo")
     assert files.read_json("config.json")["model_type"] == "llama"
     assert files.read_json("none.json") == {}
@@ -47,7 +47,7 @@ def test_files_of_a_folder():
         ("/models/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
     ],
 )
-def test_the_name_in_requests(path, name):
+def test_the_default_name_in_requests_is_the_last_part_of_the_model(path, name):
     assert default_model_name(path) == name
 
 
@@ -70,7 +70,7 @@ def test_smollm2_is_the_file_of_an_installed_package(tmp_path, monkeypatch):
     assert open_model_files("smollm2") == GgufFile(file)
 
 
-def test_smollm2_says_how_to_install_it(monkeypatch):
+def test_the_error_about_a_missing_smollm2_has_the_command_that_installs_it(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 

@@ -177,13 +177,13 @@ def test_logprobs_are_asked_for_by_include():
         ),
     ],
 )
-def test_a_form_of_the_text(form, field, value):
+def test_text_format_becomes_structured_outputs(form, field, value):
     outputs = read(text={"format": form}).chat.params["structured_outputs"]
     assert getattr(outputs, field) == value
     assert "text.format" in refused(text={"format": form}, structured_outputs={"regex": "a"})
 
 
-def test_any_text_is_no_form():
+def test_the_text_format_text_asks_for_no_structured_outputs():
     request = read(text={"format": {"type": "text"}, "verbosity": "low"})
     assert request.chat.params == {}
     assert request.echo["text"] == {"format": {"type": "text"}, "verbosity": "low"}
@@ -244,7 +244,7 @@ def test_what_baton_lacks_is_refused_by_name(fields, message):
     assert message in refused(**fields)
 
 
-def test_what_states_nothing_is_accepted():
+def test_fields_without_effect_are_accepted():
     read(background=False, store=True, user="u", metadata={"a": "b"}, service_tier="auto")
     read(max_tool_calls=3, prompt_cache_key="k", stream_options={"include_obfuscation": False})
 
