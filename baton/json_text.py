@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "check_text", "compact_json"]
+__all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "check_text", "compact_json", "utf8_of"]
 
 MAX_JSON_BYTES = 256 * 1024
 """The most UTF-8 bytes of a JSON object, unless the caller states another limit."""
@@ -55,16 +55,25 @@ def check_text(field: str, text: Any, most_bytes: int) -> int:
         raise InvalidArgumentError(f"{field} is empty")
     if "\0" in text:
         raise InvalidArgumentError(f"{field} contains a NUL character")
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"{field} is not valid Unicode: lone surrogate at character {error.start}"
-        ) from None
+    num_bytes = len(utf8_of(field, text))
     if num_bytes > most_bytes:
         limit = f"at most {most_bytes} are allowed"
         raise InvalidArgumentError(f"{field} has {num_bytes} bytes of UTF-8; {limit}")
     return num_bytes
+
+
+def utf8_of(field: str, text: str) -> bytes:
+    """Returns a text in UTF-8.
+
+    Raises:
+        InvalidArgumentError: it has a lone surrogate.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{field} is not valid Unicode: lone surrogate at character {error.start}"
+        ) from None
 
 
 def _parsed(field: str, text: str) -> Any:

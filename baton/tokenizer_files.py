@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from baton.errors import ConfigurationError
 from baton.hub_names import split_revision
 
-__all__ = ["load_tokenizer", "read_json", "read_settings", "resolve_folder"]
+__all__ = ["SPECIAL_TOKEN_ROLES", "load_tokenizer", "read_json", "read_settings", "resolve_folder"]
 
 _FILES = (
     "tokenizer.json",
@@ -31,8 +31,8 @@ _FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-# Tokens named by role (`bos_token`) are special, even if their description says otherwise.
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Tokens named by role (`bos_token`) are special, even if their description says otherwise."""
 _EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_END_OF_TEXT = "<|endoftext|>"
@@ -176,7 +176,7 @@ def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:
     by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
     for _, token in sorted(by_id.items()):
         yield _as_added_token(token)
-    named = [settings.get(f"{role}_token") for role in _ROLES]
+    named = [settings.get(f"{role}_token") for role in SPECIAL_TOKEN_ROLES]
     for name in _EXTRA_TOKENS:
         extra = settings.get(name) or []
         named.extend(extra.values() if isinstance(extra, dict) else extra)

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import utf8_of
 from baton.model_files import open_model_files
 
 __all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
@@ -74,12 +75,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Encodes texts; `field` names them in the error for a text without a UTF-8 form."""
         for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidArgumentError(
-                    f"{field} is not valid Unicode: lone surrogate at character {error.start}"
-                ) from None
+            utf8_of(field, text)
         # `encode_batch_fast` releases the GIL, `encode` does not.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]

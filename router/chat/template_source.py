@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.model_files import open_model_files
+from baton.tokenizer_files import SPECIAL_TOKEN_ROLES
 
 __all__ = ["TemplateSource", "TemplateText", "find_templates", "read_override"]
 
@@ -14,7 +15,6 @@ _FILE = "chat_template.jinja"
 _MORE_FILES = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
 _DEFAULT = "default"
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _NOT_IN_PATHS = "{}\n"
 
 
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Tokens named by role, then those of the model's own names (`image_token`)."""
-    roles = [f"{role}_token" for role in _ROLES]
+    roles = [f"{role}_token" for role in SPECIAL_TOKEN_ROLES]
     tokens = {name: _token_text(settings[name]) for name in roles if settings.get(name) is not None}
     own = {
         name: value

@@ -1,4 +1,4 @@
-"""Answers of the Responses API and of Anthropic's API over a chat's chunks, whole and streamed."""
+"""Sends the answers of endpoints, whole or as a stream of events, until the client leaves."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,12 +11,40 @@ from router.chat.chat_request import ChatChunk
 from router.http.context import context_of
 from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
-from router.http.sse import Emit, SseResponse, unless_client_leaves
+from router.http.sse import Emit, SseResponse, error_event, unless_client_leaves
 
-__all__ = ["Answer", "AnswerStream", "stream_response", "whole_response"]
+__all__ = ["Answer", "AnswerStream", "Job", "job_response", "stream_response", "whole_response"]
 
 Chunks = AsyncGenerator[ChatChunk, None]
 _Event = dict[str, Any]
+
+
+class Job(Protocol):
+    """One request of OpenAI's completions APIs."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the JSON body of the whole answer."""
+
+    async def stream(self, emit: Emit) -> None:
+        """Writes the events of the answer."""
+
+
+async def job_response(
+    job: Job, request: Request, request_id: str, *, streams: bool | None
+) -> Response:
+    """Returns the answer of a job, whole or as a stream.
+
+    Raises:
+        BatonError: the job failed before its answer began, or the client has left.
+    """
+    if not streams:
+        return json_response(await unless_client_leaves(request.receive, job.whole()))
+    return SseResponse(
+        job.stream,
+        error_event=error_event,
+        request_id=request_id,
+        keepalive_s=context_of(request).config.keepalive_interval_s,
+    )
 
 
 class Answer(Protocol):

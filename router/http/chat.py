@@ -14,13 +14,14 @@ from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
+from router.http.answering import job_response
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
-from router.http.json_bytes import event, json_response, text_json
+from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
+from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 
@@ -54,14 +55,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         model_name=body.model or model.name,
         timeout_s=timeout_of(request),
     )
-    if body.stream:
-        return SseResponse(
-            job.stream,
-            error_event=error_event,
-            request_id=request_id,
-            keepalive_s=context.config.keepalive_interval_s,
-        )
-    return json_response(await unless_client_leaves(request.receive, job.whole()))
+    return await job_response(job, request, request_id, streams=body.stream)
 
 
 class ChatJob:

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from baton.v1 import generation_pb2
 from baton.wire import FINISH_REASONS, stated_stop
+from router.http.answering import job_response
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
-from router.http.json_bytes import event, json_response, text_json
+from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
-from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
+from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
 from router.models import Model
@@ -36,16 +37,10 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    job = await CompletionJob.prepare(body, model, context.token_texts(model), request_id)
-    job.timeout_s = timeout_of(request)
-    if body.stream:
-        return SseResponse(
-            job.stream,
-            error_event=error_event,
-            request_id=request_id,
-            keepalive_s=context.config.keepalive_interval_s,
-        )
-    return json_response(await unless_client_leaves(request.receive, job.whole()))
+    job = await CompletionJob.prepare(
+        body, model, context.token_texts(model), request_id, timeout_s=timeout_of(request)
+    )
+    return await job_response(job, request, request_id, streams=body.stream)
 
 
 class CompletionJob:
@@ -57,8 +52,6 @@ class CompletionJob:
         texts: the texts of its tokens.
         request_id: names the request.
         prompt_ids: the prompts' tokens; None if no answer needs them.
-
-    Attributes:
         timeout_s: seconds until the client's deadline; None if it states none.
     """
 
@@ -69,8 +62,10 @@ class CompletionJob:
         texts: TokenTexts,
         request_id: str,
         prompt_ids: Sequence[Sequence[int]] | None,
+        *,
+        timeout_s: float | None,
     ) -> None:
-        self.timeout_s: float | None = None
+        self._timeout_s = timeout_s
         self._body = body
         self._model = model
         self._texts = texts
@@ -105,7 +100,13 @@ class CompletionJob:
 
     @classmethod
     async def prepare(
-        cls, body: CompletionBody, model: Model, texts: TokenTexts, request_id: str
+        cls,
+        body: CompletionBody,
+        model: Model,
+        texts: TokenTexts,
+        request_id: str,
+        *,
+        timeout_s: float | None,
     ) -> "CompletionJob":
         """Checks a request; encodes its prompts if the answer needs their tokens.
 
@@ -125,12 +126,12 @@ class CompletionJob:
                 )
                 for prompt in body.prompts()
             ]
-        return cls(body, model, texts, request_id, prompt_ids)
+        return cls(body, model, texts, request_id, prompt_ids, timeout_s=timeout_s)
 
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         choices: dict[int, dict[str, Any]] = {}
-        async with self._model.responses(self._message, self.timeout_s) as responses:
+        async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
                 part = self._part(message)
                 _join(choices.setdefault(part["index"], {}), part)
@@ -140,7 +141,7 @@ class CompletionJob:
     async def stream(self, emit: Emit) -> None:
         """Writes the choices' pieces as they come."""
         before, after = self._chunk_frame()
-        async with self._model.responses(self._message, self.timeout_s) as responses:
+        async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
                 if not self._is_plain:
                     part = self._part(message)

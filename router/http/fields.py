@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import utf8_of
 
 __all__ = ["Fields", "wrong_value"]
 
@@ -111,12 +112,7 @@ def wrong_value(path: str, value: Any, limit: str) -> InvalidArgumentError:
 def _text(path: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_value(path, value, "a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"{path} is not valid Unicode: lone surrogate at character {error.start}"
-        ) from None
+    utf8_of(path, value)
     return value
 
 
