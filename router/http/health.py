@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from baton.version import __version__
 from router.http.context import context_of
-from router.http.endpoints import JSON_OBJECT, EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
+from router.http.protocol import JSON_OBJECT, Protocol, declared_responses
 from router.models import Model
 
-__all__ = ["ENDPOINTS"]
+__all__ = ["PROTOCOL"]
 
 _ROUTER = APIRouter()
-ENDPOINTS = EndpointGroup(_ROUTER)
+PROTOCOL = Protocol(_ROUTER)
 
 
 @_ROUTER.get("/health", responses=declared_responses("The process lives."))

@@ -7,15 +7,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.context import context_of, max_model_len
-from router.http.endpoints import ERROR_RESPONSES, EndpointGroup, declared_responses
 from router.http.errors import Problem, error_response, openai_error
 from router.http.json_bytes import json_response
+from router.http.protocol import ERROR_RESPONSES, Protocol, declared_responses
 from router.models import Model
 
-__all__ = ["ENDPOINTS"]
+__all__ = ["PROTOCOL"]
 
 _ROUTER = APIRouter()
-ENDPOINTS = EndpointGroup(_ROUTER)
+PROTOCOL = Protocol(_ROUTER)
 
 
 @_ROUTER.get("/v1/models", responses=declared_responses("The served models."))

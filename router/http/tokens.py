@@ -12,8 +12,8 @@ from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import TokenId
 from router.http.context import context_of, max_model_len
-from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
+from router.http.protocol import Protocol, declared_responses
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
@@ -21,10 +21,10 @@ from router.validation import (
     check_token_ids,
 )
 
-__all__ = ["ENDPOINTS", "DetokenizeBody", "TokenizeBody"]
+__all__ = ["PROTOCOL", "DetokenizeBody", "TokenizeBody"]
 
 _ROUTER = APIRouter()
-ENDPOINTS = EndpointGroup(_ROUTER)
+PROTOCOL = Protocol(_ROUTER)
 
 
 class TokenizeBody(BaseModel):

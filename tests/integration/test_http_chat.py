@@ -227,16 +227,16 @@ async def test_constrained_text_is_content_though_answers_begin_with_reasoning()
     create = {"model": MODEL, "messages": USER}
     form = {"response_format": {"type": "json_object"}}
     call = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
-    async with running_chat(answering('{"a": 1}'), reasoning_parser="deepseek_r1") as door:
-        free = await door.openai.chat.completions.create(**create)
-        formed = await door.openai.chat.completions.create(**create, **form)
-        called = await door.openai.chat.completions.create(**create, **call)
+    async with running_chat(answering('{"a": 1}'), reasoning_parser="deepseek_r1") as api:
+        free = await api.openai.chat.completions.create(**create)
+        formed = await api.openai.chat.completions.create(**create, **form)
+        called = await api.openai.chat.completions.create(**create, **call)
     assert free.choices[0].message.reasoning == '{"a": 1}'
     assert formed.choices[0].message.content == '{"a": 1}'
     (made,) = called.choices[0].message.tool_calls
     assert made.function.arguments == '{"a": 1}'
-    async with running_chat(answering("<think>a</think>{}"), reasoning_parser="deepseek_r1") as door:
-        formed = await door.openai.chat.completions.create(**create, **form)
+    async with running_chat(answering("<think>a</think>{}"), reasoning_parser="deepseek_r1") as api:
+        formed = await api.openai.chat.completions.create(**create, **form)
     assert (formed.choices[0].message.reasoning, formed.choices[0].message.content) == ("a", "{}")
 
 

@@ -1,4 +1,4 @@
-"""`EndpointGroup`: endpoints that share a form of errors; their responses for OpenAPI."""
+"""`Protocol`: a group of endpoints; the responses that they declare for the OpenAPI document."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from router.http.errors import ErrorBody, openai_error
 
-__all__ = ["ERROR_RESPONSES", "JSON_OBJECT", "EndpointGroup", "declared_responses"]
+__all__ = ["ERROR_RESPONSES", "JSON_OBJECT", "Protocol", "declared_responses"]
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointGroup:
-    """Endpoints that share a form of errors.
+class Protocol:
+    """A group of endpoints.
 
     Attributes:
         router: the endpoints.
