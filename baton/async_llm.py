@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from baton.chat_prompts import ChatPrompts
 from baton.engine_args import EngineArgs
-from baton.errors import BatonError, FailedPreconditionError, UnavailableError
+from baton.errors import BatonError, FailedPreconditionError, InternalError, UnavailableError
 from baton.offline_request import OfflineRequest
 from baton.offline_tokenizer import OfflineTokenizer
 from baton.prompts import ParsedPrompt, Prompt, parse_prompt, refuse_lora
@@ -238,6 +238,13 @@ class _Stream:
                 self._engine.finish_candidate(output.request_id, output.index)
         except BatonError as error:
             self._error = error
+        except Exception:
+            self._error = InternalError("an output of the request could not be read")
+            raise  # to the log
+        finally:
+            self._after_output()
+
+    def _after_output(self) -> None:
         if self._request.is_finished:
             self.abort()  # a stop text, which the engine does not check, ended it
         self._has_news.set()

@@ -58,5 +58,7 @@ class ChatPrompts:
 
 def as_conversations(messages: Any) -> Sequence[Any]:
     """Returns a list of conversations; a single one becomes a list of one."""
+    if not isinstance(messages, Sequence):
+        return [messages]  # `conversation_of` refuses it by its name
     is_one = len(messages) == 0 or isinstance(messages[0], Mapping)
     return [messages] if is_one else messages

@@ -98,7 +98,9 @@ class LLM:
         refuse_lora(lora_request)
         chosen = _either("prompts", prompts, "prompt_token_ids", prompt_token_ids)
         own = _either("sampling_params", sampling_params, "params", params)
-        return self._complete(parse_prompts(chosen or []), own, use_tqdm, priority)
+        if chosen is None:
+            raise InvalidArgumentError("prompts is missing")
+        return self._complete(parse_prompts(chosen), own, use_tqdm, priority)
 
     def chat(
         self,

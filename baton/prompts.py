@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from types import NoneType
 from typing import Any, NotRequired, TypedDict
 
 from baton.errors import InvalidArgumentError
@@ -59,7 +60,7 @@ class ParsedPrompt:
 
 def is_single(prompts: Any) -> bool:
     """Whether the value is one prompt: a text, a dictionary, or a list of token ids."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__getitem__"):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
@@ -96,6 +97,9 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             raise InvalidArgumentError(
                 f"a prompt has the key {key!r}; known are {', '.join(_KEYS)}"
             )
+    for key in ("prompt", "cache_salt"):
+        if not isinstance(prompt.get(key), str | NoneType):
+            raise InvalidArgumentError.for_field(key, prompt[key], "a text")
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise InvalidArgumentError("a prompt has neither 'prompt' nor 'prompt_token_ids'; set one")

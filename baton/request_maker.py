@@ -1,11 +1,13 @@
 """`RequestMaker`: from a prompt and parameters to a request; `LLM` and `AsyncLLM` use it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from random import Random
 from typing import Any
 
 from baton.engine_args import EngineArgs
+from baton.errors import InvalidArgumentError
 from baton.offline_request import OfflineRequest
 from baton.prompts import ParsedPrompt
 from baton.request_spec import ReasoningMarks, RequestSpec
@@ -120,8 +122,11 @@ class RequestMaker:
         return OfflineRequest(spec, self._tokenizer, prompt.text)
 
     def _token_ids(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[int, ...]:
-        token_ids, added_by = prompt.token_ids, None
-        if token_ids is None:
+        token_ids: Sequence[int]
+        added_by = None
+        if prompt.token_ids is not None:
+            token_ids = _integers(prompt.token_ids, self._limits.vocab_size)
+        else:
             token_ids = self._tokenizer.encode(prompt.text or "", prompt.add_special_tokens)
             added_by = self._tokenizer if prompt.add_special_tokens else None
         if params.truncate_prompt_tokens is not None:
@@ -129,3 +134,20 @@ class RequestMaker:
                 token_ids, params.truncate_prompt_tokens, self._limits, added_by
             )
         return tuple(token_ids)
+
+
+def _integers(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
+    """Returns token ids, numpy's as Python's.
+
+    Raises:
+        InvalidArgumentError: one is not an integer or out of the vocabulary.
+    """
+    limit = f"integers in [0, {vocab_size}), the model's vocabulary"
+    try:
+        ids = list(map(index, token_ids))
+    except TypeError:
+        raise InvalidArgumentError(f"prompt token_ids must be {limit}") from None
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgumentError.for_field("prompt token_ids", token_id, limit)
+    return ids

@@ -180,6 +180,7 @@ class SamplingParams:
         for name, value in _INSTEAD_OF_NONE.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        self._check_types()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         for name, most in _MOST_ENTRIES.items():
@@ -196,6 +197,16 @@ class SamplingParams:
         if self.extra_args is not None:
             text = compact_json("extra_args", self.extra_args, MAX_EXTRA_ARGS_BYTES)
             object.__setattr__(self, "extra_args", json.loads(text) or None)
+
+    def _check_types(self) -> None:
+        """Refuses values with which the engine would fail; integers of numpy become Python's."""
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                object.__setattr__(self, name, _integer(name, value))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError.for_field(name, getattr(self, name), "True or False")
 
     @property
     def num_candidates(self) -> int:
@@ -304,6 +315,14 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _INSTEAD_OF_NONE = {name: value for name, value in _DEFAULTS.items() if value is not None}
 _INSTEAD_OF_NONE["max_tokens"] = _MAX_UINT32
+_INTEGERS = (
+    *("n", "best_of", "beam_width", "top_k", "min_tokens", "max_tokens", "seed"),
+    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+)
+_SWITCHES = (
+    *("include_stop_str_in_output", "ignore_eos", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
 _MOST_ENTRIES = {
     "stop": MAX_STOPS,
     "stop_token_ids": MAX_STOPS,
@@ -366,6 +385,13 @@ def _entries(field: str, value: Any, most: int) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(entries)) if field == "allowed_token_ids" else entries
 
 
+def _integer(field: str, value: Any) -> int:
+    try:
+        return int(index(value))
+    except TypeError:
+        raise InvalidArgumentError.for_field(field, value, "an integer") from None
+
+
 def _biases(value: Any) -> dict[int, float]:
     """The entries of `logit_bias` by ascending token id; ids may be texts, as in JSON."""
     try:
@@ -387,8 +413,10 @@ def _check_count(field: str, entries: Collection[Any], most: int) -> None:
         )
 
 
-def _check_texts(field: str, texts: Sequence[str]) -> None:
+def _check_texts(field: str, texts: Sequence[Any]) -> None:
     for text in texts:
+        if not isinstance(text, str):
+            raise InvalidArgumentError.for_field(field, text, "a list of texts")
         if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
             limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
             raise InvalidArgumentError.for_field(field, text[:64], limit)

@@ -18,6 +18,9 @@ _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
 keeps it well below rpc.channels.MAX_MESSAGE_BYTES."""
 
+_PRIORITY_BOUND = 2**31
+"""As in the messages."""
+
 # They bound the memory of `kernels.RuleTable`, which is as wide as the widest request needs.
 _MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to two words each
 _MAX_BAD_WORD_TOKENS = 64
@@ -39,6 +42,7 @@ def check_request(
         ResourceExhaustedError: the request needs more blocks than the pool has.
     """
     spec = request.spec
+    _check_priority(spec)
     _check_candidates(spec, config)
     _check_progress(request)
     _check_tokens(request, info)
@@ -65,6 +69,12 @@ def num_blocks_needed(spec: RequestSpec, config: EngineConfig, info: ModelInfo) 
 def _max_kv_tokens(spec: RequestSpec, info: ModelInfo) -> int:
     """The most tokens of one candidate that have KV: the token drawn last is never an input."""
     return min(spec.max_total_tokens, info.max_model_len) - 1
+
+
+def _check_priority(spec: RequestSpec) -> None:
+    if type(spec.priority) is not int or not -_PRIORITY_BOUND <= spec.priority < _PRIORITY_BOUND:
+        limit = f"an integer in [-{_PRIORITY_BOUND}, {_PRIORITY_BOUND})"
+        raise InvalidArgumentError.for_field("priority", spec.priority, limit)
 
 
 def _check_candidates(spec: RequestSpec, config: EngineConfig) -> None:

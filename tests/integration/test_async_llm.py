@@ -12,9 +12,11 @@ from baton.errors import (
     ConfigurationError,
     DeadlineExceededError,
     FailedPreconditionError,
+    InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
+from baton.offline_request import OfflineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -216,3 +218,15 @@ async def test_the_tokenizer_and_the_defaults_are_those_of_the_model(llm):
 async def test_bad_arguments_are_refused(path):
     with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2; it must be 1"):
         AsyncLLM(str(path), tensor_parallel_size=2)
+
+
+async def test_an_output_that_cannot_be_read_ends_its_request_alone(llm, monkeypatch, caplog):
+    def fail(request, output):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(OfflineRequest, "add", fail)
+    with pytest.raises(InternalError, match="could not be read"):
+        await asyncio.wait_for(results_of(llm.generate([1, 2], GREEDY)), 20)
+    monkeypatch.undo()
+    assert "was lost" in caplog.text
+    assert (await results_of(llm.generate([1, 2], GREEDY)))[-1].finished

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from tqdm import tqdm
 
@@ -193,6 +194,33 @@ def test_a_mapping_states_some_parameters(llm, monkeypatch):
     )
     with pytest.raises(TypeError, match="topp"):
         llm.generate("abc", {"topp": 1}, use_tqdm=False)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**63, 1.5, "a"])
+def test_what_is_no_token_of_the_model_is_refused(llm, token_id):
+    with pytest.raises(InvalidArgumentError, match=r"prompt token_ids .* the model's vocabulary"):
+        llm.generate([1, token_id], GREEDY)
+
+
+def test_an_array_of_token_ids_is_one_prompt(llm):
+    (result,) = llm.generate(np.array([1, 2, 3]), GREEDY)
+    assert result.prompt_token_ids == [1, 2, 3]
+
+
+def test_an_empty_text_is_a_prompt(llm):
+    with pytest.raises(InvalidArgumentError, match="prompt is empty"):
+        llm.generate("", GREEDY)
+
+
+def test_a_call_without_prompts_is_refused(llm):
+    with pytest.raises(InvalidArgumentError, match="prompts is missing"):
+        llm.generate()
+
+
+@pytest.mark.parametrize("messages", [None, {"role": "user", "content": "a"}])
+def test_a_chat_that_is_no_list_is_refused(llm, messages):
+    with pytest.raises(InvalidArgumentError, match="messages"):
+        llm.chat(messages, GREEDY, chat_template="{{ messages }}")
 
 
 def test_no_prompts_give_no_results(llm):

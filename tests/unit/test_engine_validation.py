@@ -38,6 +38,13 @@ def test_more_candidates_than_can_run_at_once_are_refused():
         check(several, max_num_batched_tokens=2)
 
 
+@pytest.mark.parametrize("priority", ["x", 1.5, True, 2**31, -(2**31) - 1, 10**400])
+def test_a_priority_that_cannot_be_ordered_is_refused(priority):
+    refused = replace(REQUEST, spec=replace(REQUEST.spec, priority=priority))
+    with pytest.raises(InvalidArgumentError, match=r"priority is .* an integer in"):
+        check(refused)
+
+
 def test_candidates_share_the_prompts_full_blocks():
     # 10 + 7 - 1 tokens take 4 blocks, 2 of which hold prompt tokens alone.
     for num_candidates, needed in ((1, 4), (2, 6), (4, 10)):

@@ -34,6 +34,10 @@ def test_every_kind_of_prompt_is_read(prompts, parsed):
         ({"cache_salt": "s"}, "neither 'prompt' nor 'prompt_token_ids'"),
         ([None], "prompt is None; it must be"),
         ([b"a"], "a text, a list of token ids or"),
+        (5, "prompt is 5; it must be"),
+        (iter("a"), "prompt is <"),
+        ({"prompt": 5}, "prompt is 5; it must be a text"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt is 5; it must be a text"),
     ],
 )
 def test_other_prompts_are_refused(prompts, message):

@@ -280,3 +280,36 @@ def test_beam_search_refuses_what_it_cannot_obey(value):
 def test_options_that_do_not_exist_are_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize("value", [1.5, "1", [1], math.nan])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("n", "best_of", "beam_width", "top_k", "min_tokens", "max_tokens", "seed"),
+        *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    ],
+)
+def test_a_number_that_is_no_integer_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*; it must be an integer"):
+        SamplingParams(**{name: value})
+
+
+def test_integers_become_those_of_python():
+    params = SamplingParams(prompt_logprobs=True, max_tokens=np.int64(3))
+    assert type(params.prompt_logprobs) is type(params.max_tokens) is int
+
+
+@pytest.mark.parametrize("value", [0, "no", [True]])
+@pytest.mark.parametrize(
+    "name", ["ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"]
+)
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*; it must be True or False"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_texts_are_texts(name):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is 5; it must be a list of texts"):
+        SamplingParams(**{name: ["a", 5]})
