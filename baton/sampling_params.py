@@ -18,6 +18,7 @@ from baton.json_text import compact_json
 from baton.structured_outputs import StructuredOutputs
 
 __all__ = [
+    "AS_MANY_AS_FIT",
     "MAX_CANDIDATES",
     "MAX_EXTRA_ARGS_BYTES",
     "MAX_LOGPROBS",
@@ -42,6 +43,8 @@ _MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
 _MAX_UINT32 = 2**32 - 1
 _MAX_INT32 = 2**31 - 1
+AS_MANY_AS_FIT = _MAX_UINT32
+"""`max_tokens` of a request that sets None: as many as the context has room for."""
 
 
 class RequestOutputKind(Enum):
@@ -314,7 +317,7 @@ class SamplingParams:
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _INSTEAD_OF_NONE = {name: value for name, value in _DEFAULTS.items() if value is not None}
-_INSTEAD_OF_NONE["max_tokens"] = _MAX_UINT32
+_INSTEAD_OF_NONE["max_tokens"] = AS_MANY_AS_FIT
 _INTEGERS = (
     *("n", "best_of", "beam_width", "top_k", "min_tokens", "max_tokens", "seed"),
     *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),

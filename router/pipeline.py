@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from baton.errors import UnavailableError
+from baton.errors import InvalidArgumentError, UnavailableError
 from baton.request_spec import ReasoningMarks
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
@@ -90,6 +90,12 @@ class Pipeline:
         prompts = prompts_of(message)
         if message.WhichOneof("prompt") != "prompts":
             return self._generate(message, message.request_id, prompts[0], params, deadline)
+        most = self._config.max_concurrent_requests
+        if len(prompts) > most:
+            raise InvalidArgumentError(
+                f"prompts has {len(prompts)} entries; it must have at most {most}, the requests "
+                "that this router runs at once"
+            )
         return run_together(
             [
                 self._generate(message, f"{message.request_id}-{i}", prompt, params, deadline)

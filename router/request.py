@@ -20,6 +20,7 @@ from router.validation import (
     check_token_ids,
     check_vocabulary,
     fitting_params,
+    returnable_params,
 )
 
 __all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
@@ -99,7 +100,7 @@ async def prepare_request(
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     check_vocabulary(params, limits.vocab_size)
-    params = fitting_params(params, len(token_ids), limits)
+    params = fitting_params(returnable_params(params, len(token_ids)), len(token_ids), limits)
     check_candidates(params, limits)
     check_logprobs(params, len(token_ids))
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)

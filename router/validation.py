@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import AS_MANY_AS_FIT, SamplingParams
 from baton.spec_wire import params_from_proto
 from baton.v1 import generation_pb2
 from router.served_model import RequestLimits
@@ -31,6 +31,7 @@ __all__ = [
     "check_vocabulary",
     "fitting_params",
     "prompts_of",
+    "returnable_params",
     "validate_generate_request",
 ]
 
@@ -166,6 +167,20 @@ def fitting_params(
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
+def returnable_params(params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    """Returns the parameters, whose `max_tokens`, if it asks for as many tokens as fit, is what
+    one response can hold. A smaller number that is stated is checked instead.
+    """
+    if params.max_tokens != AS_MANY_AS_FIT:
+        return params
+    most = MAX_RETURNED_TOKENS if params.n > 1 else AS_MANY_AS_FIT
+    if params.logprobs is not None:
+        most = min(most, _most_tokens_with_logprobs(params, num_prompt_tokens))
+    # With 0, `check_logprobs` refuses the request.
+    most = most // params.n or 1
+    return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+
 def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
     """Refuses more candidates than a replica runs at once, or than one message can hold.
 
@@ -200,11 +215,18 @@ def check_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
     if params.logprobs is None:
         return
     prompt_logprobs = params.prompt_logprobs
-    num_of_prompt = 0 if prompt_logprobs is None else num_prompt_tokens * (prompt_logprobs + 2)
-    most = max(MAX_RETURNED_LOGPROBS - num_of_prompt, 0) // (params.logprobs + 2)
+    most = _most_tokens_with_logprobs(params, num_prompt_tokens)
     if params.n * params.max_tokens > most:
         beside = "" if prompt_logprobs is None else f" beside prompt_logprobs {prompt_logprobs}"
         raise InvalidArgumentError(
             f"logprobs is {params.logprobs}, which allows at most {most} tokens in all returned "
             f"candidates{beside}; n * max_tokens is {params.n * params.max_tokens}"
         )
+
+
+def _most_tokens_with_logprobs(params: SamplingParams, num_prompt_tokens: int) -> int:
+    """The most tokens of all candidates, for a request that sets `logprobs`."""
+    num_of_prompt = 0
+    if params.prompt_logprobs is not None:
+        num_of_prompt = num_prompt_tokens * (params.prompt_logprobs + 2)
+    return max(MAX_RETURNED_LOGPROBS - num_of_prompt, 0) // ((params.logprobs or 0) + 2)

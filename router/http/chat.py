@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: OpenAI's chat completions, with vLLM's further fields."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     chat_request = ChatRequest(
         conversation=body.conversation(),
         params=body.stated(),
-        tool_choice=body.tool_choice,
+        tool_choice=body.forced_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         request_id=request_id,
         priority=body.priority or 0,
@@ -102,9 +102,7 @@ class ChatJob:
             "choices": [self._choice(candidate) for candidate in chat.candidates],
             "usage": _usage(chat.usage),
         }
-        if self._prompt_ids is not None:
-            fields["prompt_token_ids"] = list(self._prompt_ids)
-        return fields
+        return fields | self._prompt_fields()
 
     async def stream(self, emit: Emit) -> None:
         """Writes the answer's deltas as they come: the role first, then text."""
@@ -112,7 +110,7 @@ class ChatJob:
         needs_prompt = body.counts_continuously or bool(body.return_token_ids)
         await self._encode_prompt(is_needed=needs_prompt)
         head = self._head("chat.completion.chunk")
-        before = f'data: {text_json(head)[:-1]},"choices":['
+        before, later = _before_choice(head | self._prompt_fields()), _before_choice(head)
         usage: ChatUsage | None = None
         async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
             async for chunk in chunks:
@@ -121,8 +119,9 @@ class ChatJob:
                 after = self._chunk_end()
                 choices = [*self._role(chunk.index), *self._choice_delta(chunk)]
                 if choices:
-                    events = "".join(f"{before}{choice}{after}" for choice in choices)
-                    await emit(events.encode())
+                    events = f"{after}{later}".join(choices)
+                    await emit(f"{before}{events}{after}".encode())
+                    before = later
         end = b""
         if body.includes_usage and usage is not None:
             end = event({**head, "choices": [], "usage": _usage(usage)})
@@ -133,6 +132,12 @@ class ChatJob:
             self._prompt_ids = await self._service.encode(
                 self._request.conversation, add_special_tokens=self._request.add_special_tokens
             )
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """The tokens of the prompt, if the answer is to have them."""
+        if not self._body.return_token_ids or self._prompt_ids is None:
+            return {}
+        return {"prompt_token_ids": list(self._prompt_ids)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -158,8 +163,6 @@ class ChatJob:
         self._begun.add(index)
         delta = {"role": "assistant", "content": self._echoed}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if self._body.return_token_ids and self._prompt_ids is not None:
-            choice["prompt_token_ids"] = list(self._prompt_ids)
         return [text_json(choice)]
 
     def _choice_delta(self, chunk: ChatChunk) -> list[str]:
@@ -233,6 +236,11 @@ class ChatJob:
             source.logprobs,
             as_ids=bool(self._body.return_tokens_as_token_ids),
         )
+
+
+def _before_choice(head: Mapping[str, Any]) -> str:
+    """What comes before the choice in a chunk."""
+    return f'data: {text_json(head)[:-1]},"choices":['
 
 
 def _echoed(body: ChatBody, conversation: Conversation) -> str:

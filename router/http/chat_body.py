@@ -1,14 +1,22 @@
 """`ChatBody`: the body of `/v1/chat/completions`."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from baton.errors import InvalidArgumentError
+from baton.sampling_params import MAX_LOGPROBS
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import SamplingBody
+from router.http.fields import Fields, wrong_value
 from router.http.params import stated_fields
 
 __all__ = ["ChatBody"]
+
+
+_ALLOWED = "tool_choice.allowed_tools"
 
 
 class ChatBody(SamplingBody):
@@ -17,7 +25,8 @@ class ChatBody(SamplingBody):
     Attributes:
         messages: the chat so far.
         tools: the functions that the model may call.
-        tool_choice: none, auto, required, or the function to call.
+        tool_choice: none, auto, required, the function to call, or `allowed_tools`, which names
+            those of the tools that the model may call.
         max_completion_tokens: the newer name of `max_tokens`.
         logprobs: whether the answer has log-probabilities.
         top_logprobs: how many likeliest tokens are returned at each place.
@@ -29,9 +38,9 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -39,23 +48,55 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def forced_choice(self) -> str | dict[str, Any] | None:
+        """The choice among the tools of `conversation`. Its form is checked there."""
+        allowed = self._allowed
+        return self.tool_choice if allowed is None else allowed.raw.get("mode") or "auto"
+
     def conversation(self) -> Conversation:
         """The chat, checked.
 
         Raises:
-            InvalidArgumentError: a message, tool or document is malformed; names the part.
+            InvalidArgumentError: a message, tool or document is malformed, or `allowed_tools`
+                is; names the part.
         """
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return conversation_of(
             self.messages,
-            tools=self.tools,
+            tools=self._allowed_tools(),
             documents=self.documents,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             template_kwargs=variables,
         )
+
+    @property
+    def _allowed(self) -> Fields | None:
+        """The field `tool_choice.allowed_tools`; None for other choices."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        return Fields(Fields(choice, "tool_choice").required("allowed_tools"), _ALLOWED)
+
+    def _allowed_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the choice allows: all of them, unless it names some."""
+        allowed, tools = self._allowed, self.tools or []
+        if allowed is None:
+            return self.tools
+        allowed.choice("mode", ("auto", "required"))
+        by_name = {name: tool for tool in tools if isinstance(name := _name_of(tool), str)}
+        chosen = []
+        for tool in allowed.objects("tools"):
+            function = Fields(tool.required("function"), tool.path_of("function"))
+            name = function.required_text("name")
+            if name not in by_name:
+                limit = f"the name of one of tools: {', '.join(by_name)}"
+                raise wrong_value(function.path_of("name"), name, limit)
+            chosen.append(by_name[name])
+        return chosen
 
     def stated(self) -> dict[str, Any]:
         """The stated fields of `SamplingParams`.
@@ -74,3 +115,9 @@ class ChatBody(SamplingBody):
         elif self.top_logprobs:
             raise InvalidArgumentError("top_logprobs is set without logprobs; set both")
         return stated
+
+
+def _name_of(tool: Mapping[str, Any]) -> Any:
+    """The name of a tool that is not checked yet."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None

@@ -203,8 +203,7 @@ class CompletionJob:
         """Adds what the first piece of a choice has of the prompt."""
         first = self._first_messages[prompt_index]
         if self._body.echo:
-            part["text"] = self._echoed(prompt_index)
-            choice.add_prompt(part, first)
+            choice.add_prompt(part, first, self._echoed(prompt_index))
         if self._body.prompt_logprobs is not None and first.prompt_token_ids:
             part["prompt_logprobs"] = prompt_logprobs(
                 self._texts, first.prompt_token_ids, first.prompt_logprobs
@@ -235,13 +234,19 @@ class _Choice:
 
     def __init__(self, body: CompletionBody, texts: TokenTexts) -> None:
         self._body = body
-        self._logprobs = LegacyLogprobs(texts, as_ids=bool(body.return_tokens_as_token_ids))
+        self._logprobs = LegacyLogprobs(
+            texts,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            has_special=body.skip_special_tokens is False,
+        )
 
-    def add_prompt(self, part: dict[str, Any], first: _Response) -> None:
-        """Adds the log-probabilities of the prompt's tokens."""
+    def add_prompt(self, part: dict[str, Any], first: _Response, text: str) -> None:
+        """Adds the prompt's text and the log-probabilities of its tokens."""
+        part["text"] = text
         if self._body.logprobs is not None and first.prompt_token_ids:
-            entries = [None, *first.prompt_logprobs]
-            part["logprobs"] = self._logprobs.fields(first.prompt_token_ids, entries)
+            part["logprobs"] = self._logprobs.prompt_fields(
+                first.prompt_token_ids, first.prompt_logprobs, text
+            )
 
     def add_tokens(self, part: dict[str, Any], message: _Response) -> None:
         """Adds the text and the tokens of a message."""

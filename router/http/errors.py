@@ -25,7 +25,7 @@ __all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_err
 _LOGGER = logging.getLogger("baton.http")
 
 INVALID_REQUEST = "invalid_request_error"
-_RETRY_AFTER_S = 1
+_RETRY_AFTER_S = "1"
 _MOST_MESSAGE_CHARS = 2000
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -89,7 +89,12 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
     404: ("there is no such path", "unknown_url"),
     405: ("the path does not allow this method", "method_not_supported"),
 }
-_RETRIED = (429, 503)
+_RETRY_HEADERS: Mapping[int, Mapping[str, str]] = {
+    429: {"Retry-After": _RETRY_AFTER_S},
+    503: {"Retry-After": _RETRY_AFTER_S},
+    # The official clients would send the request twice more, each time up to its deadline.
+    504: {"x-should-retry": "false"},
+}
 _FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
 """A field's name, with which messages about a field begin."""
 _PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
@@ -140,7 +145,7 @@ def _of_baton_error(error: BatonError) -> Problem:
         kind=kind,
         param=param,
         code=code,
-        headers={"Retry-After": str(_RETRY_AFTER_S)} if status in _RETRIED else _NO_HEADERS,
+        headers=_RETRY_HEADERS.get(status, _NO_HEADERS),
     )
 
 

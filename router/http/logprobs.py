@@ -18,19 +18,39 @@ class LegacyLogprobs:
     Args:
         texts: the texts of the model's tokens.
         as_ids: whether tokens are written as `token_id:ID`.
+        has_special: whether the generated text has the texts of special tokens.
     """
 
-    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+    def __init__(self, texts: TokenTexts, *, as_ids: bool, has_special: bool) -> None:
         self._texts = texts
         self._as_ids = as_ids
+        self._has_special = has_special
         self._offset = 0
+
+    def prompt_fields(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[common_pb2.TokenLogprobs],
+        text: str,
+    ) -> dict[str, list[Any]]:
+        """The fields for a prompt that the choice begins with; `text` is the prompt's."""
+        fields = self.fields(token_ids, [None, *logprobs], text)
+        self._offset = len(text)
+        return fields
 
     def fields(
         self,
         token_ids: Sequence[int],
         logprobs: Iterable[common_pb2.TokenLogprobs | None],
+        prompt: str | None = None,
     ) -> dict[str, list[Any]]:
-        """The fields for the next tokens; a token without log-probabilities has null."""
+        """The fields for the next tokens; a token without log-probabilities has null.
+
+        Args:
+            token_ids: the tokens.
+            logprobs: one per token.
+            prompt: the prompt's text, if the tokens are its.
+        """
         tokens: list[str] = []
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -41,13 +61,21 @@ class LegacyLogprobs:
             own.append(None if entry is None else max(entry.logprob, _LEAST))
             top.append(None if entry is None else self._top(text, entry))
             offsets.append(self._offset)
-            self._offset += len(self._texts.text(token_id))
+            self._offset += self._num_characters(token_id, prompt)
         return {
             "tokens": tokens,
             "token_logprobs": own,
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+    def _num_characters(self, token_id: int, prompt: str | None) -> int:
+        """How many characters a token has in the choice's text: a special token may have none."""
+        text = self._texts.text(token_id)
+        if not self._texts.is_special(token_id):
+            return len(text)
+        is_written = self._has_special if prompt is None else prompt.startswith(text, self._offset)
+        return len(text) if is_written else 0
 
     def _top(self, text: str, entry: common_pb2.TokenLogprobs) -> dict[str, float]:
         top = {

@@ -59,6 +59,8 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
     """
     refuse_lacking(body)
     stated = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    if body.seed is not None and body.seed < 0:
+        stated |= _of_negative_seed(stated.pop("seed"))
     if body.vllm_xargs is not None:
         stated["extra_args"] = body.vllm_xargs
     if body.use_beam_search:
@@ -67,6 +69,13 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
     if outputs is not None:
         stated["structured_outputs"] = outputs
     return stated
+
+
+def _of_negative_seed(seed: int) -> dict[str, int]:
+    """OpenAI's seeds have a sign, Baton's have none. -1 states no seed, as in vLLM."""
+    if seed == -1:
+        return {}
+    return {"seed": seed + 2**64 if seed >= -(2**63) else seed}
 
 
 def _beam_search(body: SamplingBody, stated: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class TokenTexts:
         """The token's bytes. Those of several tokens joined are the UTF-8 of their text."""
         return self._lookup(token_id)[1]
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts lack the token by default."""
+        return token_id in self._tokenizer.special_token_ids
+
     def _lookup(self, token_id: int) -> tuple[str, bytes]:
         known = self._known.get(token_id)
         if known is None:

@@ -267,11 +267,54 @@ async def test_response_format_and_token_ids():
     assert answer.prompt_token_ids == script_of("[user]Hi[assistant]")
 
 
+async def test_the_first_chunk_has_the_tokens_of_the_prompt():
+    async with running_chat(answering("{}")) as api:
+        stream = await api.openai.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            stream=True,
+            n=2,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+        _, (first, *others) = await joined(stream)
+    assert first.prompt_token_ids == script_of("[user]Hi[assistant]")
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in others)
+    assert not any(hasattr(c, "prompt_token_ids") for chunk in others for c in chunk.choices)
+
+
+async def test_only_allowed_tools_are_rendered_and_called():
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    decode = answering('[{"name": "add", "parameters": {"a": 1}}]')
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            tools=[other, TOOL],
+            tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        )
+    assert "[tools 1]" in prompt_text(decode)
+    schema = decode.starts[0].spec.sampling.structured_outputs.json
+    assert '"add"' in schema
+    assert '"sub"' not in schema
+    assert answer.choices[0].message.tool_calls[0].function.name == "add"
+
+
 WRONG = {
     "messages": {"messages": []},
     "messages[0].role": {"messages": [{"role": "x", "content": "a"}]},
     "top_logprobs": {"top_logprobs": 1},
     "tool_choice": {"tool_choice": "sometimes"},
+    "max_completion_tokens": {"max_completion_tokens": 0},
+    "tool_choice.allowed_tools": {"tool_choice": {"type": "allowed_tools"}},
+    "tool_choice.allowed_tools.tools[0].function.name": {
+        "tools": [TOOL],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"tools": [{"type": "function", "function": {"name": "x"}}]},
+        },
+    },
     "tools": {"tools": [TOOL]},
     "chat_template": {"chat_template": "x"},
     "tools[0].type": {"tools": [{"type": "x"}]},
@@ -289,6 +332,15 @@ async def test_a_wrong_field_is_named():
                     model=MODEL, messages=USER, extra_body=fields
                 )
             assert caught.value.param == param
+
+
+async def test_top_logprobs_out_of_range_are_named():
+    async with running_chat(answering("a")) as api:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await api.openai.chat.completions.create(
+                model=MODEL, messages=USER, logprobs=True, top_logprobs=21
+            )
+    assert caught.value.param == "top_logprobs"
 
 
 async def test_a_model_without_a_template_says_which_flag_sets_one():

@@ -222,9 +222,33 @@ async def test_echo_begins_with_the_prompt_and_its_logprobs():
     logprobs = scored.choices[0].logprobs
     assert len(logprobs.tokens) == num_prompt_tokens + 4
     assert logprobs.token_logprobs[0] is None
+    places = zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True)
+    assert all(whole.startswith(token, offset) for token, offset in places)
     assert alone.choices[0].text == prompt
     assert len(alone.choices[0].logprobs.tokens) == num_prompt_tokens
     assert alone.usage.completion_tokens == 0
+
+
+async def test_offsets_count_special_tokens_that_the_text_has():
+    script = [*script_of("c"), EOS_TOKEN_ID, *script_of("d")]
+    fields = {"model": MODEL, "prompt": "<s>a</s>b", "max_tokens": 3, "logprobs": 0}
+    async with running_http(FakeDecode(script)) as door:
+        create = door.openai.completions.create
+        echoed = await create(**fields, echo=True, extra_body={"ignore_eos": True})
+        extra = {"ignore_eos": True, "skip_special_tokens": False}
+        written = await create(**fields, extra_body=extra)
+    (choice,) = echoed.choices
+    assert choice.text == "<s>a</s>bcd"
+    assert choice.logprobs.tokens == ["<s>", "<s>", "a", "</s>", "b", "c", "</s>", "d"]
+    assert choice.logprobs.text_offset == [0, 3, 3, 4, 8, 9, 10, 10]
+    assert written.choices[0].text == "c</s>d"
+    assert written.choices[0].logprobs.text_offset == [0, 1, 5]
+
+
+async def test_a_request_has_no_more_prompts_than_can_run():
+    async with running_http(FakeDecode(script_of(TEXT)), max_concurrent_requests=2) as door:
+        with pytest.raises(openai.BadRequestError, match="prompts has 3 entries"):
+            await door.openai.completions.create(model=MODEL, prompt=["a", "b", "c"])
 
 
 async def test_token_ids_prompt_logprobs_and_running_counts():

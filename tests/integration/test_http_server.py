@@ -162,6 +162,18 @@ async def test_a_deadline_of_the_client_holds():
     assert bad.status_code == 400
 
 
+async def test_official_clients_do_not_repeat_what_took_too_long():
+    decode = FakeDecode(ENDLESS, pause_after=1)
+    async with running_http(decode) as door:
+        client = door.openai.with_options(max_retries=2)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.completions.create(
+                model="scripted", prompt="a", extra_headers={"X-Request-Timeout-S": "0.2"}
+            )
+        assert caught.value.status_code == 504
+        assert len(decode.starts) == 1
+
+
 async def test_errors_have_openais_shape():
     async with running_http(FakeDecode([50]), http={"max_request_bytes": 1000}) as api:
         http = api.http

@@ -126,6 +126,13 @@ def test_features_that_are_lacking_are_refused_by_name(name, refused, accepted):
     assert stated_fields(SamplingBody.model_validate({name: accepted})) == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "seed"), [(None, None), (-1, None), (7, 7), (-2, 2**64 - 2), (-(2**63), 2**63)]
+)
+def test_seeds_may_be_negative(given, seed):
+    assert stated_fields(SamplingBody(seed=given)).get("seed") == seed
+
+
 def test_names_without_a_meaning_are_ignored_and_logged(caplog):
     caplog.set_level("DEBUG", logger="baton.http")
     assert stated_fields(SamplingBody.model_validate({"user": "me", "mystery": 1})) == {}

@@ -105,9 +105,29 @@ async def test_as_many_tokens_as_fit_are_generated():
 async def test_log_probabilities_that_no_message_can_hold_are_refused(params, message):
     long = replace(LIMITS, max_model_len=47663 + 5, max_pool_tokens=2**20)
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
-        await prepare(SamplingParams(max_tokens=None, **params), limits=long)
+        await prepare(SamplingParams(max_tokens=2**17, **params), limits=long)
     await prepare(SamplingParams(max_tokens=47662 // 4, **params), limits=long)
     await prepare(SamplingParams(max_tokens=None, logprobs=19), limits=long)
+
+
+LARGE = RequestLimits(
+    vocab_size=1000, max_model_len=2**18, max_pool_tokens=2**18, max_candidates=64
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "most"),
+    [
+        ({"n": 16}, 2**16),
+        ({"logprobs": 20}, 2**20 // 22),
+        ({"logprobs": 20, "n": 2}, 2**20 // 22 // 2),
+        ({"logprobs": 0, "prompt_logprobs": 18}, (2**20 - 20 * 5) // 2),
+        ({}, 2**18),
+    ],
+)
+async def test_open_answers_are_as_long_as_one_response_can_hold(params, most):
+    routed = await prepare(SamplingParams(**params, max_tokens=None), limits=LARGE)
+    assert routed.spec.params.max_tokens == min(most, 2**18 - 5)
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
