@@ -5,7 +5,7 @@ from typing import Any
 from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
-from router.http.bodies import SamplingBody
+from router.http.bodies import Array, JsonObject, SamplingBody
 from router.http.params import stated_fields
 
 __all__ = ["ChatBody"]
@@ -25,17 +25,17 @@ class ChatBody(SamplingBody):
         include_reasoning: whether the answer has the reasoning part.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Array[JsonObject]
+    tools: Array[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    documents: Array[JsonObject] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
