@@ -1,7 +1,5 @@
 """`/tokenize` and `/detokenize`, with the bodies that vLLM has."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

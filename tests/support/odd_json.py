@@ -115,7 +115,13 @@ def _place(rng: random.Random, root: list[Value]) -> tuple[Any, Any]:
     key: Any = 0
     while True:
         value = holder[key]
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))[:50] if isinstance(value, list) else []
+        keys = (
+            list(value)
+            if isinstance(value, dict)
+            else list(range(len(value)))[:50]
+            if isinstance(value, list)
+            else []
+        )
         if not keys or (holder is not root and rng.random() < 0.4):
             return holder, key
         holder, key = value, rng.choice(keys)
@@ -150,8 +156,23 @@ def _flipped(rng: random.Random, text: bytes) -> bytes:
 
 
 def _spliced(rng: random.Random, text: bytes) -> bytes:
-    pieces = (b"1e999", b"9" * 5000, b"NaN", b"-Infinity", b"\\ud800", b"\xff", b"\xed\xa0\x80",
-              b"[" * 2000, b'{"a":' * 1500, b",", b"null", b'"', b"\x00", b"\xef\xbb\xbf", b"//")
+    pieces = (
+        b"1e999",
+        b"9" * 5000,
+        b"NaN",
+        b"-Infinity",
+        b"\\ud800",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"[" * 2000,
+        b'{"a":' * 1500,
+        b",",
+        b"null",
+        b'"',
+        b"\x00",
+        b"\xef\xbb\xbf",
+        b"//",
+    )
     at = rng.randint(0, len(text))
     return text[:at] + rng.choice(pieces) + text[at:]
 

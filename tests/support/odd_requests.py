@@ -296,6 +296,11 @@ def odd_request(rng: random.Random) -> OddRequest:
         method=rng.choice(_METHODS) if rng.random() < 0.03 else "POST",
         path=rng.choice(_PATHS) if odd_path else endpoint.path,
         body=json_bytes(rng, body),
-        headers=tuple((name.encode(), value.encode("latin-1")) if value.isascii() or value == "Bearer \xff" else (name.encode(), value.encode()) for name, value in headers),
+        headers=tuple(
+            (name.encode(), value.encode("latin-1"))
+            if value.isascii() or value == "Bearer \xff"
+            else (name.encode(), value.encode())
+            for name, value in headers
+        ),
         leaves_after=rng.randint(0, 3) if rng.random() < 0.05 else None,
     )
