@@ -19,7 +19,7 @@ from router.http.context import context_of
 from router.http.json_bytes import event, json_response, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
+from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
@@ -30,7 +30,10 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/chat/completions", responses=declared_responses("The answer.", streams=True))
+@_ROUTER.post(
+    "/v1/chat/completions",
+    responses=declared_responses("The answer.", *COMPLETION_FIELDS, streams=True),
+)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a chat."""
     context = context_of(request)

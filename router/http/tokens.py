@@ -70,7 +70,12 @@ class DetokenizeBody(Body):
     tokens: Array[TokenId]
 
 
-@_ROUTER.post("/tokenize", responses=declared_responses("The token ids."))
+@_ROUTER.post(
+    "/tokenize",
+    responses=declared_responses(
+        "The token ids.", "count", "max_model_len", "tokens", "token_strs"
+    ),
+)
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Encodes a text or a chat as a request for a completion would."""
     context = context_of(request)
@@ -97,7 +102,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     )
 
 
-@_ROUTER.post("/detokenize", responses=declared_responses("The text."))
+@_ROUTER.post("/detokenize", responses=declared_responses("The text.", "prompt"))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Decodes token ids; special tokens are part of the text."""
     model = context_of(request).models.find(body.model or "")

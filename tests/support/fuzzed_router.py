@@ -54,12 +54,14 @@ class FuzzedRouter:
             await asyncio.gather(*(one(first + i) for i in range(_AT_ONCE)))
             if first + _AT_ONCE == warmed_up:
                 rss = psutil.Process().memory_info().rss
-        await self._until_idle()
         assert psutil.Process().memory_info().rss - rss < _MAX_GROWTH_BYTES
-        assert not self.errors, self.errors[0].getMessage()
+        await self.check_health()
 
-    async def _until_idle(self) -> None:
-        """Waits until no request runs on any tier, then sends a good one."""
+    async def check_health(self) -> None:
+        """Checks that no request runs on any tier, that a good one is answered, and that no
+        error was logged.
+        """
+        assert not self.errors, self.errors[0].getMessage()
         await self.decode.changes.until(lambda: not self.decode.running)
         assert not self.door.router.service._admission._running
         body = {"prompt": "x", "max_tokens": 2}
