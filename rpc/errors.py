@@ -30,6 +30,7 @@ __all__ = [
     "to_worker_error",
 ]
 
+_MOST_MESSAGE_CHARS = 1500  # of up to 4 bytes: gRPC takes 8 KiB of trailers
 _ERRORS: tuple[type[BatonError], ...] = (
     AbortedError,
     DeadlineExceededError,
@@ -53,8 +54,13 @@ def status_of_number(number: int) -> grpc.StatusCode:
 
 
 def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
-    """The status and the message that a caller receives for `error`."""
-    return grpc.StatusCode[error.code], error.message
+    """The status and the message that a caller receives for `error`.
+
+    The message is cut to what fits into the trailers of a call. A lone surrogate, which a client's
+    JSON may have, is written as a question mark.
+    """
+    message = error.message[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
+    return grpc.StatusCode[error.code], message
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

@@ -159,6 +159,26 @@ async def test_too_many_pipelined_requests_end_the_connection():
         await decode.changes.until(lambda: decode.cancels)
 
 
+async def test_bodies_that_arrive_at_once_have_a_limit_together():
+    """Twenty clients send all of their bodies but the last byte."""
+    size = 100_000
+    decode = FakeDecode(script_of("abcdef"))
+    async with running_http(decode, http={"max_request_bytes": size}) as door:
+        clients = [await opened(door) for _ in range(20)]
+        body = post({"prompt": "x" * (size - 50), "max_tokens": 2})
+        for _, writer in clients:
+            writer.write(body[:-1])
+        reads = [asyncio.ensure_future(reader.readline()) for reader, _ in clients]
+        await _until(lambda: sum(read.done() for read in reads) >= 4)
+        refused = [read.result() for read in reads if read.done()]
+        assert all(line.startswith(b"HTTP/1.1 503 ") for line in refused)
+        for (_, writer), read in zip(clients, reads, strict=True):
+            read.cancel()
+            writer.close()
+        answer = await door.http.post("/v1/completions", json=SHORT)
+    assert answer.json()["choices"][0]["text"] == "ab"
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_an_offer_of_another_protocol_changes_nothing(is_chunked):
     """Java's client offers HTTP/2 with its first request."""

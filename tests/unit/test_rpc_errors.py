@@ -44,3 +44,9 @@ def test_unknown_statuses_become_internal_errors_with_their_message():
 
 def test_empty_messages_get_the_status_name():
     assert from_rpc_error(rpc_error(grpc.StatusCode.UNAVAILABLE, "")).message == "UNAVAILABLE"
+
+
+def test_messages_fit_into_the_trailers_of_a_call():
+    _, message = to_status(InvalidArgumentError("a\ud800" + "😀" * 5000))
+    assert message.startswith("a?😀")
+    assert len(message.encode()) < 8000
