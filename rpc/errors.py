@@ -30,7 +30,8 @@ __all__ = [
     "to_worker_error",
 ]
 
-_MOST_MESSAGE_CHARS = 1500  # of up to 4 bytes: gRPC takes 8 KiB of trailers
+_MOST_MESSAGE_BYTES = 6000
+"""gRPC takes 8 KiB of trailers, where a byte that is not ASCII takes three."""
 _ERRORS: tuple[type[BatonError], ...] = (
     AbortedError,
     DeadlineExceededError,
@@ -59,8 +60,9 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
     The message is cut to what fits into the trailers of a call. A lone surrogate, which a client's
     JSON may have, is written as a question mark.
     """
-    message = error.message[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
-    return grpc.StatusCode[error.code], message
+    text = error.message.encode(errors="replace")
+    most_bytes = _MOST_MESSAGE_BYTES if text.isascii() else _MOST_MESSAGE_BYTES // 3
+    return grpc.StatusCode[error.code], text[:most_bytes].decode(errors="ignore")
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
