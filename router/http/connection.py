@@ -163,8 +163,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(
-            self.limits.header_timeout_s, self.timeout_keep_alive_handler
+            self.limits.header_timeout_s, self._end_header_time
         )
+
+    def _end_header_time(self) -> None:
+        self._header_timer = None
+        if self._is_idle:
+            self.timeout_keep_alive_handler()
+        else:  # the next request may not be read yet
+            self._start_header_timer()
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:

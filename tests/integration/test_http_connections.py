@@ -149,6 +149,23 @@ async def test_a_client_that_leaves_frees_pipelined_requests_too():
     assert not decode.running
 
 
+async def test_the_head_of_the_next_request_has_time_while_an_answer_is_under_way():
+    decode = FakeDecode(script_of("abcdef"), pause_after=1)
+    async with running_http(decode, http={"header_timeout_s": 0.2}) as door:
+        reader, writer = await opened(door)
+        writer.write(post(SHORT) + GET[:9])
+        await decode.changes.until(lambda: decode.running)
+        other, other_writer = await opened(door)
+        other_writer.write(GET[:9])
+        assert await rest_of(other) == b""  # the time for a head has passed
+        other_writer.close()
+        decode.resume()
+        await reader.readuntil(b'"text":"ab"')
+        writer.write(GET[9:])
+        await asyncio.wait_for(reader.readuntil(b'"status":"ok"'), 20)
+        writer.close()
+
+
 async def test_too_many_pipelined_requests_end_the_connection():
     decode = FakeDecode(ENDLESS, pause_after=3)
     async with running_http(decode) as door:
