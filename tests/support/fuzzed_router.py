@@ -92,17 +92,19 @@ class _Errors(logging.Handler):
 async def fuzzed_router() -> AsyncIterator[FuzzedRouter]:
     script = [*script_of(_ANSWER), EOS_TOKEN_ID]
     script += [50 + i % 200 for i in range(1000 - len(script))]
-    workers = FakePrefill(script, max_model_len=160), FakeDecode(script, max_model_len=160)
+    prefill = FakePrefill(script, max_model_len=160)
+    decode = FakeDecode(script, max_model_len=160, joins_steps=True)
     template = ChatTemplate(TemplateSource({"default": TemplateText(_TEMPLATE, "test")}, {}))
     async with running_http(
-        *workers,
+        prefill,
+        decode,
         chat_template=template,
         served_model_name=(MODEL, "alias"),
         tool_call_parser="hermes",
         reasoning_parser="deepseek_r1",
         http={"max_request_bytes": MAX_REQUEST_BYTES},
     ) as door:
-        router = FuzzedRouter(door, *workers)
+        router = FuzzedRouter(door, prefill, decode)
         handler = _Errors(router.errors)
         logging.getLogger().addHandler(handler)
         try:
