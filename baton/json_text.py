@@ -34,7 +34,7 @@ def compact_json(field: str, source: Any, most_bytes: int = MAX_JSON_BYTES) -> s
     if not isinstance(source, Mapping):
         raise InvalidArgumentError(f"{field} must be a JSON object, not {type(source).__name__}")
     try:
-        _check_structure(field, source)
+        _check_structure(field, source, most_bytes)
         text = json.dumps(source, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
@@ -86,11 +86,18 @@ def _parsed(field: str, text: str) -> Any:
         raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
 
 
-def _check_structure(field: str, source: Any) -> None:
-    """Refuses keys that are no texts, which `json.dumps` would convert, and deep nesting."""
-    level = [source]
+def _check_structure(field: str, source: Any, most_bytes: int) -> None:
+    """Refuses keys that are no texts, which `json.dumps` would convert, deep nesting, and more
+    values than the text may have bytes, before it is made.
+    """
+    level, num_values = [source], 1
     for _ in range(MAX_JSON_DEPTH):
         level = [child for value in level for child in _children(field, value)]
+        num_values += len(level)
+        if num_values > most_bytes:
+            raise InvalidArgumentError(
+                f"{field} has more than {most_bytes} values; its text may have {most_bytes} bytes"
+            )
     if any(isinstance(value, Mapping | list | tuple) for value in level):
         raise InvalidArgumentError(f"{field} nests more than {MAX_JSON_DEPTH} levels deep")
 

@@ -25,6 +25,7 @@ from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.reasoning import encode_marks
 from router.tokenizer import Tokenizer
+from router.validation import MAX_TOKENIZE_CHARS
 
 __all__ = ["Model", "Models", "RouterFiles"]
 
@@ -128,6 +129,13 @@ class Model:
         """Token ids are below it: the replicas' number, or the tokenizer's while there are none."""
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
+
+    @property
+    def most_prompt_chars(self) -> int:
+        """The most characters of a text that is tokenized for its tokens alone."""
+        replicas = self.fleet.decode.candidates
+        most_tokens = max((replica.info.max_model_len for replica in replicas), default=0)
+        return max(MAX_TOKENIZE_CHARS, most_tokens * self.tokenizer.longest_token_chars)
 
     async def render(self, conversation: Conversation) -> str:
         """Returns the prompt of a chat. It has its special tokens already, as texts.

@@ -30,6 +30,8 @@ __all__ = [
     "to_worker_error",
 ]
 
+_MOST_MESSAGE_BYTES = 6000
+"""gRPC takes 8 KiB of trailers, where a byte that is not ASCII takes three."""
 _ERRORS: tuple[type[BatonError], ...] = (
     AbortedError,
     DeadlineExceededError,
@@ -53,8 +55,14 @@ def status_of_number(number: int) -> grpc.StatusCode:
 
 
 def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
-    """The status and the message that a caller receives for `error`."""
-    return grpc.StatusCode[error.code], error.message
+    """The status and the message that a caller receives for `error`.
+
+    The message is cut to what fits into the trailers of a call. A lone surrogate, which a client's
+    JSON may have, is written as a question mark.
+    """
+    text = error.message.encode(errors="replace")
+    most_bytes = _MOST_MESSAGE_BYTES if text.isascii() else _MOST_MESSAGE_BYTES // 3
+    return grpc.StatusCode[error.code], text[:most_bytes].decode(errors="ignore")
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

@@ -16,6 +16,7 @@ from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
 from router.chat.template import ends_in_reasoning
 from router.chat.tool_parsers import ToolParser, forced_tool_parser
 from router.models import Model
+from router.validation import check_length
 
 __all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
 
@@ -62,7 +63,7 @@ class ChatService:
 
         Raises:
             FailedPreconditionError: the model has no chat template.
-            InvalidArgumentError: the messages cannot be rendered.
+            InvalidArgumentError: the messages cannot be rendered, or are too long.
         """
         return len(await self.encode(conversation))
 
@@ -71,6 +72,7 @@ class ChatService:
     ) -> list[int]:
         """The tokens of a chat's prompt; errors are those of `count_tokens`."""
         prompt = await self._model.render(conversation)
+        check_length("prompt", prompt, self._model.most_prompt_chars)
         return await self._model.tokenizer.encode_async(
             prompt, add_special_tokens=add_special_tokens
         )

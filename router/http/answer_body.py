@@ -3,7 +3,7 @@
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from router.http.bodies import SamplingBody
+from router.http.bodies import Array, JsonObject, SamplingBody
 from router.http.params import stated_fields
 
 __all__ = ["AnswerBody", "sampling_of"]
@@ -20,8 +20,8 @@ class AnswerBody(SamplingBody):
         documents: documents for templates that read them.
     """
 
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    documents: Array[JsonObject] | None = None
 
 
 def sampling_of(body: AnswerBody) -> dict[str, Any]:

@@ -26,17 +26,22 @@ PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
 
 
 def _declared_responses(
-    description: str, *, streams: bool = False
+    description: str, *fields: str, streams: bool = False
 ) -> dict[int | str, dict[str, Any]]:
     """`declared_responses` with errors of Anthropic's shape."""
-    responses = declared_responses(description, streams=streams)
+    responses = declared_responses(description, *fields, streams=streams)
     return {
         status: fields | {"model": AnthropicErrorResponse} if "model" in fields else fields
         for status, fields in responses.items()
     }
 
 
-@_ROUTER.post("/v1/messages", responses=_declared_responses("The message.", streams=True))
+@_ROUTER.post(
+    "/v1/messages",
+    responses=_declared_responses(
+        "The message.", "id", "type", "role", "model", "content", "usage", streams=True
+    ),
+)
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answers a conversation. `anthropic-version` and `x-api-key` may have any value."""
     context = context_of(request)
@@ -52,7 +57,10 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     return await whole_response(chunks, message, request)
 
 
-@_ROUTER.post("/v1/messages/count_tokens", responses=_declared_responses("The number of tokens."))
+@_ROUTER.post(
+    "/v1/messages/count_tokens",
+    responses=_declared_responses("The number of tokens.", "input_tokens"),
+)
 async def count_tokens(body: MessagesBody, request: Request) -> Response:
     """Counts the tokens of a conversation, as the chat template writes it."""
     context = context_of(request)

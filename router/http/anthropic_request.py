@@ -12,6 +12,7 @@ from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
 from router.http.anthropic_messages import continues_answer, messages_of_turns
 from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
+from router.http.bodies import Array, JsonObject
 from router.http.fields import Fields
 
 __all__ = ["MessagesBody", "conversation_of_body", "read_messages_request"]
@@ -35,14 +36,14 @@ class MessagesBody(AnswerBody):
         metadata: ignored.
     """
 
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    messages: Array[JsonObject]
+    system: str | Array[JsonObject] | None = None
+    stop_sequences: Array[str] | None = None
+    tools: Array[JsonObject] | None = None
+    tool_choice: JsonObject | None = None
+    thinking: JsonObject | None = None
+    output_config: JsonObject | None = None
+    metadata: JsonObject | None = None
 
 
 def read_messages_request(

@@ -1,6 +1,7 @@
 """`build_app`: the HTTP application over the served models."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -8,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from baton.errors import BatonError
 from baton.version import __version__
@@ -33,6 +35,20 @@ _PROTOCOLS: Sequence[Protocol] = (
 """The endpoints. A new protocol needs a line here."""
 
 
+class _App(FastAPI):
+    """An application whose document has no status 422: bodies that do not fit get 400."""
+
+    @override
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def build_app(served: Models, config: HttpConfig) -> FastAPI:
     """The application.
 
@@ -40,7 +56,7 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         served: the models.
         config: the limits.
     """
-    app = FastAPI(
+    app = _App(
         title="Baton",
         version=__version__,
         description="LLM serving with OpenAI's API",

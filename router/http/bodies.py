@@ -1,23 +1,54 @@
 """`SamplingBody`: the fields that request bodies of several protocols share.
 
 Types are strict: a number is not a text. An explicit null is the same as an absent field.
-Names follow OpenAI's API, then vLLM's.
+Names follow OpenAI's API, then vLLM's. A body has few errors, however large it is: a list is
+refused at its first wrong element, objects have few fields, or fields of any kind.
 """
 
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["SamplingBody", "StreamOptions", "TokenId", "refuse_lacking"]
+__all__ = [
+    "Array",
+    "Body",
+    "FewEntries",
+    "JsonObject",
+    "SamplingBody",
+    "StreamOptions",
+    "TokenId",
+    "refuse_lacking",
+]
 
 _LOGGER = logging.getLogger("baton.http")
 
+_MOST_ENTRIES = 1024
+_Element = TypeVar("_Element")
+
+
+def _refuse_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MOST_ENTRIES:
+        raise PydanticCustomError(
+            "too_many_fields",
+            "Object has {length} fields; at most {most} are allowed",
+            {"length": len(value), "most": _MOST_ENTRIES},
+        )
+    return value
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Array = Annotated[list[_Element], Field(fail_fast=True)]
+"""A list with one error at most."""
+JsonObject = dict[Any, Any]
+"""A JSON object. Its keys are not checked here, which would give an error for each."""
+FewEntries = BeforeValidator(_refuse_many)
+"""Refuses an object of many fields before each of them is checked."""
 
 _LACKING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -55,7 +86,18 @@ _IGNORED = frozenset(
 """Names of OpenAI's API that have no meaning here."""
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """A body of a request, with few fields."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_many_fields(cls, fields: Any) -> Any:
+        return _refuse_many(fields)
+
+
+class StreamOptions(Body):
     """What a stream has besides the text.
 
     Attributes:
@@ -63,13 +105,11 @@ class StreamOptions(BaseModel):
         continuous_usage_stats: token counts so far in every chunk.
     """
 
-    model_config = ConfigDict(strict=True)
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(Body):
     """The sampling parameters of a body; docs/sampling.md describes them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -84,8 +124,8 @@ class SamplingBody(BaseModel):
     n: int | None = None
     best_of: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Array[str] | None = None
+    stop_token_ids: Array[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -93,9 +133,9 @@ class SamplingBody(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, FewEntries] = None
+    allowed_token_ids: Array[int] | None = None
+    bad_words: Array[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -105,14 +145,14 @@ class SamplingBody(BaseModel):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
+    response_format: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
+    guided_json: str | JsonObject | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Array[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: JsonObject | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None

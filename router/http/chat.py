@@ -20,7 +20,7 @@ from router.http.context import context_of
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
+from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
@@ -31,7 +31,10 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/chat/completions", responses=declared_responses("The answer.", streams=True))
+@_ROUTER.post(
+    "/v1/chat/completions",
+    responses=declared_responses("The answer.", *COMPLETION_FIELDS, streams=True),
+)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a chat."""
     context = context_of(request)

@@ -9,7 +9,7 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import MAX_LOGPROBS
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
-from router.http.bodies import SamplingBody
+from router.http.bodies import Array, JsonObject, SamplingBody
 from router.http.fields import Fields, wrong_value
 from router.http.params import stated_fields
 
@@ -34,17 +34,17 @@ class ChatBody(SamplingBody):
         include_reasoning: whether the answer has the reasoning part.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Array[JsonObject]
+    tools: Array[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    documents: Array[JsonObject] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -1,12 +1,27 @@
 """`CompletionBody`: the body of `/v1/completions`."""
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidArgumentError
-from router.http.bodies import SamplingBody, TokenId
+from router.http.bodies import Array, SamplingBody, TokenId
 from router.http.params import Prompt, stated_fields
+from router.validation import MAX_PROMPTS
 
 __all__ = ["CompletionBody"]
+
+
+def _refuse_many(prompt: Any) -> Any:
+    """Refuses too many prompts before each of them is checked."""
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise PydanticCustomError(
+            "too_many_prompts",
+            "Field has {length} prompts; at most {most} are allowed",
+            {"length": len(prompt), "most": MAX_PROMPTS},
+        )
+    return prompt
 
 
 class CompletionBody(SamplingBody):
@@ -17,7 +32,9 @@ class CompletionBody(SamplingBody):
         logprobs: how many likeliest tokens are returned at each place, beside the token.
     """
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[
+        str | Array[str] | Array[TokenId] | Array[Array[TokenId]], BeforeValidator(_refuse_many)
+    ]
     logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:

@@ -16,7 +16,7 @@ from router.http.context import context_of
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
+from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
@@ -31,7 +31,10 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/completions", responses=declared_responses("The completions.", streams=True))
+@_ROUTER.post(
+    "/v1/completions",
+    responses=declared_responses("The completions.", *COMPLETION_FIELDS, streams=True),
+)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Completes one or several prompts."""
     context = context_of(request)

@@ -9,16 +9,19 @@ from starlette.responses import Response
 from baton.version import __version__
 from router.http.context import context_of
 from router.http.json_bytes import json_response
-from router.http.protocol import JSON_OBJECT, Protocol, declared_responses
+from router.http.protocol import WITHOUT_BODY, Protocol, declared_responses, json_object
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
 
+_READINESS = ("ready", "draining", "models")
 _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.get("/health", responses=declared_responses("The process lives."))
+@_ROUTER.get(
+    "/health", responses=declared_responses("The process lives.", "status", errors=WITHOUT_BODY)
+)
 async def health() -> Response:
     """Answers while the process lives."""
     return json_response({"status": "ok"})
@@ -33,8 +36,8 @@ async def ping() -> Response:
 @_ROUTER.get(
     "/ready",
     responses={
-        **declared_responses("Every model can be served."),
-        503: {"description": "A model cannot be served.", "content": JSON_OBJECT},
+        **declared_responses("Every model can be served.", *_READINESS, errors=WITHOUT_BODY),
+        503: {"description": "A model cannot be served.", "content": json_object(*_READINESS)},
     },
 )
 async def ready(request: Request) -> Response:
@@ -46,7 +49,9 @@ async def ready(request: Request) -> Response:
     return json_response(body, 200 if is_ready else 503)
 
 
-@_ROUTER.get("/version", responses=declared_responses("The version."))
+@_ROUTER.get(
+    "/version", responses=declared_responses("The version.", "version", errors=WITHOUT_BODY)
+)
 async def version() -> Response:
     """Returns Baton's version."""
     return json_response({"version": __version__})

@@ -1,7 +1,7 @@
 """`RequestMiddleware`: what every request gets before the application sees it.
 
 - an id: the client's `X-Request-Id`, if it is fit for one, or a new one; echoed in the answer
-- its body read whole, up to a limit of bytes and time
+- its body read whole, up to a limit of bytes and time; all bodies that arrive have a limit too
 - a line in the log; an answer 500 without the cause if a bug raises
 """
 
@@ -24,6 +24,8 @@ _FIT_ID = re.compile(rb"[\x21-\x7e]{1,100}")
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """Where OpenAI's and Anthropic's clients read the id."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+_MOST_BODIES = 16
+"""How many bodies of the largest size may arrive at once."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -50,6 +52,7 @@ class RequestMiddleware:
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
         self._running_ids: set[str] = set()
+        self._num_arriving_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -92,26 +95,30 @@ class RequestMiddleware:
                 body = await self._read(receive)
         except TimeoutError:
             return _closing(408, f"the body did not arrive within {self._body_timeout_s:g} s")
-        if body is None:
-            return self._too_large()
+        if isinstance(body, Problem):
+            return body
         if body and not _is_json(headers.get(b"content-type", b"")):
             return http_problem(415, "the body must have the content type application/json")
         await self._app(scope, _replaying(body, receive), call.send)
         return None
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None if it is too large. It ends early if the client leaves."""
-        parts: list[bytes] = []
-        num_bytes, more = 0, True
-        while more:
-            message = await receive()
-            part = message.get("body", b"")
-            more = message.get("more_body", False)
-            num_bytes += len(part)
-            if num_bytes > self._max_request_bytes:
-                return None
-            parts.append(part)
-        return b"".join(parts)
+    async def _read(self, receive: Receive) -> bytes | Problem:
+        """The body, or why it is not read to its end. It ends early if the client leaves."""
+        body, more = bytearray(), True
+        try:
+            while more:
+                message = await receive()
+                part = message.get("body", b"")
+                more = message.get("more_body", False)
+                body += part
+                self._num_arriving_bytes += len(part)
+                if len(body) > self._max_request_bytes:
+                    return self._too_large()
+                if self._num_arriving_bytes > _MOST_BODIES * self._max_request_bytes:
+                    return _closing(503, "too many large bodies arrive at once; try again")
+            return bytes(body)
+        finally:
+            self._num_arriving_bytes -= len(body)
 
     def _too_large(self) -> Problem:
         return _closing(413, f"the body has more than {self._max_request_bytes} bytes")
@@ -119,7 +126,8 @@ class RequestMiddleware:
 
 def _closing(status: int, message: str) -> Problem:
     """A problem after which the connection cannot be used: the body was not read to its end."""
-    return http_problem(status, message, {"Connection": "close"})
+    headers = {"Connection": "close"} | ({"Retry-After": "1"} if status == 503 else {})
+    return http_problem(status, message, headers)
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -9,7 +9,13 @@ from starlette.responses import Response
 from router.http.context import context_of, max_model_len
 from router.http.errors import Problem, error_response, openai_error
 from router.http.json_bytes import json_response
-from router.http.protocol import ERROR_RESPONSES, Protocol, declared_responses
+from router.http.protocol import (
+    ERROR_RESPONSES,
+    WITHOUT_BODY,
+    Protocol,
+    declared_responses,
+    json_object,
+)
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
@@ -18,21 +24,31 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.get("/v1/models", responses=declared_responses("The served models."))
+@_ROUTER.get(
+    "/v1/models",
+    responses=declared_responses("The served models.", "object", "data", errors=WITHOUT_BODY),
+)
 async def list_models(request: Request) -> Response:
     """Lists the served models; each alias is listed too."""
     data = [_fields(model, name) for model in context_of(request).models for name in model.names]
     return json_response({"object": "list", "data": data})
 
 
-@_ROUTER.get("/v1/models/{model_id:path}", responses=declared_responses("The model."))
+@_ROUTER.get(
+    "/v1/models/{model_id:path}",
+    responses=declared_responses("The model.", "id", "object", errors=(404, *WITHOUT_BODY)),
+)
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""
     return json_response(_fields(context_of(request).models.find(model_id), model_id))
 
 
 @_ROUTER.post(
-    "/v1/embeddings", status_code=501, responses={501: ERROR_RESPONSES[500], **ERROR_RESPONSES}
+    "/v1/embeddings",
+    status_code=501,
+    responses=ERROR_RESPONSES
+    | {501: ERROR_RESPONSES[500] | {"description": "No model makes embeddings."}},
+    openapi_extra={"requestBody": {"content": json_object()}},
 )
 async def create_embeddings(request: Request) -> Response:
     """Refuses: no served model makes embeddings."""

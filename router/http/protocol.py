@@ -1,6 +1,6 @@
 """`Protocol`: a group of endpoints; the responses that they declare for the OpenAPI document."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,14 @@ from pydantic import BaseModel
 
 from router.http.errors import ErrorBody, openai_error
 
-__all__ = ["ERROR_RESPONSES", "JSON_OBJECT", "Protocol", "declared_responses"]
+__all__ = [
+    "COMPLETION_FIELDS",
+    "ERROR_RESPONSES",
+    "WITHOUT_BODY",
+    "Protocol",
+    "declared_responses",
+    "json_object",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +63,37 @@ _STATUSES: Mapping[int, str] = {
 }
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": ErrorResponse} for status, text in _STATUSES.items()
-} | {"default": {"description": "An error.", "model": ErrorResponse}}
-"""The errors of the endpoints, for the OpenAPI document."""
-
-JSON_OBJECT: Mapping[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-"""The content of a response that is any JSON object."""
+}
+"""The errors of the endpoints that take a body, for the OpenAPI document."""
+COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
+"""Fields of OpenAI's completions and answers to chats."""
+WITHOUT_BODY = (500, 503)
+"""The statuses of errors of the endpoints that take none."""
 
 
 def declared_responses(
-    description: str, *, streams: bool = False
+    description: str,
+    *fields: str,
+    errors: Collection[int | str] = tuple(ERROR_RESPONSES),
+    streams: bool = False,
 ) -> dict[int | str, dict[str, Any]]:
     """The responses of an endpoint: its errors, and its success as JSON or also as events.
 
     Args:
         description: of the success.
+        fields: those that the JSON of the success always has; it may have more.
+        errors: the statuses of its errors.
         streams: whether the body may be a stream of server-sent events.
     """
-    content = dict(JSON_OBJECT)
+    content = json_object(*fields)
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {200: {"description": description, "content": content}, **ERROR_RESPONSES}
+    success: dict[int | str, dict[str, Any]] = {
+        200: {"description": description, "content": content}
+    }
+    return success | {status: ERROR_RESPONSES[status] for status in errors}
+
+
+def json_object(*fields: str) -> dict[str, Any]:
+    """The content of a body that is a JSON object with these fields."""
+    return {"application/json": {"schema": {"type": "object", "required": list(fields)}}}

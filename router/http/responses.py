@@ -21,7 +21,12 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/responses", responses=declared_responses("The response.", streams=True))
+@_ROUTER.post(
+    "/v1/responses",
+    responses=declared_responses(
+        "The response.", "id", "object", "status", "model", "output", streams=True
+    ),
+)
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """Answers a conversation. Nothing is stored."""
     context = context_of(request)

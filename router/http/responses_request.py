@@ -13,6 +13,7 @@ from baton.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
+from router.http.bodies import Array, FewEntries, JsonObject
 from router.http.fields import Fields, wrong_value
 from router.http.responses_input import messages_of_input
 from router.http.responses_tools import Tools, tools_of
@@ -53,20 +54,20 @@ class ResponsesBody(AnswerBody):
         truncation: auto keeps the last tokens of a prompt that is too long.
     """
 
-    input: str | list[dict[str, Any]]
+    input: str | Array[JsonObject]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
     max_tool_calls: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    include: list[_Include] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    include: Array[_Include] | None = None
+    tools: Array[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: JsonObject | None = None
+    reasoning: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, FewEntries] = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

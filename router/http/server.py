@@ -10,15 +10,14 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigurationError
 from router.http.config import HttpConfig
+from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.server import write_port_file
 
 __all__ = ["HttpServer"]
@@ -27,6 +26,7 @@ _LOGGER = logging.getLogger("baton.http")
 _BACKLOG = 2048
 _LEAST_GRACE_S = 0.05
 _END_TIMEOUT_S = 2.0
+_TICKS_PER_SWEEP = 10  # of 0.1 s
 
 
 class HttpServer:
@@ -49,7 +49,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_limited_protocol(config),
+                http=limited_protocol(config),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -119,6 +119,14 @@ class _Server(uvicorn.Server):
         await self.shutdown()
         await self._end_tasks()
 
+    @override
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, LimitedProtocol)
+                connection.sweep()
+        return await super().on_tick(counter)
+
     async def _end_tasks(self) -> None:
         """Waits for answers that `shutdown` has cancelled; closes what clients keep open."""
         tasks = list(self.server_state.tasks)
@@ -131,72 +139,6 @@ class _Server(uvicorn.Server):
     @override
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _LimitedProtocol(HttpToolsProtocol):
-    """Closes connections beyond `max_connections`, those whose headers do not arrive within
-    `header_timeout_s`, and those that do not read for `send_timeout_s`.
-    """
-
-    limits: ClassVar[HttpConfig]
-    _header_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
-
-    @override
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            transport.abort()
-        else:
-            self._start_header_timer()
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
-        self._stop_send_timer()
-        super().connection_lost(exc)
-
-    @override
-    def on_message_begin(self) -> None:
-        if self._header_timer is None:
-            self._start_header_timer()
-        super().on_message_begin()
-
-    @override
-    def on_headers_complete(self) -> None:
-        self._stop_header_timer()
-        super().on_headers_complete()
-
-    @override
-    def pause_writing(self) -> None:
-        # A mere close would wait until the client has read what is under way.
-        self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self.transport.abort)
-        super().pause_writing()
-
-    @override
-    def resume_writing(self) -> None:
-        self._stop_send_timer()
-        super().resume_writing()
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-
-    def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(
-            self.limits.header_timeout_s, self.timeout_keep_alive_handler
-        )
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-
-def _limited_protocol(config: HttpConfig) -> type[HttpToolsProtocol]:
-    """The protocol with the limits of a config; uvicorn makes its objects itself."""
-    return type("_Protocol", (_LimitedProtocol,), {"limits": config})
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

@@ -82,9 +82,8 @@ class SseResponse(Response):
         watcher = asyncio.ensure_future(_watch(receive, writer, self._keepalive_s))
         try:
             await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if work.done() and not work.cancelled():
-                work.result()
-                await writer.end()
+            if work.done():
+                await self._finish(work, writer)
         except asyncio.CancelledError:
             await _cancel(work, watcher)
             if not writer.has_begun:
@@ -92,6 +91,18 @@ class SseResponse(Response):
             await self._end_by_stop(writer)
         finally:
             await _cancel(work, watcher)
+
+    async def _finish(self, work: "asyncio.Future[None]", writer: "_Writer") -> None:
+        """Ends the stream of work that has ended."""
+        if work.cancelled():
+            # A deadline that passes while a generator waits for its reader ends the reader so.
+            error = DeadlineExceededError("the request's deadline has passed")
+            if not writer.has_begun:
+                raise error
+            await writer.emit(self._error_event(problem_of(error, self._request_id)))
+        else:
+            work.result()
+        await writer.end()
 
     async def _end_by_stop(self, writer: "_Writer") -> None:
         """Ends a stream that the stopping server cancelled, if the client reads."""

@@ -1,16 +1,13 @@
 """`/tokenize` and `/detokenize`, with the bodies that vLLM has."""
 
-from typing import Any
-
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
-from router.http.bodies import TokenId
+from router.http.bodies import Array, Body, JsonObject, TokenId
 from router.http.context import context_of, max_model_len
 from router.http.json_bytes import json_response
 from router.http.protocol import Protocol, declared_responses
@@ -27,7 +24,7 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Body):
     """A text or a chat to encode.
 
     Attributes:
@@ -37,14 +34,12 @@ class TokenizeBody(BaseModel):
         return_token_strs: whether the answer has the tokens' texts.
     """
 
-    model_config = ConfigDict(strict=True)
-
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Array[JsonObject] | None = None
+    tools: Array[JsonObject] | None = None
+    documents: Array[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -66,16 +61,19 @@ class TokenizeBody(BaseModel):
         )
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Body):
     """Token ids to decode."""
 
-    model_config = ConfigDict(strict=True)
-
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Array[TokenId]
 
 
-@_ROUTER.post("/tokenize", responses=declared_responses("The token ids."))
+@_ROUTER.post(
+    "/tokenize",
+    responses=declared_responses(
+        "The token ids.", "count", "max_model_len", "tokens", "token_strs"
+    ),
+)
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Encodes a text or a chat as a request for a completion would."""
     context = context_of(request)
@@ -102,7 +100,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     )
 
 
-@_ROUTER.post("/detokenize", responses=declared_responses("The text."))
+@_ROUTER.post("/detokenize", responses=declared_responses("The text.", "prompt"))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Decodes token ids; special tokens are part of the text."""
     model = context_of(request).models.find(body.model or "")

@@ -232,8 +232,8 @@ async def test_echo_begins_with_the_prompt_and_its_logprobs():
 async def test_offsets_count_special_tokens_that_the_text_has():
     script = [*script_of("c"), EOS_TOKEN_ID, *script_of("d")]
     fields = {"model": MODEL, "prompt": "<s>a</s>b", "max_tokens": 3, "logprobs": 0}
-    async with running_http(FakeDecode(script)) as door:
-        create = door.openai.completions.create
+    async with running_http(FakeDecode(script)) as api:
+        create = api.openai.completions.create
         echoed = await create(**fields, echo=True, extra_body={"ignore_eos": True})
         extra = {"ignore_eos": True, "skip_special_tokens": False}
         written = await create(**fields, extra_body=extra)
@@ -246,9 +246,9 @@ async def test_offsets_count_special_tokens_that_the_text_has():
 
 
 async def test_a_request_has_no_more_prompts_than_can_run():
-    async with running_http(FakeDecode(script_of(TEXT)), max_concurrent_requests=2) as door:
+    async with running_http(FakeDecode(script_of(TEXT)), max_concurrent_requests=2) as api:
         with pytest.raises(openai.BadRequestError, match="prompts has 3 entries"):
-            await door.openai.completions.create(model=MODEL, prompt=["a", "b", "c"])
+            await api.openai.completions.create(model=MODEL, prompt=["a", "b", "c"])
 
 
 async def test_token_ids_prompt_logprobs_and_running_counts():

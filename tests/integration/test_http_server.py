@@ -164,8 +164,8 @@ async def test_a_deadline_of_the_client_holds():
 
 async def test_official_clients_do_not_repeat_what_took_too_long():
     decode = FakeDecode(ENDLESS, pause_after=1)
-    async with running_http(decode) as door:
-        client = door.openai.with_options(max_retries=2)
+    async with running_http(decode) as api:
+        client = api.openai.with_options(max_retries=2)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(
                 model="scripted", prompt="a", extra_headers={"X-Request-Timeout-S": "0.2"}

@@ -341,6 +341,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     Args:
         script: tokens of the first candidate.
         pause_after: most tokens of a candidate until `resume` changes it; None for no limit.
+        joins_steps: whether messages have all steps that are ready, not one each.
         info: fields of the worker's description.
     """
 
@@ -348,10 +349,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     service_name = "baton.v1.DecodeService"
 
     def __init__(
-        self, script: Sequence[int], *, pause_after: int | None = None, **info: Any
+        self,
+        script: Sequence[int],
+        *,
+        pause_after: int | None = None,
+        joins_steps: bool = False,
+        **info: Any,
     ) -> None:
         super().__init__(script, **info)
         self.pause_after = pause_after
+        self.joins_steps = joins_steps
         self.starts: list[decode_pb2.StartDecode] = []
         self.prefetches: list[decode_pb2.PrefetchKv] = []
         self.cancels: list[str] = []
@@ -406,6 +413,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         try:
             while True:
                 step = await outputs.get()
+                while self.joins_steps and step and not outputs.empty():
+                    step = [*step, *(outputs.get_nowait() or ())]
                 if step is None:
                     await context.abort(grpc.StatusCode.CANCELLED, "by the worker")
                 self.num_sent += sum(len(output.token_ids) for output in step)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 from fastapi.exceptions import RequestValidationError
@@ -220,6 +221,26 @@ async def test_a_stream_is_sent_event_by_event():
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
     assert [part["body"] for part in parts] == [b"1", b"2", b""]
     assert [part["more_body"] for part in parts] == [True, True, False]
+
+
+async def test_a_deadline_of_a_generator_that_waits_for_its_reader_is_an_event():
+    """The deadline cancels the task, which is outside of the generator then."""
+    may_read = asyncio.Event()
+
+    async def chunks():
+        async with asyncio.timeout(0.01):
+            yield b"1"
+
+    async def produce(emit):
+        async with aclosing(chunks()) as pieces:
+            async for piece in pieces:
+                await emit(piece)
+                await may_read.wait()
+
+    client = Client()
+    await response(produce)({}, client.receive, client.send)
+    assert client.body == b"1data: 504\n\n"
+    assert not client.sent[-1]["more_body"]
 
 
 async def test_errors_before_the_first_event_are_raised_and_later_ones_are_events():

@@ -1,5 +1,7 @@
 """Errors keep their type and message across RPC."""
 
+from urllib.parse import quote
+
 import grpc
 import pytest
 
@@ -44,3 +46,10 @@ def test_unknown_statuses_become_internal_errors_with_their_message():
 
 def test_empty_messages_get_the_status_name():
     assert from_rpc_error(rpc_error(grpc.StatusCode.UNAVAILABLE, "")).message == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("text", ["a" * 9000, "a\ud800" + "😀" * 5000])
+def test_messages_fit_into_the_trailers_of_a_call(text):
+    _, message = to_status(errors.InvalidArgumentError(text))
+    assert len(quote(message)) < 8000
+    assert message[:3] in ("aaa", "a?😀")

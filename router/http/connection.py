@@ -1,0 +1,189 @@
+"""`LimitedProtocol`: uvicorn's connection, with bounds on time and memory.
+
+Uvicorn alone has none for headers, trailers and the framing of chunks, waits for ever on a client
+that sends a byte now and then or does not read, and does not end the first of several pipelined
+requests when the client leaves.
+"""
+
+import asyncio
+from typing import Any, ClassVar
+
+from typing_extensions import override
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http.config import HttpConfig
+from router.http.plain_parser import PlainParser
+
+__all__ = ["LimitedProtocol", "limited_protocol"]
+
+MAX_HEAD_BYTES = 64 * 1024
+"""The most bytes of a request's first line and headers, to within one read of the socket."""
+MAX_PIPELINED = 64
+"""The most requests of one connection that wait or run."""
+_FRAMING = 2
+"""Bytes on the wire per byte of a body, at most: chunks have sizes, extensions and trailers."""
+_TOO_LARGE_HEAD = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection of a client, which gets an end if it costs too much.
+
+    Reasons: there are `max_connections` others; its headers do not arrive within
+    `header_timeout_s` or are too large; a message has far more bytes than a body may have; the
+    client does not read for `send_timeout_s`; too many requests wait.
+
+    Attributes:
+        limits: the limits.
+        parser: parses the requests.
+    """
+
+    limits: ClassVar[HttpConfig]
+    parser: PlainParser  # type: ignore[assignment]
+    _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+    _is_in_body = False
+    _has_parsed = False
+    _num_bytes = 0
+    _closing_since: float | None = None
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = PlainParser(self)
+
+    @override
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            transport.abort()
+        else:
+            self._start_header_timer()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles = ()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._has_parsed = False
+        super().data_received(data)
+        # Bytes since the message's last step; the part of this read before the step is left out.
+        self._num_bytes = 0 if self._has_parsed else self._num_bytes + len(data)
+        if self.transport.is_closing():
+            return
+        if self._num_bytes > self._most_bytes:
+            self._refuse_message()
+        elif self._is_idle and self._header_timer is None and self.timeout_keep_alive_task is None:
+            # Bytes between messages, such as empty lines, have stopped uvicorn's timer.
+            self._start_header_timer()
+
+    @override
+    def on_message_begin(self) -> None:
+        if self.parser.is_silent:
+            return
+        self._has_parsed, self._is_in_body = True, False
+        if self._header_timer is None:
+            self._start_header_timer()
+        super().on_message_begin()
+
+    @override
+    def on_url(self, url: bytes) -> None:
+        if not self.parser.is_silent:
+            super().on_url(url)
+
+    @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.parser.is_silent:
+            super().on_header(name, value)
+
+    @override
+    def on_headers_complete(self) -> None:
+        if self.parser.is_silent:
+            return
+        self._has_parsed, self._is_in_body = True, True
+        self._stop_header_timer()
+        super().on_headers_complete()
+        running = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles = (*running, self.cycle)
+        if len(self._cycles) > MAX_PIPELINED:
+            self.transport.abort()
+
+    @override
+    def on_message_complete(self) -> None:
+        if self.parser.ends_early:
+            return
+        self._has_parsed, self._is_in_body = True, False
+        super().on_message_complete()
+
+    @override
+    def pause_writing(self) -> None:
+        # A mere close would wait until the client has read what is under way.
+        self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self.transport.abort)
+        super().pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def sweep(self) -> None:
+        """Called now and then: ends a close that waits too long for the client to read."""
+        if not self.transport.is_closing():
+            return
+        if self._closing_since is None:
+            self._closing_since = self.loop.time()
+        elif self.loop.time() - self._closing_since > self.limits.send_timeout_s:
+            self.transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _most_bytes(self) -> int:
+        body_bytes = _FRAMING * self.limits.max_request_bytes if self._is_in_body else 0
+        return MAX_HEAD_BYTES + body_bytes
+
+    def _refuse_message(self) -> None:
+        if self._is_idle and not self._is_in_body:
+            self.transport.write(_TOO_LARGE_HEAD)
+            self.transport.close()
+        else:  # an answer is under way
+            self.transport.abort()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(
+            self.limits.header_timeout_s, self._end_header_time
+        )
+
+    def _end_header_time(self) -> None:
+        self._header_timer = None
+        if self._is_idle:
+            self.timeout_keep_alive_handler()
+        else:  # the next request may not be read yet
+            self._start_header_timer()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+
+def limited_protocol(config: HttpConfig) -> type[LimitedProtocol]:
+    """The protocol with the limits of a config; uvicorn makes its objects itself."""
+    return type("_Protocol", (LimitedProtocol,), {"limits": config})
