@@ -43,7 +43,9 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
     raise _wrong_value("response_format.type", kind, limit)
 
 
-def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
+def fields_of_tools(
+    tools: Any, tool_choice: Any, parallel_tool_calls: bool = True
+) -> dict[str, Any] | None:
     """Returns the fields that a choice of tools states, with the meaning that it has in vLLM.
 
     Args:
@@ -52,6 +54,7 @@ def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
             "required", the text is a JSON array of one or more calls, each an object with the
             tool's `name` and its `parameters`. With the name of a function, the text is the
             JSON object of its parameters.
+        parallel_tool_calls: False: the array has one call.
 
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
@@ -61,7 +64,10 @@ def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
     name = None if tool_choice == "required" else _chosen_name(tool_choice)
     functions = _functions(tools)
     if name is None:
-        return {"json": compact_json("tools", _schema_of_calls(functions))}
+        schema = _schema_of_calls(functions)
+        if not parallel_tool_calls:
+            schema["maxItems"] = 1
+        return {"json": compact_json("tools", schema)}
     if name not in functions:
         limit = f"the name of one of tools: {', '.join(functions)}"
         raise _wrong_value("tool_choice.function.name", name, limit)

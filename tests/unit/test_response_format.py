@@ -123,6 +123,13 @@ def test_required_is_an_array_of_calls(calls, is_valid):
     assert json.dumps(tools) == before
 
 
+def test_calls_that_may_not_be_parallel_are_an_array_of_one():
+    schema = json.loads(StructuredOutputs.of_tools([STOP], "required", False).json)
+    call = {"name": "stop", "parameters": {}}
+    assert jsonschema.Draft202012Validator(schema).is_valid([call])
+    assert not jsonschema.Draft202012Validator(schema).is_valid([call, call])
+
+
 OTHER = {"type": "object", "$defs": {"Number": {"type": "string"}}}
 RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 
