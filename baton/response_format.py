@@ -46,7 +46,8 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
 def fields_of_tools(
     tools: Any, tool_choice: Any, parallel_tool_calls: bool = True
 ) -> dict[str, Any] | None:
-    """Returns the fields that a choice of tools states, with the meaning that it has in vLLM.
+    """Returns the fields that a choice of tools states, with the meaning that it has in vLLM,
+    besides that the text has no optional whitespace.
 
     Args:
         tools: the tools that the model may call; read only if a call is forced.
@@ -67,11 +68,18 @@ def fields_of_tools(
         schema = _schema_of_calls(functions)
         if not parallel_tool_calls:
             schema["maxItems"] = 1
-        return {"json": compact_json("tools", schema)}
+        return _form_of_call(schema)
     if name not in functions:
         limit = f"the name of one of tools: {', '.join(functions)}"
         raise _wrong_value("tool_choice.function.name", name, limit)
-    return {"json": compact_json("tools", functions[name])}
+    return _form_of_call(functions[name])
+
+
+def _form_of_call(schema: dict[str, Any]) -> dict[str, Any]:
+    """The form of a forced call: JSON without optional whitespace, which small models may write
+    until the limit cuts the call.
+    """
+    return {"json": compact_json("tools", schema), "disable_any_whitespace": True}
 
 
 def _schema_of(field: str, value: Any) -> str:

@@ -7,32 +7,29 @@ installs the package if it can be had.
 import json
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
-import jinja2
 import jsonschema
 import pytest
-import torch
 
-from baton.errors import ConfigurationError
-from baton.model_files import open_model_files
-from baton.named_models import smollm2_path
 from baton.structured_outputs import StructuredOutputs
 from engine.request import FinishReason
-from tests.support.gguf_files import transformers_model
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
+from tests.support.smollm2 import (
+    CHATS,
+    FOLLOW_UPS,
+    MODEL,
+    NUM_TURNS,
+    QUESTIONS,
+    TURN_TOKENS,
+    chat,
+    is_installed,
+    reference_logits,
+    tokenizer,
+    user,
+)
 
-
-def is_installed():
-    try:
-        return smollm2_path().is_file()
-    except ConfigurationError:
-        return False
-
-
-MODEL = "smollm2"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -44,34 +41,6 @@ DATA = Path(__file__).parents[1] / "data" / "questions.json"
 TOLERANCE = 1e-4
 NUM_TOP = 5
 MAX_TOKENS = 200
-CHATS = (
-    "What is the capital of France?",
-    "Write a Python function that adds two numbers.",
-    "日本の首都はどこですか🗾",
-    "Tell me a story about a fox and a dog.",
-    "2, 4, 8, 16, what comes next?",
-)
-QUESTIONS = (
-    *CHATS,
-    "Who wrote Romeo and Juliet?",
-    "Name three colours.",
-    "What is the boiling point of water?",
-    "Explain photosynthesis in one sentence.",
-    "Translate 'good morning' to French.",
-    "What is 12 * 12?",
-    "Give me a recipe for pancakes.",
-    "Écris une phrase en français.",
-    "What is an operating system?",
-    "List the planets of the solar system.",
-    "Why is the sky blue?",
-    "Write a haiku about rain.",
-    "How do I reverse a list in Python?",
-    "Was ist die Hauptstadt von Deutschland?",
-    "What does HTTP stand for?",
-)
-FOLLOW_UPS = ("Say that in fewer words.", "Give an example, please.", "Why? 🤔", "And then?")
-NUM_TURNS = 3
-TURN_TOKENS = 16
 FLAGS = {
     "block_size": 16,
     "num_gpu_blocks_override": 640,
@@ -79,32 +48,6 @@ FLAGS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
 }
-
-
-@cache
-def tokenizer():
-    return open_model_files(MODEL).load_tokenizer()
-
-
-@cache
-def reference_model():
-    return transformers_model(smollm2_path(), torch.float64)
-
-
-@cache
-def template():
-    text = open_model_files(MODEL).read_settings()["chat_template"]
-    return jinja2.Environment(keep_trailing_newline=True).from_string(text)
-
-
-def chat(messages):
-    """The tokens of a conversation in the model's chat template."""
-    text = template().render(messages=messages, add_generation_prompt=True)
-    return tuple(tokenizer().encode(text, add_special_tokens=False).ids)
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def request_of(name, messages, **fields):
@@ -141,11 +84,6 @@ def run_whole(requests, _folder):
         return run_all(core, requests)
     finally:
         core.close()
-
-
-def reference_logits(tokens):
-    with torch.inference_mode():
-        return reference_model()(torch.tensor([tokens])).logits[0]
 
 
 def check_logprobs(expected, token_id, found):

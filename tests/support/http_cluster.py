@@ -48,7 +48,7 @@ class HttpCluster:
 
 @asynccontextmanager
 async def running_http_cluster(
-    folder: Path, *, model: Path | None = None, worker_flags: Sequence[str] = ()
+    folder: Path, *, model: Path | str | None = None, worker_flags: Sequence[str] = ()
 ) -> AsyncIterator[HttpCluster]:
     """Starts a router, one prefill and one decode worker, with tool-call and reasoning parsers.
 
