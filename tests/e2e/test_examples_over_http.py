@@ -76,7 +76,7 @@ async def test_client_libraries(door: HttpCluster, name: str) -> None:
     if not INTEGRATIONS.exists():
         pytest.skip("make test-slow installs the client libraries")
     printed = await printed_by(INTEGRATIONS, FOLDER / f"{name}.py", door.url, MODEL)
-    lines = dict(line.split(": ", 1) for line in printed.splitlines())
+    lines = dict(re.findall("^([a-z ]+): (.*)$", printed, re.MULTILINE))
     for kind in ("call", "streamed call"):
         assert "weather" in lines[kind]
         assert re.search(CITY, lines[kind])

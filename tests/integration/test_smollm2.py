@@ -21,7 +21,6 @@ from tests.support.smollm2 import (
     FOLLOW_UPS,
     MODEL,
     NUM_TURNS,
-    QUESTIONS,
     TURN_TOKENS,
     chat,
     is_installed,
@@ -97,14 +96,16 @@ def check_logprobs(expected, token_id, found):
 
 
 def test_chats_of_several_turns_are_those_of_transformers(tmp_path):
-    """A turn's answer is part of the next turn's prompt."""
-    chats = {str(index): [] for index in range(len(QUESTIONS))}
+    """A turn's answer is part of the next turn's prompt. More chats are in
+    tests/e2e/test_smollm2_over_http.py.
+    """
+    chats = {str(index): [] for index in range(len(CHATS))}
     with split_engines(tmp_path.name) as split:
         for turn in range(NUM_TURNS):
             prompts = {}
             for index, (name, messages) in enumerate(chats.items()):
                 follow_up = FOLLOW_UPS[(index + turn) % len(FOLLOW_UPS)]
-                messages.append(user(follow_up if turn else QUESTIONS[index]))
+                messages.append(user(follow_up if turn else CHATS[index]))
                 prompts[f"{name} {turn}"] = messages
             split.run([request_of(*item, max_tokens=TURN_TOKENS) for item in prompts.items()])
             for name, messages in prompts.items():
