@@ -48,7 +48,6 @@ BIAS = whitespace_bias()
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])"
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9], "b": "two"\}\}\n</tool_call>'
 PLACE = r'\{ ?"city" ?: ?"(Rome|Oslo)" ?, ?"size" ?: ?-?\d+ ?\}'
-THOUGHT = r"<think>\n[a-z]{3,8}\n</think>\n\n(yes|no)"
 
 # Names of the requests' fields are those of `SamplingParams` as well.
 SAME_OVER_GRPC = {
@@ -267,19 +266,6 @@ async def test_calls_of_tools(door: HttpCluster, choice) -> None:
     )
     assert final.choices[0].message.tool_calls is None
     assert final.choices[0].message.content
-
-
-async def test_reasoning_is_apart(door: HttpCluster) -> None:
-    whole, (only,) = await both_chats(
-        door.openai,
-        model=MODEL,
-        messages=CHAT,
-        seed=1,
-        extra_body={"structured_outputs": {"regex": THOUGHT}},
-    )
-    assert re.fullmatch("[a-z]{3,8}", only["reasoning"].strip())
-    assert only["content"].strip() in ("yes", "no")
-    assert whole.usage.completion_tokens_details.reasoning_tokens > 0
 
 
 class Place(BaseModel):

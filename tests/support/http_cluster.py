@@ -15,7 +15,6 @@ MODEL = "tiny"
 ROUTER_FLAGS = (
     "--max-local-prefill-tokens=0",
     "--tool-call-parser=hermes",
-    "--reasoning-parser=qwen3",
     "--port=0",
 )
 
@@ -48,14 +47,19 @@ class HttpCluster:
 
 @asynccontextmanager
 async def running_http_cluster(
-    folder: Path, *, model: Path | str | None = None, worker_flags: Sequence[str] = ()
+    folder: Path,
+    *,
+    model: Path | str | None = None,
+    worker_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = (),
 ) -> AsyncIterator[HttpCluster]:
-    """Starts a router, one prefill and one decode worker, with tool-call and reasoning parsers.
+    """Starts a router, one prefill and one decode worker, with a parser of tool calls.
 
     Args:
         folder: gets logs and the KV store.
         model: the model; None: the demo model.
         worker_flags: further flags of both workers.
+        router_flags: further flags of the router.
     """
     port_file = folder / "http.port"
     async with running_cluster(
@@ -63,7 +67,7 @@ async def running_http_cluster(
         model=model or demo_model_path(),
         kv_connector=f"file://{folder}/kv",
         worker_flags=worker_flags,
-        router_flags=(*ROUTER_FLAGS, f"--port-file={port_file}"),
+        router_flags=(*ROUTER_FLAGS, *router_flags, f"--port-file={port_file}"),
     ) as cluster:
         running = HttpCluster(cluster, f"http://127.0.0.1:{port_file.read_text().strip()}")
         try:
