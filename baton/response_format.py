@@ -43,8 +43,11 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
     raise _wrong_value("response_format.type", kind, limit)
 
 
-def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
-    """Returns the fields that a choice of tools states, with the meaning that it has in vLLM.
+def fields_of_tools(
+    tools: Any, tool_choice: Any, parallel_tool_calls: bool = True
+) -> dict[str, Any] | None:
+    """Returns the fields that a choice of tools states, with the meaning that it has in vLLM,
+    besides that the text has no optional whitespace.
 
     Args:
         tools: the tools that the model may call; read only if a call is forced.
@@ -52,6 +55,7 @@ def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
             "required", the text is a JSON array of one or more calls, each an object with the
             tool's `name` and its `parameters`. With the name of a function, the text is the
             JSON object of its parameters.
+        parallel_tool_calls: False: the array has one call.
 
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
@@ -61,11 +65,21 @@ def fields_of_tools(tools: Any, tool_choice: Any) -> dict[str, Any] | None:
     name = None if tool_choice == "required" else _chosen_name(tool_choice)
     functions = _functions(tools)
     if name is None:
-        return {"json": compact_json("tools", _schema_of_calls(functions))}
+        schema = _schema_of_calls(functions)
+        if not parallel_tool_calls:
+            schema["maxItems"] = 1
+        return _form_of_call(schema)
     if name not in functions:
         limit = f"the name of one of tools: {', '.join(functions)}"
         raise _wrong_value("tool_choice.function.name", name, limit)
-    return {"json": compact_json("tools", functions[name])}
+    return _form_of_call(functions[name])
+
+
+def _form_of_call(schema: dict[str, Any]) -> dict[str, Any]:
+    """The form of a forced call: JSON without optional whitespace, which small models may write
+    until the limit cuts the call.
+    """
+    return {"json": compact_json("tools", schema), "disable_any_whitespace": True}
 
 
 def _schema_of(field: str, value: Any) -> str:

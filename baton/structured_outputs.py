@@ -112,6 +112,7 @@ class StructuredOutputs:
         cls,
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any] | None,
+        parallel_tool_calls: bool = True,
     ) -> "StructuredOutputs | None":
         """The form of the tool calls that OpenAI's `tool_choice` forces, as in vLLM.
 
@@ -120,6 +121,7 @@ class StructuredOutputs:
             tool_choice: "required": the text is a JSON array of objects with the `name` and the
                 `parameters` of a tool. A named function: the text is the JSON object of its
                 parameters. "auto", "none" and None force nothing.
+            parallel_tool_calls: False: the array of "required" has one call.
 
         Returns:
             The form; None if no call is forced.
@@ -127,7 +129,7 @@ class StructuredOutputs:
         Raises:
             InvalidArgumentError: a part is unknown or malformed; names it.
         """
-        form = fields_of_tools(tools, tool_choice)
+        form = fields_of_tools(tools, tool_choice, parallel_tool_calls)
         return None if form is None else cls(**form)
 
     @property

@@ -205,7 +205,7 @@ class _Answers:
         """
         params = dict(self._request.params)
         choice, tools = self._request.tool_choice, self._request.conversation.tools
-        forced = StructuredOutputs.of_tools(tools, choice)
+        forced = StructuredOutputs.of_tools(tools, choice, self._request.parallel_tool_calls)
         if forced is not None:
             if params.get("structured_outputs") is not None:
                 raise InvalidArgumentError(

@@ -30,6 +30,9 @@ DONE = b"data: [DONE]\n\n"
 _LOGGER = logging.getLogger("baton.http")
 _LAST_EVENT_S = 1.0
 _COMMENT = b": keep-alive\n\n"
+_AFTER_COMMENT = b":\n\n"
+"""Begins the event after a comment. Some clients (`vllm bench serve` is one) strip what they
+receive, so that the end of a comment is lost; they would take the event for a part of it."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -137,19 +140,27 @@ class _Writer:
         self._send = send
         self._headers = headers
         self._is_sending = False
+        self._follows_comment = False
 
     async def emit(self, events: bytes) -> None:
-        self.is_quiet = False
-        self._is_sending = True
-        if not self.has_begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._is_sending = False
+        if self._follows_comment:
+            self._follows_comment = False
+            events = _AFTER_COMMENT + events
+        await self._send_part(events)
 
     async def emit_comment(self) -> None:
         """Sends a comment, unless an event is being sent to a client that does not read."""
         if not self._is_sending:
-            await self.emit(_COMMENT)
+            self._follows_comment = True
+            await self._send_part(_COMMENT)
+
+    async def _send_part(self, part: bytes) -> None:
+        self.is_quiet = False
+        self._is_sending = True
+        if not self.has_begun:
+            await self._begin()
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        self._is_sending = False
 
     async def end(self) -> None:
         if not self.has_begun:

@@ -1,4 +1,4 @@
-"""A cluster for the tests that only read and generate."""
+"""Clusters for the tests that only read and generate."""
 
 from collections.abc import AsyncIterator
 
@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.http_cluster import HttpCluster, running_http_cluster
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
@@ -32,3 +33,11 @@ async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     ) as cluster:
         yield cluster
         assert [worker.stop() for worker in cluster.workers] == [0, 0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
+    """The demo model behind HTTP, and clients; tests must not stop any of the processes."""
+    async with running_http_cluster(tmp_path_factory.mktemp("http")) as cluster:
+        yield cluster
+        await cluster.cluster.wait_pools_full()

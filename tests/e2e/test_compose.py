@@ -1,9 +1,12 @@
 """`docker-compose.yml` and the Dockerfile, as far as a machine without Docker can check them."""
 
+import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -84,8 +87,18 @@ async def test_the_services_commands_start_a_working_cluster(tmp_path):
         try:
             await wait_until_serving(services.addresses["prefill"], START_TIMEOUT_S)
             await wait_until_serving(services.addresses["router"], START_TIMEOUT_S)
-            url = f"http://{services.addresses[ROUTER_HTTP]}/v1"
-            with OpenAiEndpoint(url) as endpoint:
+            url = f"http://{services.addresses[ROUTER_HTTP]}"
+            # As examples/README.md says.
+            example = ROOT / "examples" / "openai_client.py"
+            printed = await asyncio.to_thread(
+                subprocess.check_output,
+                [sys.executable, example, url, "baton-demo"],
+                text=True,
+                timeout=START_TIMEOUT_S,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            assert "call: Weather" in printed
+            with OpenAiEndpoint(f"{url}/v1") as endpoint:
                 assert endpoint.model == "baton-demo"
             with Client(services.addresses["router"], model="baton-demo") as client:
                 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -12,6 +12,7 @@ from baton.errors import ConfigurationError, UnavailableError
 from router.http.app import build_app
 from router.http.config import HttpConfig
 from router.http.server import HttpServer
+from tests.support.bench_requests import completion_body, read_result
 from tests.support.fake_workers import FakeDecode, FakePrefill
 from tests.support.running_http import RunningHttp, running_http
 from tests.support.running_router import script_of, tokenizer
@@ -132,6 +133,23 @@ async def test_a_silent_stream_gets_keepalive_comments():
                     decode.resume()
     assert ": keep-alive" in lines
     assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
+
+
+async def test_comments_do_not_hide_events_from_a_client_that_strips_what_it_receives():
+    decode = FakeDecode(script_of("abcdef"), pause_after=1)
+    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as door:
+        body = completion_body(MODEL, "x", 3)
+
+        async def pieces(answer):
+            async for piece in answer.aiter_raw():
+                if piece.startswith(b":") and decode.pause_after is not None:
+                    decode.resume()
+                yield piece
+
+        async with door.http.stream("POST", "/v1/completions", json=body) as answer:
+            result = await read_result(pieces(answer))
+    assert result.text == tokenizer().decode(script_of("abcdef")[:3])
+    assert result.usage["completion_tokens"] == 3
 
 
 async def test_an_error_in_a_stream_is_an_event():

@@ -7,32 +7,28 @@ installs the package if it can be had.
 import json
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
-import jinja2
 import jsonschema
 import pytest
-import torch
 
-from baton.errors import ConfigurationError
-from baton.model_files import open_model_files
-from baton.named_models import smollm2_path
 from baton.structured_outputs import StructuredOutputs
 from engine.request import FinishReason
-from tests.support.gguf_files import transformers_model
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
+from tests.support.smollm2 import (
+    CHATS,
+    FOLLOW_UPS,
+    MODEL,
+    NUM_TURNS,
+    TURN_TOKENS,
+    chat,
+    is_installed,
+    reference_logits,
+    tokenizer,
+    user,
+)
 
-
-def is_installed():
-    try:
-        return smollm2_path().is_file()
-    except ConfigurationError:
-        return False
-
-
-MODEL = "smollm2"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -44,34 +40,6 @@ DATA = Path(__file__).parents[1] / "data" / "questions.json"
 TOLERANCE = 1e-4
 NUM_TOP = 5
 MAX_TOKENS = 200
-CHATS = (
-    "What is the capital of France?",
-    "Write a Python function that adds two numbers.",
-    "日本の首都はどこですか🗾",
-    "Tell me a story about a fox and a dog.",
-    "2, 4, 8, 16, what comes next?",
-)
-QUESTIONS = (
-    *CHATS,
-    "Who wrote Romeo and Juliet?",
-    "Name three colours.",
-    "What is the boiling point of water?",
-    "Explain photosynthesis in one sentence.",
-    "Translate 'good morning' to French.",
-    "What is 12 * 12?",
-    "Give me a recipe for pancakes.",
-    "Écris une phrase en français.",
-    "What is an operating system?",
-    "List the planets of the solar system.",
-    "Why is the sky blue?",
-    "Write a haiku about rain.",
-    "How do I reverse a list in Python?",
-    "Was ist die Hauptstadt von Deutschland?",
-    "What does HTTP stand for?",
-)
-FOLLOW_UPS = ("Say that in fewer words.", "Give an example, please.", "Why? 🤔", "And then?")
-NUM_TURNS = 3
-TURN_TOKENS = 16
 FLAGS = {
     "block_size": 16,
     "num_gpu_blocks_override": 640,
@@ -79,32 +47,6 @@ FLAGS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
 }
-
-
-@cache
-def tokenizer():
-    return open_model_files(MODEL).load_tokenizer()
-
-
-@cache
-def reference_model():
-    return transformers_model(smollm2_path(), torch.float64)
-
-
-@cache
-def template():
-    text = open_model_files(MODEL).read_settings()["chat_template"]
-    return jinja2.Environment(keep_trailing_newline=True).from_string(text)
-
-
-def chat(messages):
-    """The tokens of a conversation in the model's chat template."""
-    text = template().render(messages=messages, add_generation_prompt=True)
-    return tuple(tokenizer().encode(text, add_special_tokens=False).ids)
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def request_of(name, messages, **fields):
@@ -143,11 +85,6 @@ def run_whole(requests, _folder):
         core.close()
 
 
-def reference_logits(tokens):
-    with torch.inference_mode():
-        return reference_model()(torch.tensor([tokens])).logits[0]
-
-
 def check_logprobs(expected, token_id, found):
     """Compares what was reported of a token with `[vocab]` log-probabilities of transformers."""
     top = expected.topk(NUM_TOP).values
@@ -159,14 +96,16 @@ def check_logprobs(expected, token_id, found):
 
 
 def test_chats_of_several_turns_are_those_of_transformers(tmp_path):
-    """A turn's answer is part of the next turn's prompt."""
-    chats = {str(index): [] for index in range(len(QUESTIONS))}
+    """A turn's answer is part of the next turn's prompt. More chats are in
+    tests/e2e/test_smollm2_over_http.py.
+    """
+    chats = {str(index): [] for index in range(len(CHATS))}
     with split_engines(tmp_path.name) as split:
         for turn in range(NUM_TURNS):
             prompts = {}
             for index, (name, messages) in enumerate(chats.items()):
                 follow_up = FOLLOW_UPS[(index + turn) % len(FOLLOW_UPS)]
-                messages.append(user(follow_up if turn else QUESTIONS[index]))
+                messages.append(user(follow_up if turn else CHATS[index]))
                 prompts[f"{name} {turn}"] = messages
             split.run([request_of(*item, max_tokens=TURN_TOKENS) for item in prompts.items()])
             for name, messages in prompts.items():

@@ -159,7 +159,7 @@ async def get_load(address: str) -> worker_pb2.WorkerLoad:
 async def running_cluster(
     folder: Path,
     *,
-    model: Path,
+    model: Path | str,
     kv_connector: str,
     num_prefill: int = 1,
     num_decode: int = 1,
@@ -225,7 +225,7 @@ async def running_cluster(
 
 
 def _router_flags(
-    model: Path, tiers: dict[str, list[ServerProcess]], flags: Sequence[str]
+    model: Path | str, tiers: dict[str, list[ServerProcess]], flags: Sequence[str]
 ) -> list[str]:
     targets = [f"--{tier}={s.address}" for tier, servers in tiers.items() for s in servers]
     return [f"--model={model}", "--served-model-name=tiny", *targets, *flags]

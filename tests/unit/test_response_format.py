@@ -95,11 +95,16 @@ def test_no_form_is_needed_unless_a_call_is_forced(choice):
     assert StructuredOutputs.of_tools(None, choice) is None
 
 
+def form_of_call(schema):
+    """Without optional whitespace."""
+    return StructuredOutputs(json=schema, disable_any_whitespace=True)
+
+
 def test_a_named_function_has_the_form_of_its_parameters():
     outputs = StructuredOutputs.of_tools([STOP, ADD], named("add"))
-    assert outputs == StructuredOutputs(json=ADD["function"]["parameters"])
+    assert outputs == form_of_call(ADD["function"]["parameters"])
     outputs = StructuredOutputs.of_tools([STOP, ADD], named("stop"))
-    assert outputs == StructuredOutputs(json={"type": "object", "properties": {}})
+    assert outputs == form_of_call({"type": "object", "properties": {}})
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,15 @@ def test_required_is_an_array_of_calls(calls, is_valid):
     schema = json.loads(StructuredOutputs.of_tools(tools, "required").json)
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
     assert json.dumps(tools) == before
+
+
+def test_calls_that_may_not_be_parallel_are_an_array_of_one():
+    outputs = StructuredOutputs.of_tools([STOP], "required", False)
+    assert outputs.disable_any_whitespace
+    schema = json.loads(outputs.json)
+    call = {"name": "stop", "parameters": {}}
+    assert jsonschema.Draft202012Validator(schema).is_valid([call])
+    assert not jsonschema.Draft202012Validator(schema).is_valid([call, call])
 
 
 OTHER = {"type": "object", "$defs": {"Number": {"type": "string"}}}

@@ -84,6 +84,8 @@ JSON = [
     ),
     ('[{"name": "f", "parameters": {"a": 1}}, 3]', ", 3]", [F1]),
     ('[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}] x', ', {"name": "g"}] x', [F1]),
+    # Cut between two calls.
+    ('[{"name": "f", "parameters": {"a": 1}} ,\n  ', None, [F1]),
     # No calls.
     ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
     ('{"name": "Ann"}', '{"name": "Ann"}', []),

@@ -15,6 +15,7 @@ from router.chat.tool_parsers.json_values import (
 __all__ = ["read_calls"]
 
 _ARGUMENTS = ("arguments", "parameters")
+_BETWEEN_CALLS = " \t\r\n,"
 _OTHER_KEYS = ("type", "id", "index")
 
 
@@ -24,7 +25,8 @@ def read_calls(text: TextInput, answer: AnswerBuilder, *, marked: bool) -> Steps
     Args:
         text: it records from the text that is content if there is no call. After a malformed
             call, it is read up to where the mistake is.
-        answer: gets the calls, and the record of an array's malformed part.
+        answer: gets the calls, and the record of an array's malformed part. A cut array's
+            last comma is dropped.
         marked: whether a mark says that this is a call. Without one, an object with a key that
             no call has is content as soon as the key is read, and so is one without arguments.
 
@@ -52,7 +54,10 @@ def _read_array(text: TextInput, answer: AnswerBuilder, marked: bool) -> Steps[b
         if not (yield from text.skip(",")):
             break
     if found:
-        answer.content(text.take_record())
+        is_cut = not (yield from text.peek())
+        rest = text.take_record()
+        if not is_cut or rest.strip(_BETWEEN_CALLS):
+            answer.content(rest)
     return found
 
 
