@@ -78,6 +78,7 @@ class Model:
         chat_template: its chat template; None if it has none.
         tool_parser: reads tool calls in its answers; None if its format is not known.
         reasoning_parser: reads the reasoning part of its answers; None if they have none.
+        can_limit_reasoning: whether the marks of the reasoning part are known.
         fleet: its replicas.
 
     Raises:
@@ -105,9 +106,11 @@ class Model:
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s
+        marks = self._reasoning_marks()
+        self.can_limit_reasoning = marks is not None
         self._pipeline = Pipeline(
             router,
-            self._reasoning_marks(),
+            marks,
             files.tokenizer,
             files.default_params,
             self.fleet,

@@ -38,9 +38,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     door = door_of(request)
     model = door.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat = read_messages_request(
-        body, request_id, can_limit_thinking=model.config.reasoning_start_str is not None
-    )
+    chat = read_messages_request(body, request_id, can_limit_thinking=model.can_limit_reasoning)
     message = MessageAnswer(body.model or model.name)
     chunks = door.chat(model).stream(chat, timeout_of(request))
     if body.stream:
