@@ -78,7 +78,7 @@ class Model:
         chat_template: its chat template; None if it has none.
         tool_parser: reads tool calls in its answers; None if its format is not known.
         reasoning_parser: reads the reasoning part of its answers; None if they have none.
-        can_limit_reasoning: whether the marks of the reasoning part are known.
+        reasoning_marks: the marks of that part; None if they are not known.
         fleet: its replicas.
 
     Raises:
@@ -103,14 +103,13 @@ class Model:
         tools, reasoning = config.tool_call_parser, config.reasoning_parser
         self.tool_parser = tool_parser(tools) if tools else None
         self.reasoning_parser = reasoning_parser(reasoning) if reasoning else None
+        self.reasoning_marks = self._find_reasoning_marks()
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s
-        marks = self._reasoning_marks()
-        self.can_limit_reasoning = marks is not None
         self._pipeline = Pipeline(
             router,
-            marks,
+            self.reasoning_marks,
             files.tokenizer,
             files.default_params,
             self.fleet,
@@ -173,7 +172,7 @@ class Model:
                 f"the request did not end within {timeout_s:.1f} s"
             ) from None
 
-    def _reasoning_marks(self) -> ReasoningMarks | None:
+    def _find_reasoning_marks(self) -> ReasoningMarks | None:
         """The marks that flags state, or those of the reasoning parser.
 
         Raises:

@@ -130,8 +130,6 @@ class Pipeline:
                         yield response
                     if completion.is_over:
                         return
-                    if self._pace.pause_s:
-                        await asyncio.sleep(self._pace.pause_s)
 
     async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
         """Checks a message; a thread parses large schemas, which would delay other requests."""
@@ -160,6 +158,9 @@ class Pipeline:
             async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
                 async for output in outputs:
                     yield output
+                    # Not before: a pause between prefill and decode would delay all other tokens.
+                    if self._pace.pause_s:
+                        await asyncio.sleep(self._pace.pause_s)
         finally:
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)

@@ -23,6 +23,7 @@ from baton.errors import (
 
 __all__ = [
     "DEFAULT_URL",
+    "JSON_HEADERS",
     "OpenAiEndpoint",
     "add_endpoint_args",
     "client_options",
@@ -32,7 +33,9 @@ __all__ = [
 ]
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
+JSON_HEADERS = {"Content-Type": "application/json"}
 _CONNECT_TIMEOUT_S = 10.0
+_MAX_TIMEOUT_S = 1e6  # a socket cannot wait for much longer
 _MAX_REASON_LENGTH = 500
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _ERRORS: dict[int, type[BatonError]] = {
@@ -80,7 +83,7 @@ class OpenAiEndpoint:
         timeout_s: longest wait for the next part of an answer.
 
     Raises:
-        ConfigurationError: the URL is malformed.
+        ConfigurationError: the URL, the key or the time is malformed.
     """
 
     def __init__(
@@ -130,7 +133,11 @@ class OpenAiEndpoint:
                 the stream, or ends the stream before its end.
         """
         whole_body = {"model": self.model, "stream": True, **body}
-        request = self._client.build_request("POST", f"{self.url}{path}", json=whole_body)
+        # The escapes of `json.dumps` also hold what UTF-8 cannot; the server then refuses it.
+        content = json.dumps(whole_body).encode()
+        request = self._client.build_request(
+            "POST", f"{self.url}{path}", content=content, headers=JSON_HEADERS
+        )
         with self._answers():
             response = self._client.send(request, stream=True)
             try:
@@ -160,8 +167,19 @@ class OpenAiEndpoint:
 
 
 def client_options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """Returns the arguments of an HTTP client for requests to `url`."""
+    """Returns the arguments of an HTTP client for requests to `url`.
+
+    Raises:
+        ConfigurationError: no header can hold the key, or the time is out of range.
+    """
     key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
+    if key and not (key.isascii() and key.isprintable()):
+        flag = "OPENAI_API_KEY" if api_key is None else "--api-key"
+        raise ConfigurationError(f"{flag} has characters that no HTTP header can hold")
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ConfigurationError(
+            f"--timeout-s is {timeout_s:g}; it must be in (0, {_MAX_TIMEOUT_S:g}]"
+        )
     return {
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
         "timeout": httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),

@@ -174,7 +174,12 @@ class _Answers:
         if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
             prefill = _text_of(conversation.messages[-1].get("content"))
             return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
-        return kind(kind.is_open_after(self._prompt))
+        is_open = kind.is_open_after(self._prompt)
+        if "structured_outputs" in self.params:
+            # The constraint holds from the first token on, unless the prompt or the text itself
+            # opens a reasoning part with marks that the replicas know.
+            is_open = bool(is_open) and self._model.reasoning_marks is not None
+        return kind(is_open)
 
     def _tool_parser(self) -> ToolParser | None:
         """The parser of calls; None if the answer has none.

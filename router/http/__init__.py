@@ -1,1 +1,1 @@
-"""The router's HTTP door: OpenAI's API, and others, over the same pipeline as gRPC."""
+"""The router's HTTP server: OpenAI's and Anthropic's APIs over the same pipeline as gRPC."""

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk
-from router.http.door import door_of, json_answer
+from router.http.context import context_of
 from router.http.errors import Problem
-from router.http.json_bytes import json_bytes
+from router.http.json_bytes import json_bytes, json_response
 from router.http.sse import Emit, SseResponse, unless_client_leaves
 
 __all__ = ["Answer", "AnswerStream", "stream_answer", "whole_answer"]
@@ -59,7 +59,7 @@ async def whole_answer(chunks: Chunks, answer: Answer, request: Request) -> Resp
         answer.finish()
         return answer.body()
 
-    return json_answer(await unless_client_leaves(request.receive, collect()))
+    return json_response(await unless_client_leaves(request.receive, collect()))
 
 
 def stream_answer(
@@ -80,7 +80,7 @@ def stream_answer(
         produce,
         error_event=lambda problem: _lines(stream.fail(problem)),
         request_id=request_id,
-        keepalive_s=door_of(request).config.keepalive_interval_s,
+        keepalive_s=context_of(request).config.keepalive_interval_s,
     )
 
 

@@ -8,14 +8,16 @@ from starlette.responses import Response
 
 from router.http.answering import stream_answer, whole_answer
 from router.http.anthropic_answer import MessageAnswer, MessageStream
-from router.http.anthropic_errors import AnthropicErrorAnswer, anthropic_error
+from router.http.anthropic_errors import AnthropicErrorResponse, anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,
     conversation_of_body,
     read_messages_request,
 )
-from router.http.door import Protocol, answer, door_of, json_answer
+from router.http.context import context_of
+from router.http.json_bytes import json_response
 from router.http.params import request_id_of, timeout_of
+from router.http.protocol import Protocol, declared_responses
 
 __all__ = ["PROTOCOL"]
 
@@ -23,33 +25,37 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
 
 
-def _answer(description: str, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """As `door.answer`, with errors of Anthropic's shape."""
-    answers = answer(description, streams=streams)
+def _declared_responses(
+    description: str, *, streams: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """`declared_responses` with errors of Anthropic's shape."""
+    responses = declared_responses(description, streams=streams)
     return {
-        status: fields | {"model": AnthropicErrorAnswer} if "model" in fields else fields
-        for status, fields in answers.items()
+        status: fields | {"model": AnthropicErrorResponse} if "model" in fields else fields
+        for status, fields in responses.items()
     }
 
 
-@_ROUTER.post("/v1/messages", responses=_answer("The message.", streams=True))
+@_ROUTER.post("/v1/messages", responses=_declared_responses("The message.", streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answers a conversation. `anthropic-version` and `x-api-key` may have any value."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat = read_messages_request(body, request_id, can_limit_thinking=model.can_limit_reasoning)
+    chat = read_messages_request(
+        body, request_id, can_limit_thinking=model.reasoning_marks is not None
+    )
     message = MessageAnswer(body.model or model.name)
-    chunks = door.chat(model).stream(chat, timeout_of(request))
+    chunks = context.chat(model).stream(chat, timeout_of(request))
     if body.stream:
         return stream_answer(chunks, MessageStream(message), request, request_id)
     return await whole_answer(chunks, message, request)
 
 
-@_ROUTER.post("/v1/messages/count_tokens", responses=_answer("The number of tokens."))
+@_ROUTER.post("/v1/messages/count_tokens", responses=_declared_responses("The number of tokens."))
 async def count_tokens(body: MessagesBody, request: Request) -> Response:
     """Counts the tokens of a conversation, as the chat template writes it."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     conversation = conversation_of_body(body)
-    return json_answer({"input_tokens": await door.chat(model).count_tokens(conversation)})
+    return json_response({"input_tokens": await context.chat(model).count_tokens(conversation)})

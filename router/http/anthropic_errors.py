@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from router.http.errors import Problem
 
-__all__ = ["AnthropicErrorAnswer", "anthropic_error"]
+__all__ = ["AnthropicErrorResponse", "anthropic_error"]
 
 _KINDS = {
     401: "authentication_error",
@@ -19,18 +19,18 @@ _KINDS = {
 }
 
 
-class AnthropicErrorPart(BaseModel):
+class AnthropicErrorInfo(BaseModel):
     """What went wrong."""
 
     type: str
     message: str
 
 
-class AnthropicErrorAnswer(BaseModel):
+class AnthropicErrorResponse(BaseModel):
     """An error in the shape of Anthropic's API."""
 
     type: Literal["error"]
-    error: AnthropicErrorPart
+    error: AnthropicErrorInfo
     request_id: str | None
 
 

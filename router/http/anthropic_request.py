@@ -30,7 +30,7 @@ class MessagesBody(AnswerBody):
     Attributes:
         messages: the conversation. If the last message is the assistant's, the answer
             continues it.
-        thinking: `budget_tokens` limits the reasoning of models whose marks are configured.
+        thinking: `budget_tokens` limits the reasoning of models whose marks are known.
         output_config: `format`: a JSON schema of the answer; `effort` is given to the template.
         metadata: ignored.
     """
@@ -53,7 +53,7 @@ def read_messages_request(
     Args:
         body: the body.
         request_id: names the request.
-        can_limit_thinking: whether the marks of the model's reasoning part are configured.
+        can_limit_thinking: whether the marks of the model's reasoning part are known.
 
     Raises:
         InvalidArgumentError: a field is malformed, or states a feature that Baton lacks; names

@@ -13,9 +13,10 @@ from baton.errors import BatonError
 from baton.version import __version__
 from router.http import anthropic, chat, completions, health, models, responses, tokens
 from router.http.config import HttpConfig
-from router.http.door import Door, Protocol
-from router.http.errors import ErrorBody, error_answer, openai_error, problem_of
+from router.http.context import HttpContext
+from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.middleware import RequestMiddleware
+from router.http.protocol import Protocol
 from router.models import Models
 
 __all__ = ["build_app"]
@@ -45,7 +46,7 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         description="LLM serving with OpenAI's API",
         openapi_url="/openapi.json",
     )
-    app.state.door = Door(served, config)
+    app.state.context = HttpContext(served, config)
     for protocol in _PROTOCOLS:
         app.include_router(protocol.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
@@ -82,4 +83,4 @@ def _error_body_of(path: str) -> ErrorBody:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     problem = problem_of(error, request.state.request_id)
-    return error_answer(problem, _error_body_of(request.url.path))
+    return error_response(problem, _error_body_of(request.url.path))

@@ -15,11 +15,12 @@ from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.chat_body import ChatBody
-from router.http.door import Protocol, answer, door_of, error_event, json_answer
-from router.http.json_bytes import event, text_json
+from router.http.context import context_of
+from router.http.json_bytes import event, json_response, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.sse import DONE, Emit, SseResponse, unless_client_leaves
+from router.http.protocol import Protocol, declared_responses
+from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 
@@ -29,11 +30,11 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/chat/completions", responses=answer("The answer.", streams=True))
+@_ROUTER.post("/v1/chat/completions", responses=declared_responses("The answer.", streams=True))
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a chat."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
     chat_request = ChatRequest(
         conversation=body.conversation(),
@@ -48,8 +49,8 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     job = ChatJob(
         body,
         chat_request,
-        door.chat(model),
-        door.token_texts(model),
+        context.chat(model),
+        context.token_texts(model),
         model_name=body.model or model.name,
         timeout_s=timeout_of(request),
     )
@@ -58,9 +59,9 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
             job.stream,
             error_event=error_event,
             request_id=request_id,
-            keepalive_s=door.config.keepalive_interval_s,
+            keepalive_s=context.config.keepalive_interval_s,
         )
-    return json_answer(await unless_client_leaves(request.receive, job.whole()))
+    return json_response(await unless_client_leaves(request.receive, job.whole()))
 
 
 class ChatJob:

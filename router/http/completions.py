@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from baton.v1 import common_pb2, generation_pb2
 from router.http.completion_body import CompletionBody
-from router.http.door import Protocol, answer, door_of, error_event, json_answer
-from router.http.json_bytes import event, text_json
+from router.http.context import context_of
+from router.http.json_bytes import event, json_response, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
-from router.http.sse import DONE, Emit, SseResponse, unless_client_leaves
+from router.http.protocol import Protocol, declared_responses
+from router.http.sse import DONE, Emit, SseResponse, error_event, unless_client_leaves
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
 from router.models import Model
@@ -34,22 +35,22 @@ FINISH_REASONS = {
 }
 
 
-@_ROUTER.post("/v1/completions", responses=answer("The completions.", streams=True))
+@_ROUTER.post("/v1/completions", responses=declared_responses("The completions.", streams=True))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Completes one or several prompts."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    job = await CompletionJob.prepare(body, model, door.token_texts(model), request_id)
+    job = await CompletionJob.prepare(body, model, context.token_texts(model), request_id)
     job.timeout_s = timeout_of(request)
     if body.stream:
         return SseResponse(
             job.stream,
             error_event=error_event,
             request_id=request_id,
-            keepalive_s=door.config.keepalive_interval_s,
+            keepalive_s=context.config.keepalive_interval_s,
         )
-    return json_answer(await unless_client_leaves(request.receive, job.whole()))
+    return json_response(await unless_client_leaves(request.receive, job.whole()))
 
 
 class CompletionJob:

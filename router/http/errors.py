@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from baton.errors import BatonError
-from router.http.json_bytes import json_bytes
+from router.http.json_bytes import json_response
 
-__all__ = ["ErrorBody", "Problem", "error_answer", "http_problem", "openai_error", "problem_of"]
+__all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]
 
 _LOGGER = logging.getLogger("baton.http")
 
@@ -69,14 +69,9 @@ def openai_error(problem: Problem) -> dict[str, Any]:
     }
 
 
-def error_answer(problem: Problem, error_body: ErrorBody) -> Response:
-    """The answer to a request that failed, in the shape of its protocol."""
-    return Response(
-        json_bytes(error_body(problem)),
-        problem.status,
-        headers=dict(problem.headers),
-        media_type="application/json",
-    )
+def error_response(problem: Problem, error_body: ErrorBody) -> Response:
+    """The response to a request that failed, in the shape of its protocol."""
+    return json_response(error_body(problem), problem.status, problem.headers)
 
 
 _OF_CODE: Mapping[str, tuple[int, str, str | None]] = {

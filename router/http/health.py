@@ -7,7 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.version import __version__
-from router.http.door import JSON_OBJECT, Protocol, answer, door_of, json_answer
+from router.http.context import context_of
+from router.http.json_bytes import json_response
+from router.http.protocol import JSON_OBJECT, Protocol, declared_responses
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
@@ -16,38 +18,38 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.get("/health", responses=answer("The process lives."))
+@_ROUTER.get("/health", responses=declared_responses("The process lives."))
 async def health() -> Response:
     """Answers while the process lives."""
-    return json_answer({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 @_ROUTER.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
 async def ping() -> Response:
     """Answers as `/health` does; some platforms ask here."""
-    return json_answer({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 @_ROUTER.get(
     "/ready",
     responses={
-        **answer("Every model can be served."),
+        **declared_responses("Every model can be served."),
         503: {"description": "A model cannot be served.", "content": JSON_OBJECT},
     },
 )
 async def ready(request: Request) -> Response:
     """Answers 200 if every model can be served and the router takes requests, else 503."""
-    door = door_of(request)
-    models = [_state(model) for model in door.models]
-    is_ready = not door.is_draining and all(model["ready"] for model in models)
-    body = {"ready": is_ready, "draining": door.is_draining, "models": models}
-    return json_answer(body, 200 if is_ready else 503)
+    context = context_of(request)
+    models = [_state(model) for model in context.models]
+    is_ready = not context.is_draining and all(model["ready"] for model in models)
+    body = {"ready": is_ready, "draining": context.is_draining, "models": models}
+    return json_response(body, 200 if is_ready else 503)
 
 
-@_ROUTER.get("/version", responses=answer("The version."))
+@_ROUTER.get("/version", responses=declared_responses("The version."))
 async def version() -> Response:
     """Returns Baton's version."""
-    return json_answer({"version": __version__})
+    return json_response({"version": __version__})
 
 
 def _state(model: Model) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""JSON as bytes, without whitespace; `text_json` is fast for texts, of which streams have many."""
+"""JSON without whitespace, as texts, bytes, responses and server-sent events.
+
+`text_json` is fast for texts: a stream encodes one for each event.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["event", "json_bytes", "text_json"]
+from starlette.responses import Response
+
+__all__ = ["event", "json_bytes", "json_response", "text_json"]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 text_json: Callable[[Any], str] = _ENCODER.encode
@@ -14,6 +19,13 @@ text_json: Callable[[Any], str] = _ENCODER.encode
 def json_bytes(value: Any) -> bytes:
     """The JSON text of a value in UTF-8."""
     return text_json(value).encode(errors="replace")
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response whose body is the JSON text of a value."""
+    return Response(json_bytes(value), status, headers=headers, media_type="application/json")
 
 
 def event(value: Any) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.http.errors import ErrorBody, Problem, error_answer, http_problem, problem_of
+from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 
 __all__ = ["RequestMiddleware"]
 
@@ -61,7 +61,7 @@ class RequestMiddleware:
         try:
             problem = await self._problem_of_serving(scope, receive, call)
             if problem is not None and not call.status:
-                answer = error_answer(problem, self._error_body_of(scope["path"]))
+                answer = error_response(problem, self._error_body_of(scope["path"]))
                 await answer(scope, receive, call.send)
         finally:
             self._running_ids.discard(call.request_id)

@@ -6,8 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.door import ANSWERS, Protocol, answer, door_of, json_answer, max_model_len
-from router.http.errors import Problem, error_answer, openai_error
+from router.http.context import context_of, max_model_len
+from router.http.errors import Problem, error_response, openai_error
+from router.http.json_bytes import json_response
+from router.http.protocol import ERROR_RESPONSES, Protocol, declared_responses
 from router.models import Model
 
 __all__ = ["PROTOCOL"]
@@ -16,20 +18,22 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.get("/v1/models", responses=answer("The served models."))
+@_ROUTER.get("/v1/models", responses=declared_responses("The served models."))
 async def list_models(request: Request) -> Response:
     """Lists the served models; each alias is listed too."""
-    data = [_fields(model, name) for model in door_of(request).models for name in model.names]
-    return json_answer({"object": "list", "data": data})
+    data = [_fields(model, name) for model in context_of(request).models for name in model.names]
+    return json_response({"object": "list", "data": data})
 
 
-@_ROUTER.get("/v1/models/{model_id:path}", responses=answer("The model."))
+@_ROUTER.get("/v1/models/{model_id:path}", responses=declared_responses("The model."))
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""
-    return json_answer(_fields(door_of(request).models.find(model_id), model_id))
+    return json_response(_fields(context_of(request).models.find(model_id), model_id))
 
 
-@_ROUTER.post("/v1/embeddings", status_code=501, responses={501: ANSWERS[500], **ANSWERS})
+@_ROUTER.post(
+    "/v1/embeddings", status_code=501, responses={501: ERROR_RESPONSES[500], **ERROR_RESPONSES}
+)
 async def create_embeddings(request: Request) -> Response:
     """Refuses: no served model makes embeddings."""
     problem = Problem(
@@ -38,7 +42,7 @@ async def create_embeddings(request: Request) -> Response:
         kind="not_implemented_error",
         code="not_implemented",
     )
-    return error_answer(problem, openai_error)
+    return error_response(problem, openai_error)
 
 
 def _fields(model: Model, name: str) -> dict[str, Any]:

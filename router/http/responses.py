@@ -8,9 +8,10 @@ from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk
 from router.http.answering import stream_answer, whole_answer
-from router.http.door import Protocol, answer, door_of
+from router.http.context import context_of
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
+from router.http.protocol import Protocol, declared_responses
 from router.http.responses_answer import ResponseAnswer, ResponseStream
 from router.http.responses_request import ResponsesBody, read_responses_request
 
@@ -20,14 +21,14 @@ _ROUTER = APIRouter()
 PROTOCOL = Protocol(_ROUTER)
 
 
-@_ROUTER.post("/v1/responses", responses=answer("The response.", streams=True))
+@_ROUTER.post("/v1/responses", responses=declared_responses("The response.", streams=True))
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """Answers a conversation. Nothing is stored."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
     asked = read_responses_request(body, request_id, model.default_params)
-    texts = door.token_texts(model)
+    texts = context.token_texts(model)
 
     def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:
         content: list[dict[str, Any]] = chat_logprobs(texts, chunk.token_ids, chunk.logprobs)[
@@ -36,7 +37,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         return content
 
     response = ResponseAnswer(asked, body.model or model.name, logprobs_of)
-    chunks = door.chat(model).stream(asked.chat, timeout_of(request))
+    chunks = context.chat(model).stream(asked.chat, timeout_of(request))
     if body.stream:
         return stream_answer(chunks, ResponseStream(response), request, request_id)
     return await whole_answer(chunks, response, request)

@@ -86,7 +86,7 @@ class HttpServer:
 
     def begin_drain(self) -> None:
         """Closes the listening socket; answers under way continue, and `/ready` answers 503."""
-        self._app.state.door.is_draining = True
+        self._app.state.context.is_draining = True
         for listener in getattr(self._server, "servers", ()):
             listener.close()
 

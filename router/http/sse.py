@@ -16,9 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
 from baton.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
-from router.http.errors import Problem, problem_of
+from router.http.errors import Problem, openai_error, problem_of
+from router.http.json_bytes import event
 
-__all__ = ["DONE", "Emit", "Produce", "SseResponse", "unless_client_leaves"]
+__all__ = ["DONE", "Emit", "Produce", "SseResponse", "error_event", "unless_client_leaves"]
 
 Emit = Callable[[bytes], Awaitable[None]]
 """Sends whole events. Waits while the client does not read."""
@@ -36,6 +37,11 @@ _HEADERS = [
 ]
 
 _Result = TypeVar("_Result")
+
+
+def error_event(problem: Problem) -> bytes:
+    """The end of a stream of OpenAI's completions API that fails."""
+    return event(openai_error(problem)) + DONE
 
 
 class SseResponse(Response):
@@ -121,12 +127,12 @@ class _Writer:
         self._headers = headers
         self._is_sending = False
 
-    async def emit(self, event: bytes) -> None:
+    async def emit(self, events: bytes) -> None:
         self.is_quiet = False
         self._is_sending = True
         if not self.has_begun:
             await self._begin()
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
         self._is_sending = False
 
     async def emit_comment(self) -> None:

@@ -11,7 +11,9 @@ from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import TokenId
-from router.http.door import Protocol, answer, door_of, json_answer, max_model_len
+from router.http.context import context_of, max_model_len
+from router.http.json_bytes import json_response
+from router.http.protocol import Protocol, declared_responses
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
@@ -75,11 +77,11 @@ class DetokenizeBody(BaseModel):
     tokens: list[TokenId]
 
 
-@_ROUTER.post("/tokenize", responses=answer("The token ids."))
+@_ROUTER.post("/tokenize", responses=declared_responses("The token ids."))
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Encodes a text or a chat as a request for a completion would."""
-    door = door_of(request)
-    model = door.models.find(body.model or "")
+    context = context_of(request)
+    model = context.models.find(body.model or "")
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgumentError("exactly one of prompt and messages must be set")
     if body.prompt is not None:
@@ -88,11 +90,11 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
-        token_ids = await door.chat(model).encode(
+        token_ids = await context.chat(model).encode(
             body.conversation(), add_special_tokens=bool(body.add_special_tokens)
         )
-    texts = door.token_texts(model)
-    return json_answer(
+    texts = context.token_texts(model)
+    return json_response(
         {
             "count": len(token_ids),
             "max_model_len": max_model_len(model),
@@ -102,11 +104,11 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     )
 
 
-@_ROUTER.post("/detokenize", responses=answer("The text."))
+@_ROUTER.post("/detokenize", responses=declared_responses("The text."))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Decodes token ids; special tokens are part of the text."""
-    model = door_of(request).models.find(body.model or "")
+    model = context_of(request).models.find(body.model or "")
     check_length("tokens", body.tokens, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
     check_token_ids("tokens", body.tokens, model.vocab_size)
     text = await model.tokenizer.decode_async(body.tokens, skip_special_tokens=False)
-    return json_answer({"prompt": text})
+    return json_response({"prompt": text})

@@ -39,24 +39,24 @@ def answering(text):
 
 @asynccontextmanager
 async def running(*workers, **config):
-    """The HTTP door, and Anthropic's client of it as `anthropic`."""
+    """The HTTP server, and Anthropic's client of it as `anthropic`."""
     source = TemplateSource({"default": TemplateText(TEMPLATE, "test")}, {})
     async with (
-        running_http(*workers, chat_template=ChatTemplate(source), **config) as door,
-        anthropic.AsyncAnthropic(base_url=door.url, api_key="none", max_retries=0) as client,
+        running_http(*workers, chat_template=ChatTemplate(source), **config) as api,
+        anthropic.AsyncAnthropic(base_url=api.url, api_key="none", max_retries=0) as client,
     ):
-        door.anthropic = client
-        yield door
+        api.anthropic = client
+        yield api
 
 
 def prompt_text(decode):
     return tokenizer().decode(decode.starts[-1].spec.prompt_token_ids, skip_special_tokens=False)
 
 
-async def raw_events(door, **body):
+async def raw_events(api, **body):
     """The events of a stream as they are sent."""
     body = REQUEST | {"stream": True} | body
-    async with door.http.stream("POST", "/v1/messages", json=body) as answer:
+    async with api.http.stream("POST", "/v1/messages", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         text = (await answer.aread()).decode()
     events = []
@@ -69,10 +69,10 @@ async def raw_events(door, **body):
 
 async def test_a_whole_message_and_a_stream_are_the_same():
     decode = answering(TEXT)
-    async with running(decode) as door:
-        whole = (await door.http.post("/v1/messages", json=REQUEST | {"system": "Rhyme."})).json()
-        events = await raw_events(door, system="Rhyme.")
-        async with door.anthropic.messages.stream(**REQUEST, system="Rhyme.") as stream:
+    async with running(decode) as api:
+        whole = (await api.http.post("/v1/messages", json=REQUEST | {"system": "Rhyme."})).json()
+        events = await raw_events(api, system="Rhyme.")
+        async with api.anthropic.messages.stream(**REQUEST, system="Rhyme.") as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
     assert prompt_text(decode) == "[system]Rhyme.[user]Hi[assistant]"
@@ -93,15 +93,15 @@ async def test_a_whole_message_and_a_stream_are_the_same():
 async def test_thinking_and_calls_are_blocks_of_their_own():
     decode = answering(f"<think>\nHm.\n</think>\n\nLet me see. {CALL}")
     config = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    async with running(decode, **config) as door:
+    async with running(decode, **config) as api:
         thinking = {"type": "enabled", "budget_tokens": 1024}
         request = REQUEST | {"tools": [TOOL], "thinking": thinking}
-        whole = await door.anthropic.messages.create(**request)
-        async with door.anthropic.messages.stream(**request) as stream:
+        whole = await api.anthropic.messages.create(**request)
+        async with api.anthropic.messages.stream(**request) as stream:
             final = await stream.get_final_message()
         result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "2"}
         turn = {"role": "assistant", "content": whole.content}
-        answered = await door.anthropic.messages.create(
+        answered = await api.anthropic.messages.create(
             **request | {"messages": [USER, turn, {"role": "user", "content": [result]}]}
         )
     thought, text, call = whole.content
@@ -117,11 +117,12 @@ async def test_thinking_and_calls_are_blocks_of_their_own():
     assert "[True]" in prompt_text(decode)
     assert decode.starts[0].spec.sampling.thinking_token_budget == 1024
     assert answered.role == "assistant"
+    assert decode.starts[0].spec.sampling.thinking_token_budget == 1024
 
 
 async def test_a_forced_call_needs_no_parser():
-    async with running(answering('{"a": 1}')) as door:
-        message = await door.anthropic.messages.create(
+    async with running(answering('{"a": 1}')) as api:
+        message = await api.anthropic.messages.create(
             **REQUEST, tools=[TOOL], tool_choice={"type": "tool", "name": "add"}
         )
     (call,) = message.content
@@ -130,9 +131,9 @@ async def test_a_forced_call_needs_no_parser():
 
 
 async def test_reasons_to_stop():
-    async with running(answering("abc quick brown")) as door:
-        stopped = await door.anthropic.messages.create(**REQUEST, stop_sequences=["ck br"])
-        cut = await door.anthropic.messages.create(**REQUEST | {"max_tokens": 2})
+    async with running(answering("abc quick brown")) as api:
+        stopped = await api.anthropic.messages.create(**REQUEST, stop_sequences=["ck br"])
+        cut = await api.anthropic.messages.create(**REQUEST | {"max_tokens": 2})
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "ck br")
     assert stopped.content[0].text == "abc qui"
     assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
@@ -140,9 +141,9 @@ async def test_reasons_to_stop():
 
 async def test_a_prefill_is_continued():
     decode = answering("def")
-    async with running(decode) as door:
+    async with running(decode) as api:
         prefill = {"role": "assistant", "content": "abc"}
-        message = await door.anthropic.messages.create(**REQUEST | {"messages": [USER, prefill]})
+        message = await api.anthropic.messages.create(**REQUEST | {"messages": [USER, prefill]})
     assert prompt_text(decode) == "[user]Hi[assistant]abc"
     assert message.content[0].text == "def"
 
@@ -153,29 +154,29 @@ class Point(BaseModel):
 
 async def test_the_clients_parse_helper():
     decode = answering('{"x": 3}')
-    async with running(decode) as door:
-        message = await door.anthropic.messages.parse(**REQUEST, output_format=Point)
+    async with running(decode) as api:
+        message = await api.anthropic.messages.parse(**REQUEST, output_format=Point)
     assert message.parsed_output == Point(x=3)
     assert decode.starts[0].spec.sampling.structured_outputs.json
 
 
 async def test_tokens_are_counted_as_a_message_counts_them():
-    async with running(answering("a")) as door:
-        counted = await door.anthropic.messages.count_tokens(
+    async with running(answering("a")) as api:
+        counted = await api.anthropic.messages.count_tokens(
             model=MODEL, messages=[USER], system="Rhyme."
         )
-        message = await door.anthropic.messages.create(**REQUEST, system="Rhyme.")
+        message = await api.anthropic.messages.create(**REQUEST, system="Rhyme.")
     usage = message.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 async def test_errors_have_anthropics_shape():
-    async with running(answering("a")) as door:
+    async with running(answering("a")) as api:
         with pytest.raises(anthropic.BadRequestError) as caught:
-            await door.anthropic.messages.create(**REQUEST, extra_body={"top_p": 7.0})
+            await api.anthropic.messages.create(**REQUEST, extra_body={"top_p": 7.0})
         with pytest.raises(anthropic.NotFoundError) as missing:
-            await door.anthropic.messages.create(**REQUEST | {"model": "other"})
-        malformed = await door.http.post("/v1/messages", json={"messages": "Hi"})
+            await api.anthropic.messages.create(**REQUEST | {"model": "other"})
+        malformed = await api.http.post("/v1/messages", json={"messages": "Hi"})
     error = check_type(ErrorResponse, caught.value.body)
     assert error.error.type == "invalid_request_error"
     assert "top_p is 7.0" in error.error.message
@@ -188,10 +189,10 @@ async def test_errors_have_anthropics_shape():
 
 async def test_an_error_within_a_stream_is_an_event():
     decode = FakeDecode(script_of(TEXT), pause_after=2)
-    async with running(decode) as door:
+    async with running(decode) as api:
 
         async def read() -> None:
-            async with door.anthropic.messages.stream(**REQUEST) as stream:
+            async with api.anthropic.messages.stream(**REQUEST) as stream:
                 async for event in stream:
                     if event.type == "text":
                         decode.fail_running(AbortedError("stopped"))

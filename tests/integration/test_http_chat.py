@@ -69,8 +69,8 @@ async def joined(stream) -> tuple[dict, list]:
 
 async def test_a_chat_is_rendered_and_answered():
     decode = answering(TEXT)
-    async with running_chat(decode) as door:
-        answer = await door.openai.chat.completions.create(
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
             model=MODEL,
             messages=USER,
             max_completion_tokens=99,
@@ -91,8 +91,8 @@ async def test_a_chat_is_rendered_and_answered():
 
 
 async def test_a_stream_has_the_role_first_and_joined_equals_the_whole():
-    async with running_chat(answering(TEXT)) as door:
-        create = door.openai.chat.completions.create
+    async with running_chat(answering(TEXT)) as api:
+        create = api.openai.chat.completions.create
         whole = await create(model=MODEL, messages=USER)
         stream = await create(
             model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True}
@@ -108,18 +108,18 @@ async def test_a_stream_has_the_role_first_and_joined_equals_the_whole():
 
 async def test_an_answer_may_be_as_long_as_fits_unless_the_model_states_a_default():
     decode = answering(TEXT)
-    async with running_chat(decode) as door:
-        await door.openai.chat.completions.create(model=MODEL, messages=USER)
+    async with running_chat(decode) as api:
+        await api.openai.chat.completions.create(model=MODEL, messages=USER)
     assert decode.starts[0].spec.stopping.max_tokens > 4000
     decode = answering("ab")
-    async with running_chat(decode, default_params={"max_tokens": 7}) as door:
-        await door.openai.chat.completions.create(model=MODEL, messages=USER)
+    async with running_chat(decode, default_params={"max_tokens": 7}) as api:
+        await api.openai.chat.completions.create(model=MODEL, messages=USER)
     assert decode.starts[0].spec.stopping.max_tokens == 7
 
 
 async def test_logprobs_have_texts_and_bytes():
-    async with running_chat(answering("abc 😀")) as door:
-        create = door.openai.chat.completions.create
+    async with running_chat(answering("abc 😀")) as api:
+        create = api.openai.chat.completions.create
         answer = await create(model=MODEL, messages=USER, logprobs=True, top_logprobs=2)
         stream = await create(
             model=MODEL, messages=USER, logprobs=True, top_logprobs=2, stream=True
@@ -142,8 +142,8 @@ async def test_logprobs_have_texts_and_bytes():
 
 async def test_n_candidates():
     decode = FakeDecode(script_of("abc"), others=[script_of("def")])
-    async with running_chat(decode) as door:
-        answer = await door.openai.chat.completions.create(
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
             model=MODEL, messages=USER, n=2, max_tokens=1
         )
     first, second = (tokenizer().decode(script_of(text)[:1]) for text in ("abc", "def"))
@@ -155,8 +155,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 async def test_calls_of_the_models_format():
     decode = answering(f"Let me see. {CALL}")
-    async with running_chat(decode, tool_call_parser="hermes") as door:
-        create = door.openai.chat.completions.create
+    async with running_chat(decode, tool_call_parser="hermes") as api:
+        create = api.openai.chat.completions.create
         whole = await create(model=MODEL, messages=USER, tools=[TOOL])
         stream = await create(model=MODEL, messages=USER, tools=[TOOL], stream=True)
         message, _ = await joined(stream)
@@ -182,8 +182,8 @@ async def test_calls_of_the_models_format():
 )
 async def test_forced_calls_need_no_parser(choice, text):
     decode = answering(text)
-    async with running_chat(decode) as door:
-        answer = await door.openai.chat.completions.create(
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
             model=MODEL, messages=USER, tools=[TOOL], tool_choice=choice
         )
     (call,) = answer.choices[0].message.tool_calls
@@ -195,8 +195,8 @@ async def test_forced_calls_need_no_parser(choice, text):
 
 async def test_no_tools_are_rendered_if_calls_are_forbidden():
     decode = answering(CALL)
-    async with running_chat(decode, tool_call_parser="hermes") as door:
-        answer = await door.openai.chat.completions.create(
+    async with running_chat(decode, tool_call_parser="hermes") as api:
+        answer = await api.openai.chat.completions.create(
             model=MODEL, messages=USER, tools=[TOOL], tool_choice="none"
         )
     assert "[tools" not in prompt_text(decode)
@@ -206,8 +206,8 @@ async def test_no_tools_are_rendered_if_calls_are_forbidden():
 
 async def test_reasoning_is_apart_from_content_and_counted():
     decode = answering("<think>\nHm.\n</think>\n\nYes.")
-    async with running_chat(decode, reasoning_parser="qwen3") as door:
-        create = door.openai.chat.completions.create
+    async with running_chat(decode, reasoning_parser="qwen3") as api:
+        create = api.openai.chat.completions.create
         whole = await create(model=MODEL, messages=USER)
         stream = await create(model=MODEL, messages=USER, stream=True)
         message, _ = await joined(stream)
@@ -223,12 +223,29 @@ async def test_reasoning_is_apart_from_content_and_counted():
     assert hidden.choices[0].message.content == parts.content
 
 
+async def test_constrained_text_is_content_though_answers_begin_with_reasoning():
+    create = {"model": MODEL, "messages": USER}
+    form = {"response_format": {"type": "json_object"}}
+    call = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    async with running_chat(answering('{"a": 1}'), reasoning_parser="deepseek_r1") as door:
+        free = await door.openai.chat.completions.create(**create)
+        formed = await door.openai.chat.completions.create(**create, **form)
+        called = await door.openai.chat.completions.create(**create, **call)
+    assert free.choices[0].message.reasoning == '{"a": 1}'
+    assert formed.choices[0].message.content == '{"a": 1}'
+    (made,) = called.choices[0].message.tool_calls
+    assert made.function.arguments == '{"a": 1}'
+    async with running_chat(answering("<think>a</think>{}"), reasoning_parser="deepseek_r1") as door:
+        formed = await door.openai.chat.completions.create(**create, **form)
+    assert (formed.choices[0].message.reasoning, formed.choices[0].message.content) == ("a", "{}")
+
+
 async def test_a_final_message_is_continued_and_echoed():
     decode = answering("def")
     messages = [*USER, {"role": "assistant", "content": "abc"}]
     fields = {"continue_final_message": True, "echo": True}
-    async with running_chat(decode) as door:
-        create = door.openai.chat.completions.create
+    async with running_chat(decode) as api:
+        create = api.openai.chat.completions.create
         answer = await create(model=MODEL, messages=messages, extra_body=fields)
         stream = await create(model=MODEL, messages=messages, extra_body=fields, stream=True)
         message, _ = await joined(stream)
@@ -238,8 +255,8 @@ async def test_a_final_message_is_continued_and_echoed():
 
 async def test_response_format_and_token_ids():
     decode = answering("{}")
-    async with running_chat(decode) as door:
-        answer = await door.openai.chat.completions.create(
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
             model=MODEL,
             messages=USER,
             response_format={"type": "json_object"},
@@ -265,16 +282,16 @@ WRONG = {
 
 
 async def test_a_wrong_field_is_named():
-    async with running_chat(answering("a")) as door:
+    async with running_chat(answering("a")) as api:
         for param, fields in WRONG.items():
             with pytest.raises(openai.BadRequestError) as caught:
-                await door.openai.chat.completions.create(
+                await api.openai.chat.completions.create(
                     model=MODEL, messages=USER, extra_body=fields
                 )
             assert caught.value.param == param
 
 
 async def test_a_model_without_a_template_says_which_flag_sets_one():
-    async with running_http(answering("a")) as door:
+    async with running_http(answering("a")) as api:
         with pytest.raises(openai.BadRequestError, match="--chat-template"):
-            await door.openai.chat.completions.create(model=MODEL, messages=USER)
+            await api.openai.chat.completions.create(model=MODEL, messages=USER)

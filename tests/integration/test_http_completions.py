@@ -26,8 +26,8 @@ async def text_of_stream(stream) -> tuple[dict[int, str], list]:
 
 async def test_a_whole_completion_has_text_usage_and_reason():
     script = script_of(TEXT)
-    async with running_http(FakePrefill(script), FakeDecode(script)) as door:
-        answer = await door.openai.completions.create(
+    async with running_http(FakePrefill(script), FakeDecode(script)) as api:
+        answer = await api.openai.completions.create(
             model=MODEL, prompt=list(PROMPT_IDS), max_tokens=len(script)
         )
     (choice,) = answer.choices
@@ -46,9 +46,9 @@ async def test_a_whole_completion_has_text_usage_and_reason():
 async def test_a_stream_joined_equals_the_whole(options):
     script = script_of(TEXT)
     request = {"model": MODEL, "prompt": "one two three", "max_tokens": len(script), **options}
-    async with running_http(FakeDecode(script)) as door:
-        whole = await door.openai.completions.create(**request)
-        stream = await door.openai.completions.create(
+    async with running_http(FakeDecode(script)) as api:
+        whole = await api.openai.completions.create(**request)
+        stream = await api.openai.completions.create(
             **request, stream=True, stream_options={"include_usage": True}
         )
         texts, chunks = await text_of_stream(stream)
@@ -66,11 +66,11 @@ async def test_several_prompts_have_choices_in_their_order():
     script, other = script_of(TEXT)[:5], script_of(OTHER)[:5]
     request = {"model": MODEL, "n": 2, "max_tokens": 5}
     prompts = [list(PROMPT_IDS), [7, 8, 9]]
-    async with running_http(FakeDecode(script, others=[other])) as door:
-        whole = await door.openai.completions.create(prompt=prompts, **request)
-        stream = await door.openai.completions.create(prompt=prompts, stream=True, **request)
+    async with running_http(FakeDecode(script, others=[other])) as api:
+        whole = await api.openai.completions.create(prompt=prompts, **request)
+        stream = await api.openai.completions.create(prompt=prompts, stream=True, **request)
         texts, _ = await text_of_stream(stream)
-        of_texts = await door.openai.completions.create(prompt=["a b", "c"], **request)
+        of_texts = await api.openai.completions.create(prompt=["a b", "c"], **request)
     first, second = tokenizer().decode(script), tokenizer().decode(other)
     assert [(choice.index, choice.text) for choice in whole.choices] == [
         (0, first),
@@ -86,11 +86,11 @@ async def test_several_prompts_have_choices_in_their_order():
 
 async def test_stops_end_the_text():
     script = script_of("abc quick brown")
-    async with running_http(FakeDecode(script + [300] * 50)) as door:
-        by_text = await door.openai.completions.create(
+    async with running_http(FakeDecode(script + [300] * 50)) as api:
+        by_text = await api.openai.completions.create(
             model=MODEL, prompt="x", stop=["ck br"], max_tokens=50
         )
-        by_token = await door.openai.completions.create(
+        by_token = await api.openai.completions.create(
             model=MODEL, prompt="x", max_tokens=50, extra_body={"stop_token_ids": [300]}
         )
     assert by_text.choices[0].text == "abc qui"
@@ -101,16 +101,16 @@ async def test_stops_end_the_text():
 
 
 async def test_an_end_of_sequence_is_no_stop_reason():
-    async with running_http(FakeDecode([50, EOS_TOKEN_ID])) as door:
-        answer = await door.openai.completions.create(model=MODEL, prompt="x")
+    async with running_http(FakeDecode([50, EOS_TOKEN_ID])) as api:
+        answer = await api.openai.completions.create(model=MODEL, prompt="x")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason is None
 
 
 async def test_parameters_reach_the_workers_and_nulls_state_nothing():
     decode = FakeDecode([50] * 9)
-    async with running_http(decode, default_params={"top_k": 7}) as door:
-        await door.openai.completions.create(
+    async with running_http(decode, default_params={"top_k": 7}) as api:
+        await api.openai.completions.create(
             model=MODEL,
             prompt="x",
             max_tokens=3,
@@ -173,9 +173,9 @@ FORMS = [
 
 async def test_forms_reach_the_workers():
     decode = FakeDecode([50] * 9)
-    async with running_http(decode) as door:
+    async with running_http(decode) as api:
         for fields, form in FORMS:
-            await door.openai.completions.create(
+            await api.openai.completions.create(
                 model=MODEL, prompt="x", max_tokens=3, extra_body=fields
             )
             outputs = decode.starts[-1].spec.sampling.structured_outputs
@@ -184,8 +184,8 @@ async def test_forms_reach_the_workers():
 
 async def test_logprobs_in_the_legacy_shape():
     script = script_of("abc 😀")
-    async with running_http(FakeDecode(script)) as door:
-        answer = await door.openai.completions.create(
+    async with running_http(FakeDecode(script)) as api:
+        answer = await api.openai.completions.create(
             model=MODEL, prompt="x", max_tokens=len(script), logprobs=2
         )
     logprobs = answer.choices[0].logprobs
@@ -204,8 +204,8 @@ async def test_echo_begins_with_the_prompt_and_its_logprobs():
     script = script_of(TEXT)[:4]
     prompt = "The quick fox"
     num_prompt_tokens = 1 + len(script_of(prompt))
-    async with running_http(FakeDecode(script)) as door:
-        create = door.openai.completions.create
+    async with running_http(FakeDecode(script)) as api:
+        create = api.openai.completions.create
         plain = await create(model=MODEL, prompt=prompt, max_tokens=4, echo=True)
         scored = await create(model=MODEL, prompt=prompt, max_tokens=4, echo=True, logprobs=1)
         alone = await create(model=MODEL, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
@@ -229,14 +229,14 @@ async def test_echo_begins_with_the_prompt_and_its_logprobs():
 
 async def test_token_ids_prompt_logprobs_and_running_counts():
     script = script_of(TEXT)[:4]
-    async with running_http(FakeDecode(script)) as door:
-        answer = await door.openai.completions.create(
+    async with running_http(FakeDecode(script)) as api:
+        answer = await api.openai.completions.create(
             model=MODEL,
             prompt=[7, 8, 9],
             max_tokens=4,
             extra_body={"return_token_ids": True, "prompt_logprobs": 1},
         )
-        stream = await door.openai.completions.create(
+        stream = await api.openai.completions.create(
             model=MODEL,
             prompt="a b c",
             max_tokens=4,
@@ -259,8 +259,8 @@ async def test_token_ids_prompt_logprobs_and_running_counts():
 
 async def test_beam_search_takes_n_as_its_width():
     decode = FakeDecode([50] * 9)
-    async with running_http(decode) as door:
-        await door.openai.completions.create(
+    async with running_http(decode) as api:
+        await api.openai.completions.create(
             model=MODEL, prompt="x", n=3, max_tokens=3, extra_body={"use_beam_search": True}
         )
     sampling = decode.starts[0].spec.sampling
@@ -283,11 +283,11 @@ WRONG_PROMPTS = ["", [1, -1], [5000], ["a", [1]], [0] * 5000, {"a": 1}]
 
 
 async def test_a_wrong_field_is_named():
-    async with running_http(FakeDecode([50])) as door:
+    async with running_http(FakeDecode([50])) as api:
 
         async def param_of(**fields):
             with pytest.raises(openai.BadRequestError) as caught:
-                await door.openai.completions.create(model=MODEL, prompt="x", extra_body=fields)
+                await api.openai.completions.create(model=MODEL, prompt="x", extra_body=fields)
             assert caught.value.body["type"] == "invalid_request_error"
             return caught.value.param
 
@@ -299,9 +299,9 @@ async def test_a_wrong_field_is_named():
 
 
 async def test_an_unknown_model_is_404():
-    async with running_http(FakeDecode([50])) as door:
+    async with running_http(FakeDecode([50])) as api:
         with pytest.raises(openai.NotFoundError) as caught:
-            await door.openai.completions.create(model="other", prompt="x")
+            await api.openai.completions.create(model="other", prompt="x")
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
     assert "'scripted'" in caught.value.message

@@ -40,10 +40,10 @@ def running(*workers, **config):
     return running_http(*workers, chat_template=ChatTemplate(source), **config)
 
 
-async def raw_events(door, **body):
+async def raw_events(api, **body):
     """The events of a stream as they are sent."""
     body = {"input": "Hi", "stream": True} | body
-    async with door.http.stream("POST", "/v1/responses", json=body) as answer:
+    async with api.http.stream("POST", "/v1/responses", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
         text = (await answer.aread()).decode()
@@ -61,10 +61,10 @@ def without_ids(items):
 
 async def test_a_whole_response_and_a_stream_are_the_same():
     decode = answering(TEXT)
-    async with running(decode) as door:
+    async with running(decode) as api:
         fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "u"}
-        whole = await door.http.post("/v1/responses", json={"input": "Hi"} | fields)
-        events = await raw_events(door, **fields)
+        whole = await api.http.post("/v1/responses", json={"input": "Hi"} | fields)
+        events = await raw_events(api, **fields)
     prompt = tokenizer().decode(decode.starts[0].spec.prompt_token_ids, skip_special_tokens=False)
     assert prompt == "[system]Be brief.[user]Hi[assistant]"
     body, last = whole.json(), events[-1]["response"]
@@ -92,9 +92,9 @@ async def test_a_whole_response_and_a_stream_are_the_same():
 
 
 async def test_the_clients_stream_helper():
-    async with running(answering(TEXT)) as door:
+    async with running(answering(TEXT)) as api:
         text = ""
-        async with door.openai.responses.stream(model=MODEL, input="Hi") as stream:
+        async with api.openai.responses.stream(model=MODEL, input="Hi") as stream:
             async for event in stream:
                 if event.type == "response.output_text.delta":
                     text += event.delta
@@ -105,14 +105,14 @@ async def test_the_clients_stream_helper():
 async def test_reasoning_and_calls_are_items_of_their_own():
     decode = answering(f"<think>\nHm.\n</think>\n\nLet me see. {CALL}")
     config = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    async with running(decode, **config) as door:
+    async with running(decode, **config) as api:
         request = {"model": MODEL, "input": "1+1?", "tools": [TOOL]}
-        whole = await door.openai.responses.create(**request)
-        async with door.openai.responses.stream(**request) as stream:
+        whole = await api.openai.responses.create(**request)
+        async with api.openai.responses.stream(**request) as stream:
             kinds = {event.type async for event in stream}
             final = await stream.get_final_response()
         items = [item.to_dict() for item in whole.output]
-        answered = await door.openai.responses.create(
+        answered = await api.openai.responses.create(
             model=MODEL,
             tools=[TOOL],
             input=[
@@ -133,8 +133,8 @@ async def test_reasoning_and_calls_are_items_of_their_own():
 
 
 async def test_a_forced_call_needs_no_parser():
-    async with running(answering('{"a": 1}')) as door:
-        response = await door.openai.responses.create(
+    async with running(answering('{"a": 1}')) as api:
+        response = await api.openai.responses.create(
             model=MODEL,
             input="Hi",
             tools=[TOOL],
@@ -150,16 +150,16 @@ class Point(BaseModel):
 
 async def test_the_clients_parse_helper():
     decode = answering('{"x": 3}')
-    async with running(decode) as door:
-        response = await door.openai.responses.parse(model=MODEL, input="Hi", text_format=Point)
+    async with running(decode) as api:
+        response = await api.openai.responses.parse(model=MODEL, input="Hi", text_format=Point)
     assert response.output_parsed == Point(x=3)
     assert decode.starts[0].spec.sampling.structured_outputs.json
 
 
 async def test_a_limit_makes_a_response_incomplete():
-    async with running(FakeDecode(script_of(TEXT))) as door:
-        whole = await door.openai.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
-        events = await raw_events(door, max_output_tokens=3)
+    async with running(FakeDecode(script_of(TEXT))) as api:
+        whole = await api.openai.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+        events = await raw_events(api, max_output_tokens=3)
     assert whole.status == "incomplete"
     assert whole.incomplete_details.reason == "max_output_tokens"
     assert whole.output[0].status == "incomplete"
@@ -168,10 +168,10 @@ async def test_a_limit_makes_a_response_incomplete():
 
 async def test_logprobs_of_the_text():
     fields = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    async with running(answering("abc 😀")) as door:
-        whole = await door.openai.responses.create(model=MODEL, input="Hi", **fields)
-        events = await raw_events(door, **fields)
-        without = await door.openai.responses.create(model=MODEL, input="Hi")
+    async with running(answering("abc 😀")) as api:
+        whole = await api.openai.responses.create(model=MODEL, input="Hi", **fields)
+        events = await raw_events(api, **fields)
+        without = await api.openai.responses.create(model=MODEL, input="Hi")
     entries = whole.output[0].content[0].logprobs
     *text, end = entries
     assert bytes(byte for entry in text for byte in entry.bytes).decode() == "abc 😀"
@@ -189,8 +189,8 @@ async def test_logprobs_of_the_text():
 
 async def test_an_error_within_a_stream_is_a_failed_response():
     decode = FakeDecode(script_of(TEXT), pause_after=2)
-    async with running(decode) as door:
-        stream = await door.openai.responses.create(model=MODEL, input="Hi", stream=True)
+    async with running(decode) as api:
+        stream = await api.openai.responses.create(model=MODEL, input="Hi", stream=True)
         async for event in stream:
             if event.type == "response.output_text.delta":
                 decode.fail_running(AbortedError("stopped"))
@@ -218,9 +218,9 @@ async def test_an_error_within_a_stream_is_a_failed_response():
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_wrong_field_is_named(fields, param, stream):
-    async with running(answering("a")) as door:
+    async with running(answering("a")) as api:
         with pytest.raises(openai.BadRequestError) as caught:
-            await door.openai.responses.create(
+            await api.openai.responses.create(
                 model=MODEL, input="Hi", stream=stream, extra_body=fields
             )
     assert caught.value.param.startswith(param)

@@ -1,4 +1,4 @@
-"""What the HTTP door does about clients: bad ones, slow ones, those that leave; and its end."""
+"""What the HTTP server does about clients: bad ones, slow ones, those that leave; and its end."""
 
 import asyncio
 import json
@@ -23,16 +23,16 @@ LONG_NAME = "a" * 100_000
 REQUEST = {"model": MODEL, "prompt": "x", "max_tokens": 4000}
 
 
-async def open_connection(door: RunningHttp):
-    return await asyncio.open_connection("127.0.0.1", door.server.port)
+async def open_connection(api: RunningHttp):
+    return await asyncio.open_connection("127.0.0.1", api.server.port)
 
 
-async def open_narrow_connection(door: RunningHttp):
+async def open_narrow_connection(api: RunningHttp):
     """A connection whose reader does not read yet, and holds few bytes."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", door.server.port))
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", api.server.port))
     reader, writer = await asyncio.open_connection(sock=client)
     writer.transport.pause_reading()
     return reader, writer
@@ -59,8 +59,8 @@ async def _all_of(reader: asyncio.StreamReader) -> bytes:
 
 async def test_a_client_that_leaves_a_stream_frees_the_request():
     decode = FakeDecode(ENDLESS, pause_after=3)
-    async with running_http(decode) as door:
-        stream = await door.openai.completions.create(**REQUEST, stream=True)
+    async with running_http(decode) as api:
+        stream = await api.openai.completions.create(**REQUEST, stream=True)
         await anext(stream)
         await stream.close()
         await decode.changes.until(lambda: decode.cancels)
@@ -69,8 +69,8 @@ async def test_a_client_that_leaves_a_stream_frees_the_request():
 
 async def test_a_client_that_leaves_while_it_waits_frees_the_request():
     decode = FakeDecode(ENDLESS, pause_after=3)
-    async with running_http(decode) as door:
-        _, writer = await open_connection(door)
+    async with running_http(decode) as api:
+        _, writer = await open_connection(api)
         writer.write(post("/v1/completions", json.dumps(REQUEST).encode()))
         await decode.changes.until(lambda: decode.running)
         writer.close()
@@ -79,8 +79,8 @@ async def test_a_client_that_leaves_while_it_waits_frees_the_request():
 
 async def test_a_client_that_leaves_during_prefill_frees_the_request():
     prefill, decode = FakePrefill(ENDLESS, hold=True), FakeDecode(ENDLESS)
-    async with running_http(prefill, decode) as door:
-        _, writer = await open_connection(door)
+    async with running_http(prefill, decode) as api:
+        _, writer = await open_connection(api)
         body = json.dumps({**REQUEST, "prompt": list(range(100, 140)), "stream": True})
         writer.write(post("/v1/completions", body.encode()))
         await prefill.changes.until(lambda: prefill.requests)
@@ -91,8 +91,8 @@ async def test_a_client_that_leaves_during_prefill_frees_the_request():
 async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
     script = ENDLESS[:600]
     decode = FakeDecode(script)
-    async with running_http(decode, served_model_name=(MODEL, LONG_NAME)) as door:
-        reader, writer = await open_narrow_connection(door)
+    async with running_http(decode, served_model_name=(MODEL, LONG_NAME)) as api:
+        reader, writer = await open_narrow_connection(api)
         body = json.dumps({"model": LONG_NAME, "prompt": "x", "max_tokens": 600, "stream": True})
         writer.write(post("/v1/completions", body.encode(), "Connection: close"))
         await decode.changes.until(lambda: decode.num_sent == len(script))
@@ -112,8 +112,8 @@ async def test_a_client_that_does_not_read_gets_every_token_in_fewer_chunks():
 async def test_a_client_that_never_reads_is_cut_off():
     decode = FakeDecode(ENDLESS, pause_after=600)
     name, limits = LONG_NAME * 50, {"send_timeout_s": 0.2}  # one chunk fills every buffer
-    async with running_http(decode, served_model_name=(MODEL, name), http=limits) as door:
-        _, writer = await open_narrow_connection(door)
+    async with running_http(decode, served_model_name=(MODEL, name), http=limits) as api:
+        _, writer = await open_narrow_connection(api)
         body = json.dumps({**REQUEST, "model": name, "stream": True})
         writer.write(post("/v1/completions", body.encode()))
         await decode.changes.until(lambda: decode.cancels)
@@ -122,10 +122,10 @@ async def test_a_client_that_never_reads_is_cut_off():
 
 async def test_silence_is_filled_with_comments():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
-    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as door:
+    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as api:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True}
         lines = []
-        async with door.http.stream("POST", "/v1/completions", json=body) as answer:
+        async with api.http.stream("POST", "/v1/completions", json=body) as answer:
             async for line in answer.aiter_lines():
                 lines.append(line)
                 if line.startswith(":") and decode.pause_after is not None:
@@ -136,8 +136,8 @@ async def test_silence_is_filled_with_comments():
 
 async def test_an_error_in_a_stream_is_an_event():
     decode = FakeDecode(ENDLESS, pause_after=2)
-    async with running_http(decode, resume_timeout_s=0.0) as door:
-        stream = await door.openai.completions.create(**REQUEST, stream=True)
+    async with running_http(decode, resume_timeout_s=0.0) as api:
+        stream = await api.openai.completions.create(**REQUEST, stream=True)
         await anext(stream)
         decode.fail_running(UnavailableError("the engine has failed"))
         with pytest.raises(openai.APIError):
@@ -147,13 +147,13 @@ async def test_an_error_in_a_stream_is_an_event():
 
 async def test_a_deadline_of_the_client_holds():
     decode = FakeDecode(ENDLESS, pause_after=2)
-    async with running_http(decode) as door:
+    async with running_http(decode) as api:
         headers = {"X-Request-Timeout-S": "0.2"}
-        whole = await door.http.post("/v1/completions", json=REQUEST, headers=headers)
-        streamed = await door.http.post(
+        whole = await api.http.post("/v1/completions", json=REQUEST, headers=headers)
+        streamed = await api.http.post(
             "/v1/completions", json={**REQUEST, "stream": True}, headers=headers
         )
-        bad = await door.http.post(
+        bad = await api.http.post(
             "/v1/completions", json=REQUEST, headers={"X-Request-Timeout-S": "soon"}
         )
     assert whole.status_code == 504
@@ -163,8 +163,8 @@ async def test_a_deadline_of_the_client_holds():
 
 
 async def test_errors_have_openais_shape():
-    async with running_http(FakeDecode([50]), http={"max_request_bytes": 1000}) as door:
-        http = door.http
+    async with running_http(FakeDecode([50]), http={"max_request_bytes": 1000}) as api:
+        http = api.http
         json_type = {"content-type": "application/json"}
         answers = {
             404: await http.get("/nothing"),
@@ -187,8 +187,8 @@ async def test_errors_have_openais_shape():
 
 
 async def test_a_chunked_body_is_refused_while_it_is_read():
-    async with running_http(FakeDecode([50]), http={"max_request_bytes": 5000}) as door:
-        reader, writer = await open_connection(door)
+    async with running_http(FakeDecode([50]), http={"max_request_bytes": 5000}) as api:
+        reader, writer = await open_connection(api)
         head = post("/v1/completions", b"").replace(
             b"Content-Length: 0", b"Transfer-Encoding: chunked"
         )
@@ -201,11 +201,11 @@ async def test_a_chunked_body_is_refused_while_it_is_read():
 
 async def test_slow_clients_are_cut_off():
     limits = {"header_timeout_s": 0.1, "body_timeout_s": 0.1, "keep_alive_timeout_s": 1}
-    async with running_http(FakeDecode([50]), http=limits) as door:
-        silent, silent_writer = await open_connection(door)
-        heads, heads_writer = await open_connection(door)
+    async with running_http(FakeDecode([50]), http=limits) as api:
+        silent, silent_writer = await open_connection(api)
+        heads, heads_writer = await open_connection(api)
         heads_writer.write(b"GET /health HTTP/1.1\r\nX-A: ")
-        bodies, bodies_writer = await open_connection(door)
+        bodies, bodies_writer = await open_connection(api)
         bodies_writer.write(post("/v1/completions", b"{", length=100))
         async with asyncio.timeout(10):
             assert await silent.read() == b""
@@ -217,11 +217,11 @@ async def test_slow_clients_are_cut_off():
 
 
 async def test_connections_beyond_the_limit_are_closed():
-    async with running_http(FakeDecode([50]), http={"max_connections": 1}) as door:
-        reader, writer = await open_connection(door)
+    async with running_http(FakeDecode([50]), http={"max_connections": 1}) as api:
+        reader, writer = await open_connection(api)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()
-        second, second_writer = await open_connection(door)
+        second, second_writer = await open_connection(api)
         async with asyncio.timeout(10):
             assert await _all_of(second) == b""
         writer.close()
@@ -231,9 +231,9 @@ async def test_connections_beyond_the_limit_are_closed():
 async def test_a_bug_is_logged_and_not_shown(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="baton.http")
 
-    async with running_http(FakeDecode([50])) as door:
-        monkeypatch.setattr(door.router.service.models, "find", lambda name: 1 / 0)
-        answer = await door.http.post(
+    async with running_http(FakeDecode([50])) as api:
+        monkeypatch.setattr(api.router.service.models, "find", lambda name: 1 / 0)
+        answer = await api.http.post(
             "/v1/completions", json=REQUEST, headers={"X-Request-Id": "the-id"}
         )
     assert answer.status_code == 500
@@ -247,12 +247,12 @@ async def test_a_bug_is_logged_and_not_shown(caplog, monkeypatch):
 
 async def test_request_ids_are_taken_if_they_are_fit():
     decode = FakeDecode([50] * 9)
-    async with running_http(decode) as door:
+    async with running_http(decode) as api:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
-        taken = await door.http.post(
+        taken = await api.http.post(
             "/v1/completions", json=body, headers={"X-Request-Id": "trace-7"}
         )
-        unfit = await door.http.get("/health", headers={"X-Request-Id": "a b"})
+        unfit = await api.http.get("/health", headers={"X-Request-Id": "a b"})
     assert taken.headers["x-request-id"] == "trace-7"
     assert taken.json()["id"] == "cmpl-trace-7"
     assert decode.starts[0].spec.request_id.startswith("trace-7")
@@ -261,10 +261,10 @@ async def test_request_ids_are_taken_if_they_are_fit():
 
 async def test_concurrent_requests_may_share_an_http_request_id():
     decode = FakeDecode([50] * 9, pause_after=1)
-    async with running_http(decode) as door:
+    async with running_http(decode) as api:
         calls = [
             asyncio.ensure_future(
-                door.http.post(
+                api.http.post(
                     "/v1/completions",
                     json={"model": MODEL, "prompt": "x", "max_tokens": 3},
                     headers={"X-Request-Id": "same"},
@@ -280,10 +280,10 @@ async def test_concurrent_requests_may_share_an_http_request_id():
 
 async def test_too_many_requests_are_told_to_retry():
     decode = FakeDecode(ENDLESS, pause_after=1)
-    async with running_http(decode, max_concurrent_requests=1) as door:
-        running = asyncio.ensure_future(door.http.post("/v1/completions", json=REQUEST))
+    async with running_http(decode, max_concurrent_requests=1) as api:
+        running = asyncio.ensure_future(api.http.post("/v1/completions", json=REQUEST))
         await decode.changes.until(lambda: decode.running)
-        refused = await door.http.post("/v1/completions", json=REQUEST)
+        refused = await api.http.post("/v1/completions", json=REQUEST)
         running.cancel()
         await asyncio.wait([running])
     assert refused.status_code == 429
@@ -293,23 +293,23 @@ async def test_too_many_requests_are_told_to_retry():
 async def test_models_health_and_tokens():
     decode = FakeDecode([50])
     names = ("scripted", "alias")
-    async with running_http(decode, served_model_name=names) as door:
-        models = await door.openai.models.list()
-        alias = await door.openai.models.retrieve("alias")
-        missing = await door.http.get("/v1/models/other")
+    async with running_http(decode, served_model_name=names) as api:
+        models = await api.openai.models.list()
+        alias = await api.openai.models.retrieve("alias")
+        missing = await api.http.get("/v1/models/other")
         paths = ("/health", "/ready", "/ping", "/version", "/openapi.json")
-        health = [await door.http.get(path) for path in paths]
+        health = [await api.http.get(path) for path in paths]
         encoded = (
-            await door.http.post(
+            await api.http.post(
                 "/tokenize", json={"model": "alias", "prompt": "abc", "return_token_strs": True}
             )
         ).json()
-        decoded = await door.http.post("/detokenize", json={"tokens": encoded["tokens"]})
-        negative = await door.http.post("/detokenize", json={"tokens": [-1]})
+        decoded = await api.http.post("/detokenize", json={"tokens": encoded["tokens"]})
+        negative = await api.http.post("/detokenize", json={"tokens": [-1]})
         await decode.stop()
-        await door.router.until(lambda: not door.router.service.models.can_serve)
-        not_ready = await door.http.get("/ready")
-        refused = await door.http.post("/v1/completions", json={"prompt": "x"})
+        await api.router.until(lambda: not api.router.service.models.can_serve)
+        not_ready = await api.http.get("/ready")
+        refused = await api.http.post("/v1/completions", json={"prompt": "x"})
     assert [model.id for model in models.data] == list(names)
     assert alias.owned_by == "baton"
     assert alias.max_model_len == 4096
@@ -329,11 +329,11 @@ async def test_models_health_and_tokens():
 async def test_pages_of_allowed_origins_may_call():
     origins = {"allowed_origins": ("https://a.example",)}
     headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    async with running_http(FakeDecode([50]), http=origins) as door:
-        asked = await door.http.options("/v1/completions", headers=headers)
-        failed = await door.http.post("/v1/completions", content=b"x" * 9, headers=headers)
-    async with running_http(FakeDecode([50])) as door:
-        closed = await door.http.options("/v1/completions", headers=headers)
+    async with running_http(FakeDecode([50]), http=origins) as api:
+        asked = await api.http.options("/v1/completions", headers=headers)
+        failed = await api.http.post("/v1/completions", content=b"x" * 9, headers=headers)
+    async with running_http(FakeDecode([50])) as api:
+        closed = await api.http.options("/v1/completions", headers=headers)
     assert asked.headers["access-control-allow-origin"] == "https://a.example"
     assert failed.headers["access-control-allow-origin"] == "https://a.example"
     assert "access-control-allow-origin" not in closed.headers
@@ -341,16 +341,16 @@ async def test_pages_of_allowed_origins_may_call():
 
 async def test_a_drain_lets_answers_end_and_takes_no_more():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
-    async with running_http(decode) as door:
+    async with running_http(decode) as api:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
-        running = asyncio.ensure_future(door.http.post("/v1/completions", json=body))
+        running = asyncio.ensure_future(api.http.post("/v1/completions", json=body))
         await decode.changes.until(lambda: decode.running)
-        reader, writer = await open_connection(door)
+        reader, writer = await open_connection(api)
         writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()
-        door.server.begin_drain()
+        api.server.begin_drain()
         with pytest.raises(ConnectionRefusedError):
-            await open_connection(door)
+            await open_connection(api)
         await reader.readuntil(b"}]}")
         writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 503 " in await reader.readline()
@@ -362,15 +362,15 @@ async def test_a_drain_lets_answers_end_and_takes_no_more():
 @pytest.mark.parametrize("streams", [False, True])
 async def test_the_end_cancels_what_does_not_end(streams):
     decode = FakeDecode(ENDLESS, pause_after=2)
-    async with running_http(decode) as door:
-        _, writer = connection = await open_connection(door)
+    async with running_http(decode) as api:
+        _, writer = connection = await open_connection(api)
         body = json.dumps({**REQUEST, "stream": streams})
         writer.write(post("/v1/completions", body.encode()))
         if streams:
             await connection[0].readuntil(b"data: ")
         await decode.changes.until(lambda: decode.running)
         async with asyncio.timeout(10):
-            await door.server.stop(0.05)
+            await api.server.stop(0.05)
             answer = await connection[0].read()
         await decode.changes.until(lambda: decode.cancels)
         writer.close()
@@ -379,8 +379,8 @@ async def test_the_end_cancels_what_does_not_end(streams):
 
 
 async def test_an_address_in_use_is_refused():
-    async with running_http(FakeDecode([50])) as door:
-        config = HttpConfig(port=door.server.port)
-        second = HttpServer(build_app(door.router.service.models, config), config)
+    async with running_http(FakeDecode([50])) as api:
+        config = HttpConfig(port=api.server.port)
+        second = HttpServer(build_app(api.router.service.models, config), config)
         with pytest.raises(ConfigurationError, match="cannot listen on"):
             await second.start()

@@ -9,6 +9,7 @@ from baton.errors import DeadlineExceededError, InternalError, UnavailableError
 from baton.v1 import common_pb2
 from router import replica as replica_module
 from router.decode_connection import DecodeConnection
+from router.pace import Pace
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import (
@@ -41,6 +42,18 @@ async def iterate(call):
 
 def prefetched_keys(decode):
     return [key for command in decode.prefetches for key in command.blocks.block_keys]
+
+
+async def test_streams_that_pause_do_not_delay_decode():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        router.model._pipeline._pace = pace = Pace()
+        pace.pause_s = 3600
+        call = router.stub.GenerateStream(request(max_tokens=5), timeout=30)
+        await first_message(call)
+        await decode.changes.until(lambda: decode.starts)
+        pace.pause_s = 0
+        call.cancel()
 
 
 async def test_the_first_token_is_sent_before_the_prompt_is_saved():

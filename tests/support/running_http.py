@@ -1,4 +1,4 @@
-"""The HTTP door over a whole router in this process, and clients of it."""
+"""The HTTP server of a whole router in this process, and clients of it."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from tests.support.running_router import RunningRouter, running_router
 
 
 class RunningHttp:
-    """The door, and two clients: OpenAI's, and one that sends anything."""
+    """The HTTP server of a router, and two clients: OpenAI's, and one that sends anything."""
 
     def __init__(self, router: RunningRouter) -> None:
         server = router.service.http
@@ -35,7 +35,7 @@ class RunningHttp:
 async def running_http(
     *workers: FakeWorker, http: Mapping[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[RunningHttp]:
-    """Runs workers, a router and its HTTP door.
+    """Runs workers, a router and its HTTP server.
 
     Args:
         workers: the workers.

@@ -32,8 +32,8 @@ class Kitchen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
-    port: int = flag(1, "port", name="door-port")
+class Endpoint:
+    port: int = flag(1, "port", name="endpoint-port")
 
 
 def make_parser():
@@ -46,7 +46,7 @@ def make_parser():
         parser.add_argument("--tag", action="append")
         parser.add_argument("--sizes", type=int, nargs="+", default=[1])
         add_flags(parser, Kitchen, "kitchen", omit=("secret",))
-        add_flags(parser, Door, "door", defaults={"port": 5})
+        add_flags(parser, Endpoint, "endpoint", defaults={"port": 5})
 
     parser.fill(add_args, add_args)
     return parser
@@ -81,8 +81,8 @@ def write(tmp_path, monkeypatch):
 
 def test_no_flags_give_the_defaults():
     assert kitchen() == Kitchen(name="k")
-    assert config_from_args(Door, parse("k")).port == 5
-    assert config_from_args(Door, parse("k"), port=6).port == 6
+    assert config_from_args(Endpoint, parse("k")).port == 5
+    assert config_from_args(Endpoint, parse("k"), port=6).port == 6
 
 
 def test_flags_are_the_inverse_of_parsing():
@@ -251,7 +251,7 @@ def test_missing_values_are_named_together():
 
 def test_child_processes_get_no_variables_of_flags():
     kept = {"PATH": "/bin", "BATON_CPU_KERNELS": "torch"}
-    assert without_flag_variables({**kept, variable_of("door-port"): "1"}) == kept
+    assert without_flag_variables({**kept, variable_of("endpoint-port"): "1"}) == kept
 
 
 def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
@@ -262,8 +262,8 @@ def test_the_process_own_arguments_are_parsed_alike(monkeypatch):
 
 
 def test_the_variable_of_a_kubernetes_service_is_no_flag(monkeypatch):
-    monkeypatch.setenv(variable_of("door-port"), "tcp://10.0.0.1:8000")
-    assert config_from_args(Door, parse("k")).port == 5
+    monkeypatch.setenv(variable_of("endpoint-port"), "tcp://10.0.0.1:8000")
+    assert config_from_args(Endpoint, parse("k")).port == 5
 
 
 def test_variables_have_no_aliases_but_files_do(monkeypatch, write):

@@ -1,4 +1,4 @@
-"""Parts of the HTTP door that need no server: errors, bodies, token texts, event streams."""
+"""Parts of the HTTP server that need no connection: errors, bodies, token texts, event streams."""
 
 import asyncio
 import json

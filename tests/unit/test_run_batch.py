@@ -1,6 +1,7 @@
 """`baton run-batch` against a scripted server: results, errors, retries, resume."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -74,6 +75,9 @@ def test_each_request_gets_a_result(batch, capsys):
         (request_line("x", "/v1/files"), "url is '/v1/files'"),
         (request_line("x", stream=True), "body.stream is true"),
         ('{"custom_id": "x", "method": "POST", "url": "/v1/completions"}', "body is None"),
+        (request_line("x", temperature=float("nan")), "not JSON: NaN is not a JSON value"),
+        (request_line("x", top_p=1).replace("1}", "1e999}"), "not JSON: Out of range float"),
+        ("[" * 200_000, "not JSON: maximum recursion depth"),
     ],
 )
 def test_a_malformed_line_is_an_error_line_and_does_not_stop_the_others(batch, line, message):
@@ -157,7 +161,70 @@ def test_an_interrupted_run_continues(batch):
     assert sorted(record["custom_id"] for record in batch.lines()) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("contents", ["my notes\n", "my notes", '{"a": 1}\n', "1\n"])
+def test_a_text_that_utf_8_cannot_hold_is_sent_as_it_is_written(batch):
+    batch.write(request_line("a", prompt="\ud800"))
+    with running_openai_stub(lambda seen: Reply({})) as stub:
+        assert batch.run(stub) == 0
+    assert stub.requests[0].body == {"prompt": "\ud800"}
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 408])
+def test_what_a_right_address_or_key_would_change_runs_again_in_the_next_run(batch, status):
+    batch.write(request_line("a"))
+    with running_openai_stub(lambda seen: Reply({}, status)) as stub:
+        assert batch.run(stub) == 1
+    with running_openai_stub(echo) as stub:
+        assert batch.run(stub) == 0
+    assert [record["response"]["status_code"] for record in batch.lines()] == [200]
+
+
+def test_a_link_to_the_results_stays_a_link(batch, tmp_path):
+    batch.write(request_line("a"))
+    real = tmp_path / "real.jsonl"
+    real.touch()
+    batch.target.symlink_to(real)
+    with running_openai_stub(echo) as stub:
+        assert batch.run(stub) == 0
+    assert batch.target.is_symlink()
+    assert real.read_text() == batch.target.read_text() != ""
+
+
+def test_a_pipe_is_not_replaced_by_a_file(batch, capsys):
+    batch.write(request_line("a"))
+    os.mkfifo(batch.target)
+    assert batch.run("127.0.0.1:1") == 2
+    assert f"cannot write {batch.target}: it is not a regular file" in capsys.readouterr().err
+    assert batch.target.is_fifo()
+
+
+def test_a_full_disk_ends_the_run_which_then_continues(batch):
+    batch.write(*(request_line(str(number), text="x" * 100) for number in range(4)))
+    with running_openai_stub(echo) as stub:
+        # A process with a limit of the sizes of its files gets an error as of a full disk.
+        limited = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (500, 500)); "
+        code = f"import sys; from baton.cli import main; {limited}sys.exit(main())"
+        command = [sys.executable, "-c", code, *batch.command(stub)]
+        run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        assert run.returncode == 2
+        assert run.stderr.endswith(f"error: cannot write {batch.target}: File too large\n")
+        assert batch.run(stub) == 0
+    assert sorted(record["custom_id"] for record in batch.lines()) == ["0", "1", "2", "3"]
+
+
+_RESULT = {"custom_id": "a", "response": None, "error": None}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        *("my notes\n", "my notes", '{"a": 1}\n', "1\n"),
+        json.dumps({**_RESULT, "response": "r"}),
+        json.dumps({**_RESULT, "response": {"status_code": "200"}}),
+        json.dumps({**_RESULT, "custom_id": ["a"]}),
+        json.dumps({**_RESULT, "error": "e"}),
+        "[" * 200_000,
+    ],
+)
 def test_a_file_with_other_contents_is_not_touched(batch, contents, capsys):
     batch.write(request_line("a"))
     batch.target.write_text(contents)
@@ -204,12 +271,21 @@ def test_requests_run_at_once_up_to_the_limit(batch):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--concurrency", "0"], "--concurrency is 0"), (["--max-retries", "-1"], "--max-retries")],
+    [
+        (["--concurrency", "0"], "--concurrency is 0"),
+        (["--max-retries", "-1"], "--max-retries"),
+        (["--timeout-s", "nan"], "--timeout-s is nan"),
+        (["--timeout-s", "0"], "--timeout-s is 0"),
+        (["--api-key", "sk-1\nsk-2"], "--api-key has characters that no HTTP header can hold"),
+        (["--api-key", "sk-\u00e9"], "--api-key has characters that no HTTP header can hold"),
+    ],
 )
 def test_bad_flags_are_refused(batch, flags, message, capsys):
     batch.write(request_line("a"))
     assert batch.run("127.0.0.1:1", *flags) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert "sk-" not in error
 
 
 def test_a_missing_file_is_refused(batch, capsys):

@@ -1,10 +1,10 @@
 """Lines of a batch's input file."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from baton.errors import ConfigurationError
 
@@ -21,14 +21,14 @@ class BatchLine:
         number: of the line, from 1.
         custom_id: the request's name; None if the line has none.
         url: one of `URLS`.
-        body: of the request.
+        body: of the request, as JSON.
         problem: why the line is no request; empty if it is one.
     """
 
     number: int
     custom_id: str | None = None
     url: str = ""
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: bytes = b""
     problem: str = ""
 
 
@@ -71,9 +71,12 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 def parse_line(number: int, raw: bytes) -> BatchLine:
     """Parses a line. A line that is no request has a `problem`."""
     try:
-        record = json.loads(raw)
-    except ValueError as error:
+        return _parse_record(number, json.loads(raw, parse_constant=_refuse_constant))
+    except (ValueError, RecursionError) as error:
         return BatchLine(number, problem=f"not JSON: {error}")
+
+
+def _parse_record(number: int, record: Any) -> BatchLine:
     if not isinstance(record, dict):
         return BatchLine(number, problem=f"a JSON object is needed, not {record!r:.40}")
     custom_id, url, body = record.get("custom_id"), record.get("url"), record.get("body")
@@ -81,7 +84,11 @@ def parse_line(number: int, raw: bytes) -> BatchLine:
         return BatchLine(number, problem=f"custom_id is {custom_id!r:.40}; it must be a text")
     if problem := _problem(record.get("method"), url, body):
         return BatchLine(number, custom_id, problem=problem)
-    return BatchLine(number, custom_id, str(url), body or {})
+    return BatchLine(number, custom_id, str(url), json.dumps(body, allow_nan=False).encode())
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _problem(method: Any, url: Any, body: Any) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO, Self
 from uuid import uuid4
 
@@ -12,8 +13,9 @@ from baton.errors import ConfigurationError
 __all__ = ["RETRIED_CODES", "OutputFile"]
 
 _START = b'{"id": "batch_req_'
-_FIRST_SERVER_ERROR, _TOO_MANY_REQUESTS = 500, 429
-_FIRST_ERROR = 400
+_FIRST_REDIRECT, _FIRST_ERROR, _FIRST_SERVER_ERROR = 300, 400, 500
+# The key is wrong, or the server is slow or busy: the same request may succeed later.
+_RETRIED_STATUSES = (401, 403, 408, 429)
 RETRIED_CODES = ("timeout", "connection_lost")
 """Codes of errors whose request the next run sends again."""
 
@@ -32,11 +34,12 @@ class OutputFile:
         num_failed: results that are errors.
 
     Raises:
-        ConfigurationError: the file cannot be written, or has other lines than results.
+        ConfigurationError: the file cannot be written, is a device or a pipe, or has other lines
+            than results.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path.resolve()  # a link stays a link
         self._finished_ids: set[str] = set()
         self._finished_lines: set[int] = set()
         self._file: BinaryIO | None = None
@@ -44,16 +47,22 @@ class OutputFile:
 
     def __enter__(self) -> Self:
         try:
+            if self._path.exists() and not self._path.is_file():
+                raise ConfigurationError(f"cannot write {self._path}: it is not a regular file")
             if self._path.exists():
                 self._keep_final_results()
             self._file = self._path.open("ab")
         except OSError as error:
-            raise ConfigurationError(f"cannot write {self._path}: {error.strerror}") from None
+            raise self._unwritable(error) from None
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._file is not None
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            if kind is None:  # else the write that failed has raised it already
+                raise self._unwritable(error) from None
 
     @property
     def num_results(self) -> int:
@@ -69,12 +78,20 @@ class OutputFile:
     def write_response(
         self, line: BatchLine, status: int, request_id: str, body: Mapping[str, Any]
     ) -> None:
-        """Writes what the server answered."""
+        """Writes what the server answered.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
         response = {"status_code": status, "request_id": request_id, "body": body}
         self._write(line, response, None)
 
     def write_error(self, line: BatchLine, code: str, message: str) -> None:
-        """Writes why there is no answer."""
+        """Writes why there is no answer.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
         self._write(line, None, {"code": code, "message": message, "line": line.number})
 
     def _write(self, line: BatchLine, response: Any, error: Any) -> None:
@@ -85,9 +102,15 @@ class OutputFile:
             "error": error,
         }
         assert self._file is not None
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+        except OSError as failure:
+            raise self._unwritable(failure) from None
         self._count(record)
+
+    def _unwritable(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(f"cannot write {self._path}: {error.strerror}")
 
     def _keep_final_results(self) -> None:
         """Replaces the file by one with its final results, in one step."""
@@ -107,10 +130,10 @@ class OutputFile:
         """Returns a result; None for the beginning of one, at the end of the file."""
         try:
             record = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and {"custom_id", "response", "error"} <= record.keys():
-            return record
+        if _is_result(record):
+            return dict(record)
         is_torn = not raw.endswith(b"\n") and raw[: len(_START)] == _START[: len(raw)]
         if is_torn:
             return None
@@ -130,13 +153,28 @@ class OutputFile:
             self._finished_lines.add(record["error"].get("line"))
 
 
+def _is_result(record: Any) -> bool:
+    if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
+        return False
+    response = record["response"]
+    return (
+        isinstance(record["custom_id"], str | NoneType)
+        and isinstance(record["error"], dict | NoneType)
+        and (
+            response is None
+            or (isinstance(response, dict) and isinstance(response.get("status_code"), int))
+        )
+    )
+
+
 def _is_success(record: Mapping[str, Any]) -> bool:
     response = record["response"]
-    return bool(response) and int(response["status_code"]) < _FIRST_ERROR
+    return bool(response) and response["status_code"] < _FIRST_REDIRECT
 
 
 def _is_final(record: Mapping[str, Any]) -> bool:
     if response := record["response"]:
-        status = int(response["status_code"])
-        return status < _FIRST_SERVER_ERROR and status != _TOO_MANY_REQUESTS
+        status = response["status_code"]
+        is_refusal = _FIRST_ERROR <= status < _FIRST_SERVER_ERROR
+        return _is_success(record) or (is_refusal and status not in _RETRIED_STATUSES)
     return (record["error"] or {}).get("code") not in RETRIED_CODES

@@ -8,7 +8,7 @@ import httpx2
 
 from baton.cli.batch.input_file import BatchLine
 from baton.cli.batch.output_file import OutputFile
-from baton.cli.openai_endpoint import unreachable
+from baton.cli.openai_endpoint import JSON_HEADERS, unreachable
 
 __all__ = ["BatchSender"]
 
@@ -72,7 +72,7 @@ class BatchSender:
             delay_s = min(_FIRST_DELAY_S * 2**attempt, _MAX_DELAY_S) * random.uniform(0.5, 1)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    response = await self._client.post(url, json=line.body)
+                    response = await self._client.post(url, content=line.body, headers=JSON_HEADERS)
             except httpx2.ConnectError as error:
                 if is_last:
                     raise unreachable(self._url, error) from error
