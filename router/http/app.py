@@ -19,9 +19,9 @@ from router.http.middleware import RequestMiddleware
 from router.http.protocol import Protocol
 from router.models import Models
 
-__all__ = ["PROTOCOLS", "build_app"]
+__all__ = ["build_app"]
 
-PROTOCOLS: Sequence[Protocol] = (
+_PROTOCOLS: Sequence[Protocol] = (
     completions.PROTOCOL,
     responses.PROTOCOL,
     anthropic.PROTOCOL,
@@ -47,7 +47,7 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         openapi_url="/openapi.json",
     )
     app.state.context = HttpContext(served, config)
-    for protocol in PROTOCOLS:
+    for protocol in _PROTOCOLS:
         app.include_router(protocol.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
@@ -76,7 +76,7 @@ def _allow_origins(app: FastAPI, config: HttpConfig) -> None:
 
 def _error_body_of(path: str) -> ErrorBody:
     """The shape of errors of a path: that of the protocol with the longest fitting prefix."""
-    fitting = [protocol for protocol in PROTOCOLS if path.startswith(protocol.prefix)]
+    fitting = [protocol for protocol in _PROTOCOLS if path.startswith(protocol.prefix)]
     longest = max(fitting, key=lambda protocol: len(protocol.prefix), default=None)
     return openai_error if longest is None else longest.error_body
 
