@@ -115,6 +115,7 @@ async def test_thinking_and_calls_are_blocks_of_their_own():
         assert mine.to_dict() | ids == theirs.to_dict() | ids
     assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     assert "[True]" in prompt_text(decode)
+    assert decode.starts[0].spec.sampling.thinking_token_budget == 1024
     assert answered.role == "assistant"
     assert decode.starts[0].spec.sampling.thinking_token_budget == 1024
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.flag_parser import FlagParser
+from router.config import add_args, config_from_args
+from router.http.app import build_app
+from router.http.config import HttpConfig
 from scripts import generate_configuration
 
 ROOT = Path(__file__).parents[2]
@@ -67,3 +71,19 @@ def test_every_make_target_that_is_named_exists():
         named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
         assert named
         assert set(named) <= targets
+
+
+def test_every_http_endpoint_is_documented():
+    page = (ROOT / "docs" / "http.md").read_text()
+    paths = build_app((), HttpConfig()).openapi()["paths"]
+    assert len(paths) >= 13
+    assert [path for path in paths if path.replace("{model_id}", "NAME") not in page] == []
+
+
+def test_the_models_of_the_http_page_are_a_valid_file(tmp_path):
+    text = (ROOT / "docs" / "http.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "models.yaml").write_text(text)
+    parser = FlagParser(prog="baton router")
+    add_args(parser)
+    config = config_from_args(parser.parse_args(["--models", str(tmp_path / "models.yaml")]))
+    assert [model.names for model in config.models] == [("qwen3", "chat"), ("llama-3.2-1b",)]
