@@ -10,13 +10,36 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from baton.errors import DeadlineExceededError
 from baton.sampling_params import SamplingParams
 
-__all__ = ["ReasoningMarks", "RequestSpec", "client_id_of", "unique_request_id"]
+__all__ = [
+    "ReasoningMarks",
+    "ReasoningStart",
+    "RequestSpec",
+    "client_id_of",
+    "unique_request_id",
+]
 
 _UNIQUE_ID = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
+
+
+class ReasoningStart(Enum):
+    """Where a generated text begins, relative to its reasoning part.
+
+    Attributes:
+        BY_PROMPT: as the last mark in the prompt says; before the part if there is none.
+        INSIDE: inside of the part, which the prompt has opened.
+        AFTER: after the part.
+        BEFORE: before the part, which exists only if the text begins with its start mark.
+    """
+
+    BY_PROMPT = 0
+    INSIDE = 1
+    AFTER = 2
+    BEFORE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +49,12 @@ class ReasoningMarks:
     Attributes:
         start_token_ids: the tokens of the mark at its start, such as `<think>`.
         end_token_ids: the tokens of the mark at its end, such as `</think>`; not empty.
+        start: where the generated text begins.
     """
 
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
+    start: ReasoningStart = ReasoningStart.BY_PROMPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,14 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import ReasoningMarks, RequestSpec
+from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
 from baton.sampling_params import SamplingParams, over_defaults
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 
 __all__ = [
     "params_from_proto",
+    "reasoning_start_of",
     "sampling_to_proto",
     "spec_from_proto",
     "spec_to_proto",
@@ -226,7 +227,9 @@ def _reasoning_to_proto(marks: ReasoningMarks | None) -> request_pb2.ReasoningMa
     if marks is None:
         return None
     return request_pb2.ReasoningMarks(
-        start_token_ids=marks.start_token_ids, end_token_ids=marks.end_token_ids
+        start_token_ids=marks.start_token_ids,
+        end_token_ids=marks.end_token_ids,
+        start=marks.start.value,  # type: ignore[arg-type]  # the enumerations have the same numbers
     )
 
 
@@ -236,7 +239,23 @@ def _reasoning_from_proto(message: request_pb2.RequestSpec) -> ReasoningMarks | 
     marks = message.reasoning
     if not marks.end_token_ids:
         raise InvalidArgumentError("reasoning.end_token_ids is empty; the router must set it")
-    return ReasoningMarks(tuple(marks.start_token_ids), tuple(marks.end_token_ids))
+    return ReasoningMarks(
+        tuple(marks.start_token_ids),
+        tuple(marks.end_token_ids),
+        reasoning_start_of("reasoning.start", marks.start),
+    )
+
+
+def reasoning_start_of(field: str, value: int) -> ReasoningStart:
+    """Returns where a text begins.
+
+    Raises:
+        InvalidArgumentError: the number is unknown.
+    """
+    try:
+        return ReasoningStart(value)
+    except ValueError:
+        raise InvalidArgumentError.for_field(field, value, "a known value") from None
 
 
 def _beam_search(params: SamplingParams) -> common_pb2.BeamSearch | None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
-from baton.request_spec import ReasoningMarks
+from baton.request_spec import ReasoningStart
 from baton.v1 import generation_pb2
 from router.admission import Admission
-from router.chat.conversation import Conversation
+from router.chat.conversation import Conversation, content_text
 from router.chat.messages import conversation_of_chat
 from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
-from router.chat.template import ChatTemplate
+from router.chat.template import ChatTemplate, ends_in_reasoning
 from router.chat.tool_parsers import tool_parser
 from router.config import RouterConfig, ServedModelConfig
 from router.fleet import Fleet
@@ -104,7 +104,8 @@ class Model:
         tools, reasoning = config.tool_call_parser, config.reasoning_parser
         self.tool_parser = tool_parser(tools) if tools else None
         self.reasoning_parser = reasoning_parser(reasoning) if reasoning else None
-        self.reasoning_marks = self._find_reasoning_marks()
+        self._mark_texts = self._find_mark_texts()
+        self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
         self._default_timeout_s = router.default_timeout_s
@@ -150,6 +151,22 @@ class Model:
             )
         return await asyncio.to_thread(self.chat_template.render, conversation)
 
+    def reasoning_start(self, conversation: Conversation, prompt: str) -> ReasoningStart:
+        """Returns where the answer to a chat begins. Only the end of the prompt decides it, which
+        the template and the final message write: other messages may contain the marks as plain
+        text.
+        """
+        start, end = self._mark_texts
+        if start is None or end is None:
+            return ReasoningStart.BY_PROMPT
+        prefill = ""
+        if conversation.continue_final_message:
+            prefill = content_text(conversation.messages[-1].get("content"))
+        if ends_in_reasoning(prompt, start, end, prefill):
+            return ReasoningStart.INSIDE
+        is_over = end in prefill or prompt.rstrip().endswith(end)
+        return ReasoningStart.AFTER if is_over else ReasoningStart.BEFORE
+
     @asynccontextmanager
     async def responses(
         self, message: generation_pb2.GenerateRequest, timeout_s: float | None = None
@@ -180,23 +197,23 @@ class Model:
                 f"the request did not end within {timeout_s:.1f} s"
             ) from None
 
-    def _find_reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks that flags state, or those of the reasoning parser.
-
-        Raises:
-            ConfigurationError: the vocabulary cannot write a mark, or only one is stated.
-        """
+    def _find_mark_texts(self) -> tuple[str | None, str | None]:
+        """The marks that flags state, or those of the reasoning parser."""
         start, end = self.config.reasoning_start_str, self.config.reasoning_end_str
         parser = self.reasoning_parser
         if start is end is None and parser and issubclass(parser, MarkedReasoningParser):
             start, end = parser.start, parser.end
-        return encode_marks(self.tokenizer, start, end)
+        return start, end
 
     async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
         """Replaces a message's chat by its prompt."""
         if message.WhichOneof("prompt") == "chat":
-            message.text = await self.render(conversation_of_chat(message.chat))
+            conversation = conversation_of_chat(message.chat)
+            prompt = await self.render(conversation)
+            start = self.reasoning_start(conversation, prompt)
+            message.text = prompt
             message.add_special_tokens = False
+            message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
 
 
 class Models:

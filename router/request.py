@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.request_spec import ReasoningMarks, RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
+from baton.spec_wire import reasoning_start_of
 from baton.v1 import generation_pb2
 from kvstore.block_key import BlockKeyChain
 from router.reasoning import marks_for
@@ -91,6 +92,9 @@ async def prepare_request(
         FailedPreconditionError: the request limits the reasoning part, which has no marks.
     """
     reasoning = marks_for(params, marks, limits.vocab_size)
+    if reasoning is not None:
+        start = reasoning_start_of("reasoning_start", message.reasoning_start)
+        reasoning = replace(reasoning, start=start)
     token_ids = await tokenize_prompt(
         prompt,
         tokenizer,

@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _ReasoningStart:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReasoningStartEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReasoningStart.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REASONING_START_UNSPECIFIED: _ReasoningStart.ValueType  # 0
+    """As the last mark in the prompt says; before the part if there is none."""
+    REASONING_START_INSIDE: _ReasoningStart.ValueType  # 1
+    """Inside of the part, which the prompt has opened."""
+    REASONING_START_AFTER: _ReasoningStart.ValueType  # 2
+    """After the part."""
+    REASONING_START_BEFORE: _ReasoningStart.ValueType  # 3
+    """Before the part, which exists only if the text begins with its start mark."""
+
+class ReasoningStart(_ReasoningStart, metaclass=_ReasoningStartEnumTypeWrapper):
+    """Where a generated text begins, relative to the part in which a model reasons."""
+
+REASONING_START_UNSPECIFIED: ReasoningStart.ValueType  # 0
+"""As the last mark in the prompt says; before the part if there is none."""
+REASONING_START_INSIDE: ReasoningStart.ValueType  # 1
+"""Inside of the part, which the prompt has opened."""
+REASONING_START_AFTER: ReasoningStart.ValueType  # 2
+"""After the part."""
+REASONING_START_BEFORE: ReasoningStart.ValueType  # 3
+"""Before the part, which exists only if the text begins with its start mark."""
+Global___ReasoningStart: typing_extensions.TypeAlias = ReasoningStart
+
 class _EarlyStopping:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xb0\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x07prompts\x18\n \x01(\x0b\x32\x11.baton.v1.PromptsH\x00\x12\x1e\n\x04\x63hat\x18\x0b \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12)\n\x0btext_params\x18\t \x01(\x0b\x32\x14.baton.v1.TextParams\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\x15\n\x13_add_special_tokens\",\n\x07Prompts\x12!\n\x07prompts\x18\x01 \x03(\x0b\x32\x10.baton.v1.Prompt\"K\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\xca\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x03 \x01(\t\x12!\n\x19\x63hat_template_kwargs_json\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\x90\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x14.baton.v1.Completion\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x04 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x30\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12-\n\tresponses\x18\x07 \x03(\x0b\x32\x1a.baton.v1.GenerateResponse\"\xe1\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12+\n\x0cmatched_stop\x18\x05 \x01(\x0b\x32\x15.baton.v1.MatchedStop\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x08\n\x06_score\"\xa7\x03\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12+\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x15.baton.v1.MatchedStop\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x08 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x12\n\x05score\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cprompt_index\x18\r \x01(\rB\x08\n\x06_score\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8a\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x11\n\tnamespace\x18\x06 \x01(\t\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\x85\x03\n\x11GenerationService\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a .baton.v1.GenerateStreamResponse0\x01\x12\x46\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponse\"\x03\x90\x02\x01\x12\x46\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\"\x03\x90\x02\x01\x12L\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xe3\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x07prompts\x18\n \x01(\x0b\x32\x11.baton.v1.PromptsH\x00\x12\x1e\n\x04\x63hat\x18\x0b \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12)\n\x0btext_params\x18\t \x01(\x0b\x32\x14.baton.v1.TextParams\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\x31\n\x0freasoning_start\x18\r \x01(\x0e\x32\x18.baton.v1.ReasoningStartB\x08\n\x06promptB\x0b\n\t_priorityB\x15\n\x13_add_special_tokens\",\n\x07Prompts\x12!\n\x07prompts\x18\x01 \x03(\x0b\x32\x10.baton.v1.Prompt\"K\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\xca\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x03 \x01(\t\x12!\n\x19\x63hat_template_kwargs_json\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\x90\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x14.baton.v1.Completion\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x04 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x30\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12-\n\tresponses\x18\x07 \x03(\x0b\x32\x1a.baton.v1.GenerateResponse\"\xe1\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12+\n\x0cmatched_stop\x18\x05 \x01(\x0b\x32\x15.baton.v1.MatchedStop\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x08\n\x06_score\"\xa7\x03\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12+\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x15.baton.v1.MatchedStop\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x08 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x12\n\x05score\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cprompt_index\x18\r \x01(\rB\x08\n\x06_score\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8a\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x11\n\tnamespace\x18\x06 \x01(\t\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\x85\x03\n\x11GenerationService\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a .baton.v1.GenerateStreamResponse0\x01\x12\x46\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponse\"\x03\x90\x02\x01\x12\x46\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\"\x03\x90\x02\x01\x12L\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,31 +39,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONSERVICE'].methods_by_name['Detokenize']._loaded_options = None
   _globals['_GENERATIONSERVICE'].methods_by_name['Detokenize']._serialized_options = b'\220\002\001'
   _globals['_GENERATEREQUEST']._serialized_start=63
-  _globals['_GENERATEREQUEST']._serialized_end=495
-  _globals['_PROMPTS']._serialized_start=497
-  _globals['_PROMPTS']._serialized_end=541
-  _globals['_PROMPT']._serialized_start=543
-  _globals['_PROMPT']._serialized_end=618
-  _globals['_CHAT']._serialized_start=621
-  _globals['_CHAT']._serialized_end=823
-  _globals['_GENERATERESPONSE']._serialized_start=826
-  _globals['_GENERATERESPONSE']._serialized_end=1098
-  _globals['_COMPLETION']._serialized_start=1101
-  _globals['_COMPLETION']._serialized_end=1326
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1329
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1752
-  _globals['_GETMODELREQUEST']._serialized_start=1754
-  _globals['_GETMODELREQUEST']._serialized_end=1786
-  _globals['_GETMODELRESPONSE']._serialized_start=1789
-  _globals['_GETMODELRESPONSE']._serialized_end=1927
-  _globals['_TOKENIZEREQUEST']._serialized_start=1929
-  _globals['_TOKENIZEREQUEST']._serialized_end=2031
-  _globals['_TOKENIZERESPONSE']._serialized_start=2033
-  _globals['_TOKENIZERESPONSE']._serialized_end=2070
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2072
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2183
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2185
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2219
-  _globals['_GENERATIONSERVICE']._serialized_start=2222
-  _globals['_GENERATIONSERVICE']._serialized_end=2611
+  _globals['_GENERATEREQUEST']._serialized_end=546
+  _globals['_PROMPTS']._serialized_start=548
+  _globals['_PROMPTS']._serialized_end=592
+  _globals['_PROMPT']._serialized_start=594
+  _globals['_PROMPT']._serialized_end=669
+  _globals['_CHAT']._serialized_start=672
+  _globals['_CHAT']._serialized_end=874
+  _globals['_GENERATERESPONSE']._serialized_start=877
+  _globals['_GENERATERESPONSE']._serialized_end=1149
+  _globals['_COMPLETION']._serialized_start=1152
+  _globals['_COMPLETION']._serialized_end=1377
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1380
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1803
+  _globals['_GETMODELREQUEST']._serialized_start=1805
+  _globals['_GETMODELREQUEST']._serialized_end=1837
+  _globals['_GETMODELRESPONSE']._serialized_start=1840
+  _globals['_GETMODELRESPONSE']._serialized_end=1978
+  _globals['_TOKENIZEREQUEST']._serialized_start=1980
+  _globals['_TOKENIZEREQUEST']._serialized_end=2082
+  _globals['_TOKENIZERESPONSE']._serialized_start=2084
+  _globals['_TOKENIZERESPONSE']._serialized_end=2121
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2123
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2234
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2236
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2270
+  _globals['_GENERATIONSERVICE']._serialized_start=2273
+  _globals['_GENERATIONSERVICE']._serialized_end=2662
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,7 @@ class GenerateRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TEXT_PARAMS_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    REASONING_START_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and for WorkerService.Abort. Must be unique among
     this router's running requests. At most 128 characters. Empty: the router
@@ -59,6 +60,11 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     add_special_tokens: builtins.bool
     """Whether the tokenizer adds the model's special tokens to texts. Unset: true."""
+    reasoning_start: baton.v1.common_pb2.ReasoningStart.ValueType
+    """Where the completion begins, if the prompt alone does not say it: a prompt
+    may contain the marks of a reasoning part as plain text. The router sets it
+    for chats.
+    """
     @property
     def token_ids(self) -> baton.v1.common_pb2.TokenIds:
         """Token ids, used as they are."""
@@ -98,10 +104,11 @@ class GenerateRequest(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         text_params: baton.v1.common_pb2.TextParams | None = ...,
         add_special_tokens: builtins.bool | None = ...,
+        reasoning_start: baton.v1.common_pb2.ReasoningStart.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "prompts", b"prompts", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompts", b"prompts", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompts", b"prompts", "reasoning_start", b"reasoning_start", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: typing_extensions.TypeAlias = typing.Literal["add_special_tokens"]
     _WhichOneofArgType__add_special_tokens: typing_extensions.TypeAlias = typing.Literal["_add_special_tokens", b"_add_special_tokens"]

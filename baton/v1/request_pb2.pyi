@@ -113,6 +113,9 @@ class ReasoningMarks(google.protobuf.message.Message):
 
     START_TOKEN_IDS_FIELD_NUMBER: builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    start: baton.v1.common_pb2.ReasoningStart.ValueType
+    """Where the generated text begins."""
     @property
     def start_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The tokens of the mark at its start, such as "<think>"."""
@@ -126,8 +129,9 @@ class ReasoningMarks(google.protobuf.message.Message):
         *,
         start_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         end_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        start: baton.v1.common_pb2.ReasoningStart.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_token_ids", b"end_token_ids", "start_token_ids", b"start_token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_token_ids", b"end_token_ids", "start", b"start", "start_token_ids", b"start_token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReasoningMarks: typing_extensions.TypeAlias = ReasoningMarks

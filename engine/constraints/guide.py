@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.request_spec import ReasoningMarks, RequestSpec
+from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
 from engine.constraints.matcher import Constraint, Matcher
 from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import bits_of
@@ -19,9 +19,9 @@ __all__ = ["Guide", "ReasoningPart"]
 class ReasoningPart:
     """The position of a generated text relative to its reasoning part.
 
-    The part is open if the prompt's last mark is the one that starts it. It is over if that is
-    the one that ends it. If the prompt has no mark, the part exists only if the generated text
-    begins with the start mark.
+    Unless `marks.start` says where the text begins, the prompt's last mark does: the part is open
+    if that is the one that starts it, and over if that is the one that ends it. Before the part,
+    it exists only if the generated text begins with the start mark.
 
     Args:
         marks: the marks.
@@ -37,11 +37,11 @@ class ReasoningPart:
     def __init__(self, marks: ReasoningMarks, budget: int | None, prompt: Sequence[int]) -> None:
         self._marks = marks
         self._budget = budget
-        started, ended = (
-            _last_index(prompt, mark) for mark in (marks.start_token_ids, marks.end_token_ids)
-        )
-        self.is_over = ended > started
-        self.opening = marks.start_token_ids if ended == started else ()
+        start = marks.start
+        if start is ReasoningStart.BY_PROMPT:
+            start = _start_by_prompt(marks, prompt)
+        self.is_over = start is ReasoningStart.AFTER
+        self.opening = marks.start_token_ids if start is ReasoningStart.BEFORE else ()
         self._latest: list[int] = []  # tokens of the open part, at most as many as the end mark
         self._num_tokens = 0
 
@@ -234,6 +234,15 @@ class Guide:
     @property
     def _num_words(self) -> int:
         return -(-self._vocab_size // 32)
+
+
+def _start_by_prompt(marks: ReasoningMarks, prompt: Sequence[int]) -> ReasoningStart:
+    """Returns where a text after the prompt begins, by the last mark in the prompt."""
+    started = _last_index(prompt, marks.start_token_ids)
+    ended = _last_index(prompt, marks.end_token_ids)
+    if started == ended:  # there is no mark
+        return ReasoningStart.BEFORE
+    return ReasoningStart.INSIDE if started > ended else ReasoningStart.AFTER
 
 
 def _last_index(token_ids: Sequence[int], mark: tuple[int, ...]) -> int:

@@ -91,6 +91,8 @@ class ChatService:
             cache_salt=request.cache_salt,
         )
         message.add_special_tokens = request.add_special_tokens
+        start = self._model.reasoning_start(request.conversation, prompt)
+        message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
         return message
 
 

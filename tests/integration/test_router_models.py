@@ -1,8 +1,11 @@
 """Several models behind one router, and several prompts in one request."""
 
+import json
+
 import grpc
 import pytest
 
+from baton.request_spec import ReasoningStart
 from baton.v1 import generation_pb2
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
@@ -145,3 +148,33 @@ async def test_the_reasoning_parser_states_the_marks_of_the_reasoning_part():
         marks = start.spec.reasoning
         encoded = [list(tokenizer().encode(text, False)) for text in ("<think>", "</think>")]
         assert [list(marks.start_token_ids), list(marks.end_token_ids)] == encoded
+
+
+THINKING = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ end }}"
+
+
+@pytest.mark.parametrize(
+    ("message", "end", "start"),
+    [
+        ("Say <think> to me", "", ReasoningStart.BEFORE),
+        ("Say <think></think> to me", "", ReasoningStart.BEFORE),
+        ("Hi", "<think>\n", ReasoningStart.INSIDE),
+        ("Hi", "<think>\n\n</think>\n\n", ReasoningStart.AFTER),
+    ],
+)
+async def test_only_the_end_of_a_chats_prompt_says_where_the_answer_begins(message, end, start):
+    decode = FakeDecode(script_of(ONE))
+    template = ChatTemplate(TemplateSource({"default": TemplateText(THINKING, "inline")}, {}))
+    chat = request("", max_tokens=1)
+    chat.chat.messages_json = json.dumps([{"role": "user", "content": message}])
+    chat.chat.chat_template_kwargs_json = json.dumps({"end": end})
+    chat.sampling.structured_outputs.regex = "a"
+    options = {"chat_template": template, "reasoning_parser": "qwen3"}
+    async with running_workers(decode), running_router(decode, **options) as router:
+        await router.generate(chat)
+        (started,) = decode.starts
+        assert started.spec.reasoning.start == start.value
+        chat.reasoning_start = 9
+        chat.text = "a"
+        with pytest.raises(grpc.aio.AioRpcError, match="reasoning_start is 9"):
+            await router.generate(chat)

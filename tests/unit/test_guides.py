@@ -1,8 +1,10 @@
 """Guides of sequences: masks, forced tokens, reasoning parts, and what preemption keeps."""
 
+from dataclasses import replace
+
 import pytest
 
-from baton.request_spec import ReasoningMarks
+from baton.request_spec import ReasoningMarks, ReasoningStart
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.guide import ReasoningPart
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -31,6 +33,20 @@ def part(prompt=(), budget=None):
 )
 def test_the_last_mark_of_a_prompt_decides(prompt, is_over, opening):
     assert (part(prompt).is_over, part(prompt).opening) == (is_over, opening)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_over", "opening"),
+    [
+        (ReasoningStart.INSIDE, False, ()),
+        (ReasoningStart.AFTER, True, ()),
+        (ReasoningStart.BEFORE, False, (7, 8)),
+    ],
+)
+def test_a_stated_start_outweighs_marks_in_the_prompt(start, is_over, opening):
+    for prompt in (), (7, 8, 1), (9, 9, 5, 1):
+        tracked = ReasoningPart(replace(MARKS, start=start), None, prompt)
+        assert (tracked.is_over, tracked.opening) == (is_over, opening)
 
 
 def test_a_text_that_begins_otherwise_has_no_reasoning_part():
