@@ -174,7 +174,7 @@ class ChatJob:
         has_tokens = bool(chunk.token_ids) and bool(self._body.return_token_ids)
         if chunk.finish_reason is None and not chunk.logprobs and not has_tokens:
             if delta.content and not delta.reasoning and not delta.tool_calls:
-                # Most chunks are such, and cost the least so.
+                # Most chunks have text alone; this costs less than the general form below.
                 text = text_json(delta.content)
                 return [
                     f'{{"index":{chunk.index},"delta":{{"content":{text}}},'
