@@ -17,18 +17,18 @@ from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
+from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 
-__all__ = ["PROTOCOL", "ChatJob"]
+__all__ = ["ENDPOINTS", "ChatJob"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post(
