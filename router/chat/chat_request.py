@@ -56,7 +56,6 @@ class ChatChunk:
     """What one candidate's next tokens add to its answer.
 
     Attributes:
-        request_id: the request's name.
         index: the candidate's number, from 0.
         delta: the new text.
         token_ids: the new tokens.
@@ -66,7 +65,6 @@ class ChatChunk:
         usage: token counts; on the last chunk of all.
     """
 
-    request_id: str
     index: int
     delta: ChatDelta
     token_ids: Sequence[int] = ()

@@ -52,11 +52,6 @@ class ChatOutput:
         self._parallel_tool_calls = parallel_tool_calls
         self.has_tool_calls = False
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text that comes next is of the reasoning part."""
-        return self._reasoning is not None and self._reasoning.in_reasoning
-
     def push(self, text: str) -> ChatDelta:
         """Returns what further text adds to the answer. Text may be held back."""
         if self._reasoning is None:

@@ -28,13 +28,12 @@ class ReasoningParser(ABC):
     Attributes:
         needs_special_tokens: whether the marks are special tokens, which the text lacks unless
             the request is run with `skip_special_tokens=False`.
-        in_reasoning: whether the text that comes next is of the reasoning part.
     """
 
     needs_special_tokens: ClassVar[bool] = False
 
     def __init__(self, starts_inside: bool | None = None) -> None:
-        self.in_reasoning = bool(starts_inside)
+        self.starts_inside = starts_inside
 
     @classmethod
     @abstractmethod
@@ -109,16 +108,15 @@ class MarkedReasoningParser(ReasoningParser):
         return delta
 
     def _run(self) -> Steps[None]:
-        text = self._text
+        text, is_open = self._text, self.starts_inside
         text.record()
         yield from text.skip_whitespace()
         if (yield from text.skip(self.start)):
-            self.in_reasoning = True
             text.take_record()
-        if self.in_reasoning:
+            is_open = True
+        if is_open:
             self._reasoning.append(text.take_record())
-            ended = yield from text.copy_until(self.end, self._reasoning.append)
-            self.in_reasoning = not ended
+            yield from text.copy_until(self.end, self._reasoning.append)
         self._content.append(text.take_record())
         yield from text.copy_rest(self._content.append)
 

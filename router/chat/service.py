@@ -127,11 +127,8 @@ class _Answers:
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
         if not message.finish_reason:
-            return ChatChunk(
-                message.request_id, message.index, delta, message.token_ids, message.logprobs
-            )
+            return ChatChunk(message.index, delta, message.token_ids, message.logprobs)
         return ChatChunk(
-            message.request_id,
             message.index,
             delta,
             message.token_ids,
@@ -237,7 +234,6 @@ class WholeCandidate:
 class WholeChat:
     """A whole answer: its candidates by index, and token counts."""
 
-    request_id: str
     candidates: Sequence[WholeCandidate]
     usage: ChatUsage
 
@@ -246,13 +242,11 @@ async def whole_chat(chunks: AsyncIterator[ChatChunk]) -> WholeChat:
     """Joins the chunks of a stream, to its end."""
     by_index: dict[int, list[ChatChunk]] = {}
     usage = ChatUsage(0, 0, 0, 0)
-    request_id = ""
     async for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
-        request_id = chunk.request_id
         usage = chunk.usage or usage
     candidates = [_candidate(index, by_index[index]) for index in sorted(by_index)]
-    return WholeChat(request_id, candidates, usage)
+    return WholeChat(candidates, usage)
 
 
 def _candidate(index: int, chunks: Sequence[ChatChunk]) -> WholeCandidate:

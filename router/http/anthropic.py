@@ -15,14 +15,14 @@ from router.http.anthropic_request import (
     read_messages_request,
 )
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER, anthropic_error, "/v1/messages")
+ENDPOINTS = EndpointGroup(_ROUTER, anthropic_error, "/v1/messages")
 
 
 def _declared_responses(

@@ -16,23 +16,23 @@ from baton.version import __version__
 from router.http import anthropic, chat, completions, health, models, responses, tokens
 from router.http.config import HttpConfig
 from router.http.context import HttpContext
+from router.http.endpoints import EndpointGroup
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.middleware import RequestMiddleware
-from router.http.protocol import Protocol
 from router.models import Models
 
 __all__ = ["build_app"]
 
-_PROTOCOLS: Sequence[Protocol] = (
-    completions.PROTOCOL,
-    responses.PROTOCOL,
-    anthropic.PROTOCOL,
-    chat.PROTOCOL,
-    models.PROTOCOL,
-    tokens.PROTOCOL,
-    health.PROTOCOL,
+_GROUPS: Sequence[EndpointGroup] = (
+    completions.ENDPOINTS,
+    responses.ENDPOINTS,
+    anthropic.ENDPOINTS,
+    chat.ENDPOINTS,
+    models.ENDPOINTS,
+    tokens.ENDPOINTS,
+    health.ENDPOINTS,
 )
-"""The endpoints. A new protocol needs a line here."""
+"""The endpoints. A new group needs a line here."""
 
 
 class _App(FastAPI):
@@ -63,8 +63,8 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         openapi_url="/openapi.json",
     )
     app.state.context = HttpContext(served, config)
-    for protocol in _PROTOCOLS:
-        app.include_router(protocol.router)
+    for group in _GROUPS:
+        app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
@@ -91,9 +91,9 @@ def _allow_origins(app: FastAPI, config: HttpConfig) -> None:
 
 
 def _error_body_of(path: str) -> ErrorBody:
-    """The shape of errors of a path: that of the protocol with the longest fitting prefix."""
-    fitting = [protocol for protocol in _PROTOCOLS if path.startswith(protocol.prefix)]
-    longest = max(fitting, key=lambda protocol: len(protocol.prefix), default=None)
+    """The shape of errors of a path: that of the group with the longest fitting prefix."""
+    fitting = [group for group in _GROUPS if path.startswith(group.prefix)]
+    longest = max(fitting, key=lambda group: len(group.prefix), default=None)
     return openai_error if longest is None else longest.error_body
 
 

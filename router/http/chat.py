@@ -17,18 +17,18 @@ from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
+from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 
-__all__ = ["PROTOCOL", "ChatJob"]
+__all__ = ["ENDPOINTS", "ChatJob"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post(
@@ -174,7 +174,7 @@ class ChatJob:
         has_tokens = bool(chunk.token_ids) and bool(self._body.return_token_ids)
         if chunk.finish_reason is None and not chunk.logprobs and not has_tokens:
             if delta.content and not delta.reasoning and not delta.tool_calls:
-                # Most chunks are such, and cost the least so.
+                # Most chunks have text alone; this costs less than the general form below.
                 text = text_json(delta.content)
                 return [
                     f'{{"index":{chunk.index},"delta":{{"content":{text}}},'

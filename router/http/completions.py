@@ -13,22 +13,22 @@ from baton.wire import FINISH_REASONS, stated_stop
 from router.http.answering import job_response
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
+from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
-from router.http.protocol import COMPLETION_FIELDS, Protocol, declared_responses
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
 from router.models import Model
 from router.request import tokenize_prompt
 
-__all__ = ["PROTOCOL", "CompletionJob"]
+__all__ = ["ENDPOINTS", "CompletionJob"]
 
 _Response = generation_pb2.GenerateStreamResponse
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post(
@@ -164,7 +164,7 @@ class CompletionJob:
         return f'data: {text_json(self._head)[:-1]},"choices":[', f"]{usage}}}\n\n"
 
     def _plain_part(self, message: _Response) -> str:
-        """The JSON of a part that has text alone; short, as most messages are such."""
+        """The JSON of a part that has text alone; most messages are written by this faster way."""
         index = message.prompt_index * self._num_choices + message.index
         text = text_json(message.text)
         if not message.finish_reason:

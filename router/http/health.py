@@ -8,15 +8,15 @@ from starlette.responses import Response
 
 from baton.version import __version__
 from router.http.context import context_of
+from router.http.endpoints import WITHOUT_BODY, EndpointGroup, declared_responses, json_object
 from router.http.json_bytes import json_response
-from router.http.protocol import WITHOUT_BODY, Protocol, declared_responses, json_object
 from router.models import Model
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _READINESS = ("ready", "draining", "models")
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.get(

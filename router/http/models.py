@@ -7,21 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.context import context_of, max_model_len
-from router.http.errors import Problem, error_response, openai_error
-from router.http.json_bytes import json_response
-from router.http.protocol import (
+from router.http.endpoints import (
     ERROR_RESPONSES,
     WITHOUT_BODY,
-    Protocol,
+    EndpointGroup,
     declared_responses,
     json_object,
 )
+from router.http.errors import Problem, error_response, openai_error
+from router.http.json_bytes import json_response
 from router.models import Model
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.get(

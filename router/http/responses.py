@@ -9,16 +9,16 @@ from starlette.responses import Response
 from router.chat.chat_request import ChatChunk
 from router.http.answering import stream_response, whole_response
 from router.http.context import context_of
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
-from router.http.protocol import Protocol, declared_responses
 from router.http.responses_answer import ResponseAnswer, ResponseStream
 from router.http.responses_request import ResponsesBody, read_responses_request
 
-__all__ = ["PROTOCOL"]
+__all__ = ["ENDPOINTS"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.post(

@@ -9,8 +9,8 @@ from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenId
 from router.http.context import context_of, max_model_len
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
-from router.http.protocol import Protocol, declared_responses
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
@@ -18,10 +18,10 @@ from router.validation import (
     check_token_ids,
 )
 
-__all__ = ["PROTOCOL", "DetokenizeBody", "TokenizeBody"]
+__all__ = ["ENDPOINTS", "DetokenizeBody", "TokenizeBody"]
 
 _ROUTER = APIRouter()
-PROTOCOL = Protocol(_ROUTER)
+ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 class TokenizeBody(Body):

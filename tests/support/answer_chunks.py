@@ -24,7 +24,7 @@ _ARGUMENTS = st.dictionaries(
 
 def chunk(content="", reasoning="", calls=(), **fields):
     delta = ChatDelta(content=content, reasoning=reasoning, tool_calls=tuple(calls))
-    return ChatChunk("id", 0, delta, **fields)
+    return ChatChunk(0, delta, **fields)
 
 
 def end_chunk(finish_reason="stop", **fields):

@@ -54,7 +54,8 @@ def test_reasoning_and_content(name, text, content, reasoning):
 def test_a_prompt_may_open_or_close_the_reasoning_part(prompt, is_open):
     parser = reasoning_parser("qwen3")
     assert parser.is_open_after(prompt) is is_open
-    assert parser(is_open).in_reasoning == bool(is_open)
+    answer = answer_of(output_of(reasoning=lambda: parser(is_open)), ["a"])
+    assert answer == ((None, "a", []) if is_open else ("a", None, []))
 
 
 def test_the_prompt_decides_whether_an_answer_begins_with_reasoning():
@@ -65,21 +66,6 @@ def test_the_prompt_decides_whether_an_answer_begins_with_reasoning():
         "hm",
         [],
     )
-
-
-def test_in_reasoning_says_whether_the_part_is_open():
-    output = ChatOutput(reasoning_parser("qwen3")(), None)
-    states = []
-    for piece in ("<thi", "nk>", "hm</thi", "nk>", "yes"):
-        output.push(piece)
-        states.append(output.in_reasoning)
-    assert states == [False, True, True, False, False]
-    assert not ChatOutput(None, None).in_reasoning
-
-    output = ChatOutput(reasoning_parser("deepseek_r1")(), None)
-    output.push("hm")
-    output.finish()
-    assert output.in_reasoning
 
 
 @pytest.mark.parametrize(

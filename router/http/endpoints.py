@@ -1,4 +1,4 @@
-"""`Protocol`: a group of endpoints; the responses that they declare for the OpenAPI document."""
+"""`EndpointGroup`: endpoints that share a form of errors; their responses for OpenAPI."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ __all__ = [
     "COMPLETION_FIELDS",
     "ERROR_RESPONSES",
     "WITHOUT_BODY",
-    "Protocol",
+    "EndpointGroup",
     "declared_responses",
     "json_object",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
-    """A group of endpoints.
+class EndpointGroup:
+    """Endpoints that share a form of errors.
 
     Attributes:
         router: the endpoints.
