@@ -1,11 +1,13 @@
 """`EngineArgs`: the arguments of `LLM` and `AsyncLLM`, under vLLM's names where it has them."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.flag_values import gibibytes
 from baton.hub_names import with_revision
 from baton.sizes import parse_byte_size
 from engine.config import EngineConfig
@@ -223,8 +225,11 @@ def _swap_space(value: Any) -> int:
         raise ConfigurationError(f"swap_space: {error}; write it like '4GiB'") from None
 
 
-def _gibibytes(value: float) -> int:
-    return int(value * 2**30)
+def _gibibytes(value: Any) -> int:
+    try:
+        return gibibytes(str(value))
+    except ArgumentTypeError as error:
+        raise ConfigurationError(f"kv_offloading_size: {error}") from None
 
 
 def _unchanged(value: Any) -> Any:
