@@ -1,11 +1,13 @@
 """`EngineArgs`: the arguments of `LLM` and `AsyncLLM`, under vLLM's names where it has them."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.flag_values import gibibytes
 from baton.hub_names import with_revision
 from baton.sizes import parse_byte_size
 from engine.config import EngineConfig
@@ -204,7 +206,7 @@ def _converted(name: str, value: Any) -> Any:
     if name == "swap_space":
         return _swap_space(value)
     if name == "kv_offloading_size":
-        return int(value * 2**30)
+        return _gibibytes(value)
     if name not in _RENAMED_VALUES:
         return value
     text = str(value).removeprefix("torch.")  # a type may be torch's object
@@ -221,3 +223,10 @@ def _swap_space(value: Any) -> int:
         return parse_byte_size(value)
     except ValueError as error:
         raise ConfigurationError(f"swap_space: {error}; write it like '4GiB'") from None
+
+
+def _gibibytes(value: Any) -> int:
+    try:
+        return gibibytes(str(value))
+    except ArgumentTypeError as error:
+        raise ConfigurationError(f"kv_offloading_size: {error}") from None

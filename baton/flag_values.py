@@ -11,6 +11,9 @@ from baton.sizes import parse_byte_size, parse_count
 __all__ = ["CollectTexts", "byte_size", "byte_size_with_unit", "count", "gibibytes"]
 
 
+_MAX_GIBIBYTES = 2.0**33  # 2**63 bytes
+
+
 def byte_size(text: str) -> int:
     """Parses a flag's number of bytes, such as 512MiB, 2G or 4096."""
     return _checked(parse_byte_size, text)
@@ -31,7 +34,7 @@ def gibibytes(text: str) -> int:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
+    if not 0 <= number <= _MAX_GIBIBYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB, such as 4 or 0.5")
     return int(number * 2**30)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.errors import ConfigurationError
 from baton.flags import flag
+from baton.named_models import NAMED_MODELS
 
 __all__ = ["HubFlags", "split_revision", "with_revision"]
 
@@ -34,9 +35,10 @@ def with_revision(model: str, revision: str | None) -> str:
     if revision is None:
         return model
     _, own = split_revision(model)
-    if Path(model).expanduser().exists():
+    if model in NAMED_MODELS or Path(model).expanduser().exists():
+        kind = "a model of this machine" if model in NAMED_MODELS else "a path"
         raise ConfigurationError(
-            f"--revision is {revision!r}; {model} is not on the Hub but a path"
+            f"--revision is {revision!r}; {model} is not on the Hub but {kind}"
         )
     if own not in (None, revision):
         raise ConfigurationError(f"--revision is {revision!r}; --model names revision {own!r}")

@@ -54,5 +54,11 @@ At temperature 1 a model as small as SmolLM2 writes nonsense."""
 
 
 def default_model_name(path_or_name: str) -> str:
-    """Returns the model's name in requests: the last part of its path, without `.gguf`."""
+    """Returns the model's name in requests: the last part of its path, without `.gguf`.
+
+    The revision of a Hub model stays a part of the name, also if it has slashes: `model@refs/pr/1`.
+    """
+    repository, at, revision = path_or_name.partition("@")
+    if at and repository.count("/") <= 1 and not repository.startswith((".", "/", "~")):
+        return f"{repository.rsplit('/', 1)[-1]}@{revision}"
     return path_or_name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")

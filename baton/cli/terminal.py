@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from baton.cli import discard_unread_output
@@ -16,10 +17,14 @@ class Terminal:
     """Prints parts of a text as they arrive.
 
     Dimmed text is printed to a terminal only, so that a pipe gets nothing but the answer. Escape
-    sequences are used unless `NO_COLOR` is set or `TERM` is `dumb`.
+    sequences are used unless `NO_COLOR` is set or `TERM` is `dumb`. Characters that the terminal's
+    encoding lacks, and bytes on stdin that are no text, are replaced.
     """
 
     def __init__(self) -> None:
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, TextIOWrapper):  # a test's may be another
+                stream.reconfigure(errors="replace")
         self._last = "\n"
         self._is_dimmed = False
 

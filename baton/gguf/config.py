@@ -52,6 +52,7 @@ _END_OF_TURN = (
     "<end_of_turn>",
 )
 _CONTROL = 3
+_MAX_LAYERS = 1024  # a malformed file may state billions, for each of which modules are made
 # From `general.sampling.*` to the names of generation_config.json.
 _SAMPLING = {
     "temp": "temperature",
@@ -72,6 +73,8 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     architecture = _architecture(header)
     values = _Values(header, architecture)
     values.refuse_others()
+    if values.integer("block_count") > _MAX_LAYERS:
+        raise values.unsupported("block_count")
     num_heads = values.integer("attention.head_count")
     head_dim = values.integer(
         "attention.key_length", values.integer("embedding_length") // num_heads

@@ -18,6 +18,9 @@ __all__ = ["GgufHeader", "GgufTensor", "read_header"]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MAX_HEADER_BYTES = 2**26
+"""Bounds the memory and the time for a malformed file; a vocabulary takes some megabytes."""
+_MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # of files that do not state them
 # By the format's number of a type: struct's letter.
@@ -113,22 +116,26 @@ class _Cursor:
         self._data = data
         self.offset = offset
 
+    def take(self, num_bytes: int) -> int:
+        """Moves on by a value's bytes; returns where they start."""
+        start, end = self.offset, self.offset + num_bytes
+        if end > len(self._data):
+            raise ValueError("it ends within its header")
+        if end > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MAX_HEADER_BYTES >> 20} MiB")
+        self.offset = end
+        return start
+
     def unpack(self, letters: str) -> tuple[Any, ...]:
         fields = struct.Struct(f"<{letters}")
-        values = fields.unpack_from(self._data, self.offset)
-        self.offset += fields.size
-        return values
+        return fields.unpack_from(self._data, self.take(fields.size))
 
     def number(self, letter: str) -> Any:
         return self.unpack(letter)[0]
 
     def string(self) -> str:
-        start = self.offset + 8
-        end = start + self.number("Q")
-        if end > len(self._data):
-            raise ValueError("it ends within a string")
-        self.offset = end
-        return self._data[start:end].decode()
+        start = self.take(self.number("Q"))
+        return self._data[start : self.offset].decode()
 
     def value(self, type_id: int) -> Any:
         if type_id == _STRING:
@@ -138,8 +145,6 @@ class _Cursor:
         return self.number(_letter_of(type_id))
 
     def _array(self, type_id: int, count: int) -> list[Any]:
-        if count > len(self._data) - self.offset:  # an item has at least one byte
-            raise ValueError("it ends within an array")
         if type_id == _STRING:
             return [self.string() for _ in range(count)]
         return list(self.unpack(f"{count}{_letter_of(type_id)}"))
@@ -162,8 +167,10 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"it has the key {key} twice")
         metadata[key] = cursor.value(cursor.number("I"))
-    tensors = dict(_read_tensor(cursor) for _ in range(num_tensors))
+    tensors = _read_tensors(cursor, num_tensors)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ConfigurationError(f"{path}: general.alignment {alignment!r} is not supported")
@@ -175,9 +182,22 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     return GgufHeader(path, metadata, placed)
 
 
+def _read_tensors(cursor: _Cursor, num_tensors: int) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for _ in range(num_tensors):
+        name, tensor = _read_tensor(cursor)
+        if name in tensors:
+            raise ValueError(f"it has the tensor {name} twice")
+        tensors[name] = tensor
+    return tensors
+
+
 def _read_tensor(cursor: _Cursor) -> tuple[str, GgufTensor]:
     """Reads a tensor's description, whose offset counts from the first tensor."""
     name = cursor.string()
-    dims = cursor.unpack(f"{cursor.number('I')}Q")  # the fastest one first
+    num_dims = cursor.number("I")
+    if not 1 <= num_dims <= _MAX_DIMS:
+        raise ValueError(f"tensor {name} has {num_dims} dimensions, not 1 to {_MAX_DIMS}")
+    dims = cursor.unpack(f"{num_dims}Q")  # the fastest one first
     type_id, offset = cursor.unpack("IQ")
     return name, GgufTensor(tuple(reversed(dims)), type_id, offset)

@@ -33,7 +33,9 @@ async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
         stop.set()
 
     for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
+        # Under `nohup`, and with `&` in a script, the shell has set a signal to be ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal)
     await stop.wait()
 
 

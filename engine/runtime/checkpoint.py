@@ -111,7 +111,7 @@ def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoi
 
 
 def _download_files(name: str, with_weights: bool) -> CheckpointFolder:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or split_revision(name)[0].count("/") > 1:
         raise ConfigurationError(f"{name} is not a folder")
     return CheckpointFolder(_download(name, with_weights))
 

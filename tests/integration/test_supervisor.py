@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from baton.up.cluster import stop_on_signal
 from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 
 pytestmark = pytest.mark.alone
@@ -129,3 +130,18 @@ def test_a_killed_parent_leaves_no_orphan():
     # Without an init process that reaps orphans, they stay as zombies without resources.
     _, alive = psutil.wait_procs(remaining, timeout=10)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+async def test_a_signal_that_the_shell_has_set_to_be_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    waiting = asyncio.create_task(stop_on_signal([]))
+    try:
+        await asyncio.sleep(0)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(waiting, 20)
+    finally:
+        waiting.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)

@@ -49,6 +49,20 @@ def test_a_message_is_answered_once(capsys):
     assert "Authorization" not in request.headers
 
 
+def test_bytes_and_characters_that_an_encoding_lacks_are_replaced():
+    with running_openai_stub(answering("\u00e9", "\ud83d")) as stub:
+        code = "import sys; from baton.cli import main; sys.exit(main())"
+        run = subprocess.run(
+            [sys.executable, "-c", code, "chat", "--url", stub.url],
+            input=b"a\xff",
+            env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+            capture_output=True,
+            check=False,
+        )
+    assert (run.returncode, run.stdout) == (0, b"??\n"), run.stderr
+    assert stub.requests[0].body["messages"][0]["content"] == "a\ufffd"
+
+
 @pytest.mark.parametrize("arguments", [[], ["-"]])
 def test_piped_text_is_one_message_and_reasoning_is_left_out(arguments, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines"))

@@ -162,6 +162,39 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path):
         written(tmp_path, small).read_json("config.json")
 
 
+def header_of(num_tensors, num_keys, rest):
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + rest
+
+
+def named(name, letters="", *values):
+    return struct.pack("<Q", len(name)) + name + struct.pack(f"<{letters}", *values)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (header_of(0, 1, named(b"a", "IIQ", 9, 0, 10**9)), "its header has more than 64 MiB"),
+        (header_of(0, 1, named(b"a", "IQ", 8, 2**30)), "its header has more than 64 MiB"),
+        (header_of(1, 0, named(b"a", "I", 10**7)), "tensor a has 10000000 dimensions, not 1 to 4"),
+        (header_of(1, 0, named(b"a", "IIQ", 0, 0, 0)), "tensor a has 0 dimensions"),
+        (header_of(0, 2, 2 * named(b"a", "IB", 0, 1)), "has the key a twice"),
+        (header_of(2, 0, 2 * named(b"a", "IQIQ", 1, 1, 0, 0)), "has the tensor a twice"),
+    ],
+)
+def test_a_malformed_header_is_refused_before_it_takes_memory(tmp_path, header, reason):
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(2**31)  # the rest is a hole
+    with pytest.raises(ConfigurationError, match=reason):
+        read_header(path)
+
+
+def test_an_absurd_number_of_layers_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"llama.block_count 4294967295 is not supported"):
+        written(tmp_path, llama__block_count=2**32 - 1).read_json("config.json")
+
+
 def test_a_file_that_is_cut_off_anywhere_in_its_header_is_refused(tmp_path):
     file = written(tmp_path)
     data = file.path.read_bytes()
@@ -178,7 +211,7 @@ def test_a_file_that_is_cut_off_anywhere_in_its_header_is_refused(tmp_path):
         (b"safetensors", "is not a GGUF file"),
         (b"GGUF" + struct.pack(">I", 3), "has version 50331648 of GGUF; little-endian files"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "not a readable GGUF file"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 2**40), "within an array"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 2**40), "within its header"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "the unknown type 77"),
     ],
 )
