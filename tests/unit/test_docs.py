@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.flag_parser import FlagParser
-from router.config import add_args, config_from_args
+from router.config import add_args, router_config_from_args
 from router.http.app import build_app
 from router.http.config import HttpConfig
 from scripts import generate_configuration
@@ -85,5 +85,5 @@ def test_the_models_of_the_http_page_are_a_valid_file(tmp_path):
     (tmp_path / "models.yaml").write_text(text)
     parser = FlagParser(prog="baton router")
     add_args(parser)
-    config = config_from_args(parser.parse_args(["--models", str(tmp_path / "models.yaml")]))
+    config = router_config_from_args(parser.parse_args(["--models", str(tmp_path / "models.yaml")]))
     assert [model.names for model in config.models] == [("qwen3", "chat"), ("llama-3.2-1b",)]
