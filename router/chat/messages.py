@@ -168,9 +168,17 @@ def _tool_call(path: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(path: str, arguments: Any) -> dict[str, Any]:
-    """The arguments of a call as an object; templates write them in a format of their own."""
+    """The arguments of a call as an object; templates write them in a format of their own.
+
+    A text that is no JSON object stands for no arguments, as in vLLM: a model wrote it in an
+    earlier answer, perhaps cut short, and the client sends it again with each further message.
+    """
     if isinstance(arguments, str):
-        arguments = _parsed(path, arguments)
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+        return arguments if isinstance(arguments, dict) else {}
     return dict(_object(path, arguments or {}))
 
 

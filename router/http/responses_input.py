@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
 from router.http.fields import Fields, wrong_value
 from router.http.message_builder import MessageBuilder
 
@@ -61,10 +60,11 @@ def _add_message(builder: MessageBuilder, item: Fields) -> None:
 
 
 def _add_call(builder: MessageBuilder, item: Fields) -> None:
-    arguments = item.required_text("arguments")
-    if arguments:
-        compact_json(item.path_of("arguments"), arguments)
-    builder.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
+    builder.add_call(
+        item.required_text("call_id"),
+        item.required_text("name"),
+        item.required_text("arguments"),
+    )
 
 
 def _add_call_output(builder: MessageBuilder, item: Fields) -> None:

@@ -68,7 +68,7 @@ def test_a_turn_with_reasoning_text_and_calls_is_one_message():
         {"type": "reasoning", **reasoning},
         {"role": "assistant", "content": "Let me see."},
         call,
-        {**call, "call_id": "c2", "arguments": ""},
+        {**call, "call_id": "c2", "arguments": '{"a": "cut sho'},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
         {
             "type": "function_call_output",
@@ -117,8 +117,8 @@ def test_reasoning_known_by_its_summary_or_its_encrypted_form():
         ([{"type": "item_reference", "id": "msg_1"}], "Baton stores no responses"),
         ([{}], "input[0].type is None"),
         (
-            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}],
-            "input[0].arguments is not JSON",
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}],
+            "input[0].arguments is {}; it must be a text",
         ),
         ([{"type": "function_call_output", "output": "x"}], "input[0].call_id is missing"),
     ],
