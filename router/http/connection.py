@@ -108,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @override
     def on_headers_complete(self) -> None:
-        if self.parser.is_silent:
+        if self.parser.is_silent or self.transport.is_closing():
             return
         self._has_parsed, self._is_in_body = True, True
         self._stop_header_timer()

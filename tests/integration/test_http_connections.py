@@ -94,6 +94,30 @@ async def test_empty_lines_do_not_keep_a_connection():
         writer.close()
 
 
+async def test_a_byte_now_and_then_does_not_keep_a_connection():
+    async def trickle(writer: asyncio.StreamWriter, data: bytes) -> None:
+        for i in range(len(data)):
+            writer.write(data[i : i + 1])
+            await asyncio.sleep(0.01)
+
+    limits = {"header_timeout_s": 0.3, "body_timeout_s": 0.3}
+    async with running_http(FakeDecode([50]), http=limits) as door:
+        head, head_writer = await opened(door)
+        body, body_writer = await opened(door)
+        whole = post({"prompt": "x" * 9000})
+        body_writer.write(whole[:200])
+        trickles = [
+            asyncio.ensure_future(trickle(head_writer, GET[:-4] + b"\r\nX-A: " + b"a" * 9000)),
+            asyncio.ensure_future(trickle(body_writer, whole[200:])),
+        ]
+        assert await rest_of(head) == b""
+        assert (await rest_of(body)).startswith(b"HTTP/1.1 408 ")
+        for task in trickles:
+            task.cancel()
+        for writer in (head_writer, body_writer):
+            writer.close()
+
+
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-A: "])
 async def test_heads_that_are_too_large_are_refused(head):
     async with running_http(FakeDecode([50])) as door:
