@@ -86,11 +86,14 @@ async def fuzz(router: FuzzedRouter, seed: int, count: int) -> None:
         answer = await answer_to(router, random.Random(f"{seed}-{number}"))
         for part in answer.split(b"HTTP/1.1 ")[1:]:
             router.counts[part[:3].decode()] += 1
-            assert part[:1] in (b"1", b"2", b"4"), f"connection {number} of seed {seed}: {part}"
+            is_right = part[:1] in (b"1", b"2", b"4") or part[:3] == b"503"
+            assert is_right, f"connection {number} of seed {seed}: {part}"
 
     for first in range(0, count, AT_ONCE):
         await asyncio.gather(*(one(first + i) for i in range(AT_ONCE)))
     await router.check_health()
+    # On a very busy machine the router may take a worker that answers late for a lost one.
+    assert router.counts["503"] <= count / 100
     assert router.counts["200"] > count / 20
 
 
