@@ -39,8 +39,8 @@ NO_REQUESTS = (
 )
 
 
-async def opened(door: RunningHttp):
-    return await asyncio.open_connection("127.0.0.1", door.server.port)
+async def opened(api: RunningHttp):
+    return await asyncio.open_connection("127.0.0.1", api.server.port)
 
 
 def post(body, *headers: str, path: str = "/v1/completions") -> bytes:
@@ -85,8 +85,8 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 async def test_empty_lines_do_not_keep_a_connection():
     limits = {"header_timeout_s": 0.2, "keep_alive_timeout_s": 1}
-    async with running_http(FakeDecode([50]), http=limits) as door:
-        reader, writer = await opened(door)
+    async with running_http(FakeDecode([50]), http=limits) as api:
+        reader, writer = await opened(api)
         writer.write(GET)
         await reader.readuntil(b'{"status":"ok"}')
         writer.write(b"\r\n")
@@ -101,9 +101,9 @@ async def test_a_byte_now_and_then_does_not_keep_a_connection():
             await asyncio.sleep(0.01)
 
     limits = {"header_timeout_s": 0.3, "body_timeout_s": 0.3}
-    async with running_http(FakeDecode([50]), http=limits) as door:
-        head, head_writer = await opened(door)
-        body, body_writer = await opened(door)
+    async with running_http(FakeDecode([50]), http=limits) as api:
+        head, head_writer = await opened(api)
+        body, body_writer = await opened(api)
         whole = post({"prompt": "x" * 9000})
         body_writer.write(whole[:200])
         trickles = [
@@ -120,19 +120,19 @@ async def test_a_byte_now_and_then_does_not_keep_a_connection():
 
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-A: "])
 async def test_heads_that_are_too_large_are_refused(head):
-    async with running_http(FakeDecode([50])) as door:
-        reader, writer = await opened(door)
+    async with running_http(FakeDecode([50])) as api:
+        reader, writer = await opened(api)
         writer.write(head + b"a" * 2**20)
         assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ") or not await rest_of(reader)
         writer.close()
-        assert (await door.http.get("/health")).status_code == 200
+        assert (await api.http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("frame", [b"1;" + b"e" * 9000 + b"\r\n \r\n", b"0\r\nT: " + b"t" * 99999])
 async def test_framing_that_is_too_large_ends_the_connection(frame, monkeypatch):
     monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 4096)
-    async with running_http(FakeDecode([50]), http={"max_request_bytes": 4096}) as door:
-        reader, writer = await opened(door)
+    async with running_http(FakeDecode([50]), http={"max_request_bytes": 4096}) as api:
+        reader, writer = await opened(api)
         head = post({}).partition(b"\r\n\r\n")[0]
         writer.write(
             head.replace(b"Content-Length: 2", b"Transfer-Encoding: chunked") + b"\r\n\r\n"
@@ -143,13 +143,13 @@ async def test_framing_that_is_too_large_ends_the_connection(frame, monkeypatch)
             await asyncio.sleep(0)
         assert b" 200 " not in await rest_of(reader)
         writer.close()
-        assert (await door.http.get("/health")).status_code == 200
+        assert (await api.http.get("/health")).status_code == 200
 
 
 async def test_pipelined_requests_are_answered_in_order():
     decode = FakeDecode(script_of("abcdef"))
-    async with running_http(decode) as door:
-        reader, writer = await opened(door)
+    async with running_http(decode) as api:
+        reader, writer = await opened(api)
         writer.write(post(SHORT) + GET + post(SHORT | {"stream": True}, "Connection: close"))
         answer = await rest_of(reader)
         writer.close()
@@ -162,24 +162,24 @@ async def test_pipelined_requests_are_answered_in_order():
 
 async def test_a_client_that_leaves_frees_pipelined_requests_too():
     prefill, decode = FakePrefill(ENDLESS), FakeDecode(ENDLESS, pause_after=3)
-    async with running_http(prefill, decode) as door:
-        reader, writer = await opened(door)
+    async with running_http(prefill, decode) as api:
+        reader, writer = await opened(api)
         writer.write(post(LONG) + post(LONG))
         await reader.readuntil(b"data: ")
         reset(writer)
         await decode.changes.until(lambda: decode.cancels)
-        assert (await door.http.get("/health")).status_code == 200
+        assert (await api.http.get("/health")).status_code == 200
     assert len(decode.starts) == 1
     assert not decode.running
 
 
 async def test_the_head_of_the_next_request_has_time_while_an_answer_is_under_way():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
-    async with running_http(decode, http={"header_timeout_s": 0.2}) as door:
-        reader, writer = await opened(door)
+    async with running_http(decode, http={"header_timeout_s": 0.2}) as api:
+        reader, writer = await opened(api)
         writer.write(post(SHORT) + GET[:9])
         await decode.changes.until(lambda: decode.running)
-        other, other_writer = await opened(door)
+        other, other_writer = await opened(api)
         other_writer.write(GET[:9])
         assert await rest_of(other) == b""  # the time for a head has passed
         other_writer.close()
@@ -192,8 +192,8 @@ async def test_the_head_of_the_next_request_has_time_while_an_answer_is_under_wa
 
 async def test_too_many_pipelined_requests_end_the_connection():
     decode = FakeDecode(ENDLESS, pause_after=3)
-    async with running_http(decode) as door:
-        reader, writer = await opened(door)
+    async with running_http(decode) as api:
+        reader, writer = await opened(api)
         writer.write(post(LONG) + GET * 1000)
         await rest_of(reader)
         writer.close()
@@ -204,8 +204,8 @@ async def test_bodies_that_arrive_at_once_have_a_limit_together():
     """Twenty clients send all of their bodies but the last byte."""
     size = 100_000
     decode = FakeDecode(script_of("abcdef"))
-    async with running_http(decode, http={"max_request_bytes": size}) as door:
-        clients = [await opened(door) for _ in range(20)]
+    async with running_http(decode, http={"max_request_bytes": size}) as api:
+        clients = [await opened(api) for _ in range(20)]
         body = post({"prompt": "x" * (size - 50), "max_tokens": 2})
         for _, writer in clients:
             writer.write(body[:-1])
@@ -216,7 +216,7 @@ async def test_bodies_that_arrive_at_once_have_a_limit_together():
         for (_, writer), read in zip(clients, reads, strict=True):
             read.cancel()
             writer.close()
-        answer = await door.http.post("/v1/completions", json=SHORT)
+        answer = await api.http.post("/v1/completions", json=SHORT)
     assert answer.json()["choices"][0]["text"] == "ab"
 
 
@@ -229,11 +229,11 @@ async def test_an_offer_of_another_protocol_changes_nothing(is_chunked):
     if is_chunked:
         head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    async with running_http(decode) as door:
-        reader, writer = await opened(door)
+    async with running_http(decode) as api:
+        reader, writer = await opened(api)
         writer.write(head + b"\r\n\r\n" + body[:9])
         await writer.drain()
-        await door.http.get("/health")  # by now the first part has arrived
+        await api.http.get("/health")  # by now the first part has arrived
         writer.write(body[9:] + GET + post(SHORT, "Connection: close"))
         answer = await rest_of(reader)
         writer.close()
@@ -245,17 +245,17 @@ async def test_an_offer_of_another_protocol_changes_nothing(is_chunked):
 
 async def test_bytes_that_are_no_request_are_refused(caplog):
     limits = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "keep_alive_timeout_s": 1}
-    async with running_http(FakeDecode([50]), http=limits) as door:
+    async with running_http(FakeDecode([50]), http=limits) as api:
 
         async def answer_to(data: bytes) -> bytes:
-            reader, writer = await opened(door)
+            reader, writer = await opened(api)
             writer.write(data)
             answer = await rest_of(reader)
             writer.close()
             return answer
 
         answers = await asyncio.gather(*map(answer_to, NO_REQUESTS))
-        assert (await door.http.get("/health")).status_code == 200
+        assert (await api.http.get("/health")).status_code == 200
     for answer in answers:
         assert not answer or answer[:10] in (b"HTTP/1.1 1", b"HTTP/1.1 2", b"HTTP/1.1 4"), answer
     assert not [record for record in caplog.records if record.exc_info]
@@ -265,11 +265,11 @@ async def test_a_large_answer_that_is_not_read_ends(monkeypatch):
     """The close that follows it would wait for ever for a client that does not read."""
     limits = {"keep_alive_timeout_s": 1, "send_timeout_s": 0.5}
     decode = FakeDecode(ENDLESS)
-    async with running_http(decode, http=limits) as door:
-        protocols = door.server._server.server_state.connections
+    async with running_http(decode, http=limits) as api:
+        protocols = api.server._server.server_state.connections
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", door.server.port))
+        client.connect(("127.0.0.1", api.server.port))
         loop = asyncio.get_running_loop()
         client.setblocking(False)
         await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 60)
@@ -280,10 +280,10 @@ async def test_a_large_answer_that_is_not_read_ends(monkeypatch):
 
 async def test_a_thousand_idle_connections_leave_room_for_others():
     decode = FakeDecode(script_of("abcdef"))
-    async with running_http(decode, http={"max_connections": 1001}) as door:
-        idle = [await opened(door) for _ in range(1000)]
-        answer = await door.http.post("/v1/completions", json=SHORT)
-        late, late_writer = await opened(door)
+    async with running_http(decode, http={"max_connections": 1001}) as api:
+        idle = [await opened(api) for _ in range(1000)]
+        answer = await api.http.post("/v1/completions", json=SHORT)
+        late, late_writer = await opened(api)
         assert await rest_of(late) == b""
         for _, writer in (*idle, (late, late_writer)):
             writer.close()
