@@ -5,7 +5,9 @@ prompt -> token ids -> AsyncEngine -> TextStream per request -> results
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -66,6 +68,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._numbers = count()
+        self._unsent: set[_Unsent] = set()
 
     async def generate(
         self,
@@ -108,9 +111,14 @@ class AsyncLLM:
         params = self._requests.complete(sampling_params)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         name = f"async-{next(self._numbers)}" if request_id is None else request_id
-        request = await self._make(
-            name, parse_prompt(prompt), params, priority=priority, deadline=deadline
-        )
+        with self._abortable(name) as unsent:
+            request = await self._make(
+                name, parse_prompt(prompt), params, priority=priority, deadline=deadline
+            )
+        if unsent.is_aborted:
+            request.abort()
+            yield request.result()
+            return
         stream = _Stream(engine, request, params.output_kind)
         try:
             stream.start()
@@ -125,7 +133,9 @@ class AsyncLLM:
         """Ends a request, or several: their last results have the finish reason "abort". Unknown
         ids are fine.
         """
-        request_ids = [request_id] if isinstance(request_id, str) else request_id
+        request_ids = {request_id} if isinstance(request_id, str) else set(request_id)
+        for unsent in self._unsent:
+            unsent.is_aborted = unsent.is_aborted or unsent.request_id in request_ids
         if self._engine is not None:
             self._engine.abort(request_ids, notify=True)
 
@@ -175,6 +185,16 @@ class AsyncLLM:
             raise FailedPreconditionError("another event loop uses this AsyncLLM; make a new one")
         return self._engine
 
+    @contextmanager
+    def _abortable(self, request_id: str) -> Iterator["_Unsent"]:
+        """Lets `abort` find a request while it is made, before the engine has it."""
+        unsent = _Unsent(request_id)
+        self._unsent.add(unsent)
+        try:
+            yield unsent
+        finally:
+            self._unsent.remove(unsent)
+
     async def _make(
         self, name: str, prompt: ParsedPrompt, params: SamplingParams, **fields: Any
     ) -> OfflineRequest:
@@ -182,6 +202,14 @@ class AsyncLLM:
         if len(prompt.text or "") <= MAX_INLINE_LENGTH:
             return self._requests.make(name, prompt, params, **fields)
         return await asyncio.to_thread(self._requests.make, name, prompt, params, **fields)
+
+
+@dataclass(slots=True, eq=False)
+class _Unsent:
+    """A request that is being made, and whether `abort` has named it."""
+
+    request_id: str
+    is_aborted: bool = False
 
 
 class _Stream:

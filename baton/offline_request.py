@@ -81,6 +81,13 @@ class OfflineRequest:
         self._end_rest("ignored")
         self._ended_at = self._first_token_at = self.arrived_at
 
+    def abort(self) -> None:
+        """Ends a request that the engine has not got: its candidates are empty, with finish reason
+        "abort".
+        """
+        self._end_rest(FinishReason.ABORTED.value)
+        self.arrived_at = self._ended_at = self._first_token_at = time.monotonic()
+
     def result(self) -> RequestOutput:
         """Everything so far: all candidates with all their tokens."""
         return self._result([candidate.result(self._details) for candidate in self._candidates])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from baton.errors import InternalError
+from baton.errors import BatonError, InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
@@ -178,6 +178,11 @@ class EngineCore:
         """Ends requests and frees what they hold; returns their last outputs."""
         self.is_stalled = False
         return self.scheduler.abort(request_ids)
+
+    def fail_request(self, request_id: str, error: BatonError) -> EngineOutput:
+        """Ends a request that `add_request` has failed to add; returns its output."""
+        self.is_stalled = False
+        return self.scheduler.fail_request(request_id, error)
 
     def finish_candidate(self, request_id: str, index: int) -> list[EngineOutput]:
         """Ends one candidate without an output. Unknown ids and indices are ignored.

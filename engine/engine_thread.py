@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from baton.errors import InternalError
 from engine.core import EngineCore
 from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineOutput, EngineRequest
@@ -181,7 +182,7 @@ class EngineThread:
         core, listener = self._core, self._listener
         match command:
             case Add(request):
-                self._deliver(core.add_request(request))
+                self._deliver(self._add(request))
             case Abort(request_ids, acknowledge):
                 self._deliver(core.abort(request_ids))
                 if acknowledge:
@@ -197,6 +198,16 @@ class EngineThread:
             case RecordKvEvents(on):
                 self._is_recording = on
                 self._deliver_events(core.watch_kv_events(on))
+
+    def _add(self, request: EngineRequest) -> Sequence[EngineOutput]:
+        """Adds a request. A bug that it meets ends this request alone."""
+        request_id = request.spec.request_id
+        try:
+            return self._core.add_request(request)
+        except Exception:
+            _logger.exception("request %s could not be added", request_id)
+            error = InternalError("the engine failed on this request")
+            return [self._core.fail_request(request_id, error)]
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:

@@ -133,11 +133,12 @@ _ROOT = -1
 class GroupState(Enum):
     """A group's place in its life.
 
-    (COMPILING ->) WAITING -> (LOADING ->) RUNNING -> (SAVING ->) FINISHED. A group waits for its
-    grammar in COMPILING. Preemption leads back to WAITING, or to SWAPPED, in which the group waits
-    with its KV on the host. A failed load leads back to WAITING.
+    NEW -> (COMPILING ->) WAITING -> (LOADING ->) RUNNING -> (SAVING ->) FINISHED. A group in NEW is
+    in no queue. A group waits for its grammar in COMPILING. Preemption leads back to WAITING, or to
+    SWAPPED, in which the group waits with its KV on the host. A failed load leads back to WAITING.
     """
 
+    NEW = "new"
     COMPILING = "compiling"
     WAITING = "waiting"
     LOADING = "loading"
@@ -183,7 +184,7 @@ class SequenceGroup:
     max_len: int
     hands_over: bool
     arrived_at: float
-    state: GroupState = GroupState.WAITING
+    state: GroupState = GroupState.NEW
     root: Sequence | None = None
     branches: list[Sequence] = field(default_factory=list)
     beams: BeamSearch | None = None

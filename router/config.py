@@ -17,7 +17,7 @@ from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
 from router.discovery import parse_target
 from router.http.config import HttpConfig
-from rpc.server_config import ServerConfig
+from rpc.server_config import ServerConfig, check_port
 
 __all__ = [
     "DEFAULT_GRPC_PORT",
@@ -135,8 +135,8 @@ class RouterConfig:
         models: the served models; the first one is used by requests that name none.
 
     Raises:
-        ConfigurationError: a value is out of range, two models have the same name, or both
-            servers are off; names the flag.
+        ConfigurationError: a value is out of range, two models have the same name, both
+            servers are off, or both have the same port; names the flag.
     """
 
     grpc: ServerConfig
@@ -165,6 +165,11 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.grpc.port is None and self.http.port is None:
             raise ConfigurationError("--port and --grpc-port are both none; set one of them")
+        if self.grpc.port and self.grpc.port == self.http.port:
+            raise ConfigurationError(
+                f"--port and --grpc-port are both {self.grpc.port}; each server needs a port of "
+                "its own"
+            )
         names = [name for model in self.models for name in model.names]
         for name in names:
             if names.count(name) > 1:
@@ -201,6 +206,9 @@ class _GrpcPort:
     grpc_port_file: str | None = flag(
         None, "file to which the gRPC server writes its port when it is listening", metavar="PATH"
     )
+
+    def __post_init__(self) -> None:
+        check_port("--grpc-port", self.grpc_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +253,9 @@ def add_args(
     add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
     add_flags(parser, RouterConfig, "router", **options)
+    # vLLM's switch, accepted so that its command lines work. A tool parser is enough here.
+    hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", **hidden)
 
 
 def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:

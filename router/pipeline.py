@@ -125,6 +125,7 @@ class Pipeline:
                 limits,
                 deadline,
                 self._marks,
+                num_prompts=max(len(message.prompts.prompts), 1),
             )
             completion = Completion(request.spec, self._tokenizer, arrival)
             progress = Progress(request.spec.params)

@@ -73,6 +73,8 @@ async def prepare_request(
     limits: RequestLimits,
     deadline: float,
     marks: ReasoningMarks | None = None,
+    *,
+    num_prompts: int = 1,
 ) -> RoutedRequest:
     """Tokenizes the prompt, applies the limits and computes the block keys.
 
@@ -86,6 +88,7 @@ async def prepare_request(
         limits: the decode replicas' limits.
         deadline: `time.monotonic()` at which the request must have ended.
         marks: those of the model's reasoning part, if they are configured.
+        num_prompts: prompts of the message.
 
     Raises:
         InvalidArgumentError: the prompt or a parameter does not fit the model.
@@ -104,9 +107,10 @@ async def prepare_request(
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     check_vocabulary(params, limits.vocab_size)
-    params = fitting_params(returnable_params(params, len(token_ids)), len(token_ids), limits)
+    params = returnable_params(params, len(token_ids), num_prompts)
+    params = fitting_params(params, len(token_ids), limits)
     check_candidates(params, limits)
-    check_logprobs(params, len(token_ids))
+    check_logprobs(params, len(token_ids), num_prompts)
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)

@@ -46,7 +46,7 @@ MAX_RETURNED_TOKENS = 2**20
 (rpc.channels.MAX_MESSAGE_BYTES).
 """
 MAX_RETURNED_LOGPROBS = 2**20
-"""The most log-probabilities of a prompt and all its candidates together, where a token's own
+"""The most log-probabilities of all prompts and candidates of a message, where a token's own
 counts as two. One takes up to 11 bytes of a message, the token and its text included.
 """
 
@@ -167,15 +167,22 @@ def fitting_params(
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def returnable_params(params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+def returnable_params(
+    params: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1
+) -> SamplingParams:
     """Returns the parameters, whose `max_tokens`, if it asks for as many tokens as fit, is what
     one response can hold. A smaller number that is stated is checked instead.
+
+    Args:
+        params: the client's.
+        num_prompt_tokens: tokens of the prompt.
+        num_prompts: prompts of the message, which share its log-probabilities equally.
     """
     if params.max_tokens != AS_MANY_AS_FIT:
         return params
     most = MAX_RETURNED_TOKENS if params.n > 1 else AS_MANY_AS_FIT
     if params.logprobs is not None:
-        most = min(most, _most_tokens_with_logprobs(params, num_prompt_tokens))
+        most = min(most, _most_tokens_with_logprobs(params, num_prompt_tokens, num_prompts))
     # With 0, `check_logprobs` refuses the request.
     most = most // params.n or 1
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
@@ -202,31 +209,43 @@ def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
         )
 
 
-def check_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+def check_logprobs(params: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1) -> None:
     """Refuses more log-probabilities than the response of `Generate` can hold.
 
     Args:
         params: the parameters; `max_tokens` fits the model.
         num_prompt_tokens: tokens of the prompt.
+        num_prompts: prompts of the message, which share its log-probabilities equally.
 
     Raises:
         InvalidArgumentError: names the field, and the tokens that its value allows.
     """
+    each = f" for each of {num_prompts} prompts" if num_prompts > 1 else ""
+    prompt_logprobs = params.prompt_logprobs
+    if prompt_logprobs is not None:
+        most = MAX_RETURNED_LOGPROBS // num_prompts // (prompt_logprobs + 2)
+        if num_prompt_tokens > most:
+            raise InvalidArgumentError(
+                f"prompt_logprobs is {prompt_logprobs}, which allows at most {most} tokens of the "
+                f"prompt{each}; it has {num_prompt_tokens}"
+            )
     if params.logprobs is None:
         return
-    prompt_logprobs = params.prompt_logprobs
-    most = _most_tokens_with_logprobs(params, num_prompt_tokens)
+    most = _most_tokens_with_logprobs(params, num_prompt_tokens, num_prompts)
     if params.n * params.max_tokens > most:
         beside = "" if prompt_logprobs is None else f" beside prompt_logprobs {prompt_logprobs}"
         raise InvalidArgumentError(
             f"logprobs is {params.logprobs}, which allows at most {most} tokens in all returned "
-            f"candidates{beside}; n * max_tokens is {params.n * params.max_tokens}"
+            f"candidates{beside}{each}; n * max_tokens is {params.n * params.max_tokens}"
         )
 
 
-def _most_tokens_with_logprobs(params: SamplingParams, num_prompt_tokens: int) -> int:
+def _most_tokens_with_logprobs(
+    params: SamplingParams, num_prompt_tokens: int, num_prompts: int
+) -> int:
     """The most tokens of all candidates, for a request that sets `logprobs`."""
     num_of_prompt = 0
     if params.prompt_logprobs is not None:
         num_of_prompt = num_prompt_tokens * (params.prompt_logprobs + 2)
-    return max(MAX_RETURNED_LOGPROBS - num_of_prompt, 0) // ((params.logprobs or 0) + 2)
+    share = MAX_RETURNED_LOGPROBS // num_prompts
+    return max(share - num_of_prompt, 0) // ((params.logprobs or 0) + 2)

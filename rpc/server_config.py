@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigurationError
 from baton.flags import flag
 
-__all__ = ["LOG_LEVELS", "ServerConfig", "join_host_port"]
+__all__ = ["LOG_LEVELS", "ServerConfig", "check_port", "join_host_port"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -35,12 +35,21 @@ class ServerConfig:
     log_level: str = flag("info", "log level", choices=LOG_LEVELS, is_main=True)
 
     def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port < 2**16:
-            raise ConfigurationError(f"--port is {self.port}; it must be in [0, 65536)")
+        check_port("--port", self.port)
         if not self.drain_timeout_s >= 0:
             raise ConfigurationError(
                 f"--drain-timeout-s is {self.drain_timeout_s}; it must be >= 0"
             )
+
+
+def check_port(flag_name: str, port: int | None) -> None:
+    """Refuses what is no port; None is a server that is off.
+
+    Raises:
+        ConfigurationError: names the flag and the port.
+    """
+    if port is not None and not 0 <= port < 2**16:
+        raise ConfigurationError(f"{flag_name} is {port}; it must be in [0, 65536)")
 
 
 def join_host_port(host: str, port: int) -> str:

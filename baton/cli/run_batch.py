@@ -82,9 +82,9 @@ def main(args: argparse.Namespace) -> int:
 
     The same command continues an interrupted run: results that the output file has are kept, and
     requests that the server was too busy for, that it redirected or refused for their key, or that
-    failed with a status of 500 or more, run again. A line that is no request becomes an error line. A file in which a custom_id occurs
-    twice is refused before anything runs, because results are matched by it. The exit status is
-    1 if a result is an error.
+    failed with a status of 500 or more, run again. A line that is no request becomes an error line.
+    A file in which a custom_id occurs twice is refused before anything runs, because results are
+    matched by it. The exit status is 1 if a result is an error.
 
     With --model, the command starts a cluster with the flags of `baton serve`, and stops it at the
     end.

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, UnavailableError
 from baton.health import wait_until_ready, wait_until_serving
 from baton.up.plan import ClusterPlan, Server
 from baton.up.supervisor import SupervisedProcess
@@ -57,6 +57,7 @@ async def run_cluster(
 
     Raises:
         ConfigurationError: a process ended before it was serving.
+        UnavailableError: the machine could not start a process.
         BatonError: `on_ready` raised it.
     """
     servers = (*plan.workers, plan.router)
@@ -91,6 +92,7 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
 
     Raises:
         ConfigurationError: the process ended first. It is not restarted at this point.
+        UnavailableError: the machine could not start the process.
     """
     process.start()
     ready = asyncio.create_task(_wait_until_serving(server))
@@ -98,6 +100,10 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
     try:
         await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
+            if process.start_error is not None:
+                raise UnavailableError(
+                    f"{server.spec.name} could not be started: {process.start_error}"
+                )
             raise ConfigurationError(
                 f"{server.spec.name} could not start; its last log lines have the reason"
             )

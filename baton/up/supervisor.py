@@ -48,7 +48,9 @@ class SupervisedProcess:
 
     Attributes:
         pid: process id of the running process; None while none runs.
-        died: set when the process has ended without `stop` at least once.
+        died: set when the process has ended without `stop`, or could not be started, at least
+            once.
+        start_error: why the latest start failed; None if the process was started.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SupervisedProcess:
         self.spec = spec
         self.pid: int | None = None
         self.died = asyncio.Event()
+        self.start_error: OSError | None = None
         self._write_line = write_line
         self._policy = policy or RestartPolicy()
         self._stopping = asyncio.Event()
@@ -85,22 +88,27 @@ class SupervisedProcess:
         delay_s = self._policy.first_delay_s
         while True:
             started_at = time.monotonic()
-            code = await self._run_once()
+            end = await self._run_once()
             if self._stopping.is_set():
                 return
             self.died.set()
             if time.monotonic() - started_at > self._policy.settled_after_s:
                 delay_s = self._policy.first_delay_s
-            self._log(f"ended with status {code}")
+            self._log(end)
             await self._wait_for_stop(delay_s)
             if self._stopping.is_set():
                 return
             self._log("starting again")
             delay_s = min(2 * delay_s, self._policy.max_delay_s)
 
-    async def _run_once(self) -> int | None:
-        """Runs the process until it ends or `stop` is called; returns the exit status."""
-        process = await self._spawn()
+    async def _run_once(self) -> str:
+        """Runs the process until it ends or `stop` is called; returns how it ended, for the log."""
+        try:
+            process = await self._spawn()
+        except OSError as error:  # the machine has no process or no memory left
+            self.start_error = error
+            return f"could not be started: {error}"
+        self.start_error = None
         self._process, self.pid = process, process.pid
         ending = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -111,7 +119,7 @@ class SupervisedProcess:
             await self._terminate(process, ending)
         self.pid = None
         await copying
-        return process.returncode
+        return f"ended with status {process.returncode}"
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

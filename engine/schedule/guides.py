@@ -66,7 +66,10 @@ class Guides:
             future = self._compiling.pop(group)
             error = future.exception()
             if error is not None and not isinstance(error, BatonError):
-                raise error  # a bug: futures end with typed errors
+                _logger.error(
+                    "the grammar of %s was not compiled", group.request_id, exc_info=error
+                )
+                error = InternalError("the constraint could not be compiled")
             results.append((group, error or future.result()))
         return results
 

@@ -228,6 +228,15 @@ class Scheduler:
             return self._outputs.start_guided(group, None)
         return self._outputs.take_progress(group)
 
+    def fail_request(self, request_id: str, error: BatonError) -> EngineOutput:
+        """Ends a request that `add` has failed to add, at whatever point; returns its output."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return EngineOutput(
+                request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
+            )
+        return self._outputs.end(group, FinishReason.ERROR, error)
+
     def take_compiled(self) -> list[EngineOutput]:
         """Lets the requests run whose grammars are compiled, and ends those whose are refused.
 

@@ -11,7 +11,7 @@ from router.http.anthropic_answer import MessageAnswer, MessageStream
 from router.http.anthropic_errors import AnthropicErrorResponse, anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,
-    conversation_of_body,
+    counted_conversation,
     read_messages_request,
 )
 from router.http.context import context_of
@@ -65,5 +65,5 @@ async def count_tokens(body: MessagesBody, request: Request) -> Response:
     """Counts the tokens of a conversation, as the chat template writes it."""
     context = context_of(request)
     model = context.models.find(body.model or "")
-    conversation = conversation_of_body(body)
+    conversation = counted_conversation(body)
     return json_response({"input_tokens": await context.chat(model).count_tokens(conversation)})

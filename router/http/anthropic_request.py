@@ -1,5 +1,6 @@
 """A body of Anthropic's messages API as a `ChatRequest`."""
 
+from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
@@ -15,7 +16,7 @@ from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_
 from router.http.bodies import Array, JsonObject
 from router.http.fields import Fields
 
-__all__ = ["MessagesBody", "conversation_of_body", "read_messages_request"]
+__all__ = ["MessagesBody", "counted_conversation", "read_messages_request"]
 
 _MAX_UINT32 = 2**32 - 1
 _REFUSED = {
@@ -65,7 +66,7 @@ def read_messages_request(
     if not 1 <= body.max_tokens <= _MAX_UINT32:
         raise InvalidArgumentError.for_field("max_tokens", body.max_tokens, "in [1, 2**32)")
     return ChatRequest(
-        conversation=conversation_of_body(body),
+        conversation=_conversation_of_body(body),
         params=_params(body, can_limit_thinking),
         tool_choice=choice_of(body.tool_choice, tools_of(body.tools)),
         parallel_tool_calls=allows_parallel_calls(body.tool_choice),
@@ -75,7 +76,7 @@ def read_messages_request(
     )
 
 
-def conversation_of_body(body: MessagesBody) -> Conversation:
+def _conversation_of_body(body: MessagesBody) -> Conversation:
     """Returns the conversation of a body.
 
     Raises:
@@ -90,6 +91,17 @@ def conversation_of_body(body: MessagesBody) -> Conversation:
         continue_final_message=continues_answer(body.messages),
         template_kwargs=_template_kwargs(body),
     )
+
+
+def counted_conversation(body: MessagesBody) -> Conversation:
+    """Returns the conversation as a message's prompt has it: without tools if calls are forbidden.
+
+    Raises:
+        InvalidArgumentError: as of `read_messages_request`.
+    """
+    conversation = _conversation_of_body(body)
+    choice = choice_of(body.tool_choice, tools_of(body.tools))
+    return replace(conversation, tools=()) if choice == "none" else conversation
 
 
 def _params(body: MessagesBody, can_limit_thinking: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigurationError
 from baton.flag_values import byte_size
 from baton.flags import flag
+from rpc.server_config import check_port
 
 __all__ = ["HttpConfig"]
 
@@ -49,8 +50,7 @@ class HttpConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port < 2**16:
-            raise ConfigurationError(f"--port is {self.port}; it must be in [0, 65536)")
+        check_port("--port", self.port)
         for name in (
             "max_request_bytes",
             "max_connections",

@@ -89,12 +89,17 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
     404: ("there is no such path", "unknown_url"),
     405: ("the path does not allow this method", "method_not_supported"),
 }
-_RETRY_HEADERS: Mapping[int, Mapping[str, str]] = {
-    429: {"Retry-After": _RETRY_AFTER_S},
-    503: {"Retry-After": _RETRY_AFTER_S},
-    # The official clients would send the request twice more, each time up to its deadline.
-    504: {"x-should-retry": "false"},
+_RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
+# The official clients would send the request twice more: each time up to its deadline, to lose
+# further replicas, or to meet the same bug.
+_NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
+_RETRY_HEADERS: Mapping[str, Mapping[str, str]] = {
+    "RESOURCE_EXHAUSTED": _RETRY,
+    "UNAVAILABLE": _RETRY,
+    "ABORTED": _NO_RETRY,
+    "DEADLINE_EXCEEDED": _NO_RETRY,
 }
+"""By the code of a `BatonError`."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
 """A field's name, with which messages about a field begin."""
 _PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
@@ -123,7 +128,10 @@ def _problem_of(error: BaseException, request_id: str) -> Problem:
             return http_problem(error.status_code, str(error.detail), dict(error.headers or {}))
     _LOGGER.error("failed request_id=%s", ascii(request_id), exc_info=error)
     return Problem(
-        status=500, message=f"internal error; request_id={request_id}", kind="server_error"
+        status=500,
+        message=f"internal error; request_id={request_id}",
+        kind="server_error",
+        headers=_NO_RETRY,
     )
 
 
@@ -145,7 +153,7 @@ def _of_baton_error(error: BatonError) -> Problem:
         kind=kind,
         param=param,
         code=code,
-        headers=_RETRY_HEADERS.get(status, _NO_HEADERS),
+        headers=_RETRY_HEADERS.get(error.code, _NO_HEADERS),
     )
 
 

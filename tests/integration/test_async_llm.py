@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from baton import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from baton import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, async_llm
 from baton.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -135,6 +136,30 @@ async def test_an_aborted_request_ends_with_abort(llm):
     assert results[-1].finished
     assert results[-1].finish_reason == "abort"
     await llm.abort(["unknown", "mine"])
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+async def test_an_abort_while_a_text_is_tokenized_ends_the_request(llm, monkeypatch, kind):
+    loop, is_making, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    make = llm._requests.make
+
+    def make_later(*arguments, **fields):
+        loop.call_soon_threadsafe(is_making.set)
+        assert may_go_on.wait(20)
+        return make(*arguments, **fields)
+
+    monkeypatch.setattr(llm._requests, "make", make_later)
+    monkeypatch.setattr(async_llm, "MAX_INLINE_LENGTH", 2)
+    params = replace(GREEDY, n=2, temperature=1, output_kind=kind)
+    reading = asyncio.create_task(results_of(llm.generate("Hello", params, "mine")))
+    await asyncio.wait_for(is_making.wait(), 20)
+    await llm.abort(name for name in ("other", "mine"))
+    may_go_on.set()
+    (result,) = await asyncio.wait_for(reading, 20)
+    assert result.finished
+    assert [one.finish_reason for one in result.outputs] == ["abort"] * 2
+    assert [(one.text, list(one.token_ids)) for one in result.outputs] == [("", [])] * 2
+    assert not llm._unsent
 
 
 async def test_the_deadline_ends_the_generator(llm):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import psutil
 import pytest
 
-from baton.up.cluster import stop_on_signal
+from baton.errors import UnavailableError
+from baton.up.cluster import start_server, stop_on_signal
+from baton.up.plan import Server
 from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 
 pytestmark = pytest.mark.alone
@@ -111,6 +114,31 @@ async def test_stop_ends_a_crash_loop(lines, supervise):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def without_processes(*_, **__):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+async def test_a_process_that_the_machine_cannot_start_ends_the_start(lines, monkeypatch):
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", without_processes)
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    process = SupervisedProcess(spec, lines.write, QUICK)
+    starting = start_server(Server(spec, "127.0.0.1:1"), process)
+    with pytest.raises(UnavailableError, match="worker could not be started"):
+        await asyncio.wait_for(starting, DEADLINE_S)
+    await process.stop()
+
+
+async def test_a_start_that_fails_later_is_tried_again(lines, supervise, monkeypatch):
+    process = supervise("serve")
+    await lines.wait_for("ready")
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", without_processes)
+        process.kill()
+        await lines.wait_for("could not be started", times=2)
+    await lines.wait_for("ready", times=2)
+    assert process.start_error is None
+
+
 def test_a_killed_parent_leaves_no_orphan():
     command = [sys.executable, "-m", "tests.support.supervising_parent", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -90,10 +90,14 @@ class FakeGrammars:
         self._pending.append((outputs, Future()))
         return self._pending[-1][1]
 
-    def end_one(self) -> None:
-        """Ends the oldest future that has not ended, if any."""
+    def end_one(self, error: Exception | None = None) -> None:
+        """Ends the oldest future that has not ended, if any; with an error, if one is given."""
         if not self._pending:
             return
         outputs, future = self._pending.pop(0)
-        if future.set_running_or_notify_cancel():
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
             future.set_result(Constraint(_Grammar(outputs), VOCABULARY, "structured_outputs.regex"))

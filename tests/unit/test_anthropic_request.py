@@ -3,7 +3,11 @@
 import pytest
 
 from baton.errors import InvalidArgumentError
-from router.http.anthropic_request import MessagesBody, read_messages_request
+from router.http.anthropic_request import (
+    MessagesBody,
+    counted_conversation,
+    read_messages_request,
+)
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "Hi"}
@@ -26,6 +30,13 @@ def refused(*given, **fields):
 
 def block(kind, **fields):
     return {"type": kind, **fields}
+
+
+@pytest.mark.parametrize(("choice", "num_tools"), [("none", 0), ("auto", 1), (None, 1)])
+def test_tools_that_a_message_drops_are_not_counted(choice, num_tools):
+    body = {"messages": [USER], "tools": [TOOL]}
+    body |= {"tool_choice": {"type": choice}} if choice else {}
+    assert len(counted_conversation(MessagesBody.model_validate(body)).tools) == num_tools
 
 
 def test_system_as_text_and_as_blocks():

@@ -202,6 +202,47 @@ async def test_a_failing_step_ends_its_requests_and_not_the_engine(
     await until_whole(engine)
 
 
+@pytest.mark.parametrize("failing", ["_new_group", "loads.accept", "take_progress"])
+async def test_an_error_while_a_request_is_added_ends_that_request_alone(
+    engine: AsyncEngine,
+    runner: GatedRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: str,
+) -> None:
+    scheduler = engine._core.scheduler
+    owner, name = {
+        "_new_group": (scheduler, "_new_group"),
+        "loads.accept": (scheduler._transfers.loads, "accept"),
+        "take_progress": (scheduler._outputs, "take_progress"),
+    }[failing]
+
+    def raising(*_: object) -> None:
+        raise KeyError("secret detail")
+
+    before, collector, after = Collector(), Collector(), Collector()
+    runner.gate.release()
+    engine.submit(make_request("before"), before)
+    await asyncio.wait_for(before.started.wait(), 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, raising)
+        engine.submit(make_request("a"), collector)
+        runner.free()
+        await asyncio.wait_for(collector.ended.wait(), 10)
+    await asyncio.wait_for(before.ended.wait(), 10)
+    engine.submit(make_request("a"), after)  # its id is free again
+    await asyncio.wait_for(after.ended.wait(), 10)
+
+    (output,) = collector.outputs
+    assert isinstance(output.error, InternalError)
+    assert "secret" not in output.error.message
+    assert any("request a could not be added" in record.message for record in caplog.records)
+    assert before.tokens == after.tokens == expected_tokens(PROMPT, 6)
+    assert not scheduler._groups
+    assert engine.load().num_waiting == 0
+    await until_whole(engine)
+
+
 async def test_a_device_that_fails_every_step_ends_the_engine(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:

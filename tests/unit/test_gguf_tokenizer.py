@@ -207,6 +207,16 @@ def test_pieces_are_built_without_a_space_prefix_if_the_file_says_so(tmp_path):
     assert prefixed.encode("the[INST]the").tokens == ["▁the", "[INST]", "▁the"]
 
 
+def test_pieces_that_are_too_long_to_merge_are_refused_by_name(tmp_path):
+    def metadata(num_chars):
+        tokens = [*PIECE_TOKENS[:-2], "a" * num_chars, PIECE_TOKENS[-1]]
+        return sentencepiece_metadata(tokens=tokens)
+
+    assert loaded(tmp_path, metadata(1024)).load_tokenizer()
+    with pytest.raises(ConfigurationError, match=r"tokens has 'a+'\.\.\. of 1025 characters"):
+        loaded(tmp_path, metadata(1025)).load_tokenizer()
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.errors import InternalError
 from baton.request_spec import ReasoningMarks, ReasoningStart
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.guide import ReasoningPart
@@ -100,6 +101,18 @@ def test_a_root_that_is_preempted_keeps_its_guide():
     drawn = [output.token_ids for output in driven.step()]
     assert len(drawn) == 2
     assert {token for (token,) in drawn} <= allowed_tokens(OUTPUTS, ())
+
+
+def test_a_bug_of_the_compiler_ends_its_request_alone(caplog):
+    driven, grammars = constrained_scheduler()
+    driven.add(request("a", structured_outputs=OUTPUTS), request("b"))
+    grammars.end_one(KeyError("secret"))
+    (output,) = driven.scheduler.take_compiled()
+    assert (output.request_id, output.is_last) == ("a", True)
+    assert isinstance(output.error, InternalError)
+    assert "secret" not in output.error.message
+    assert "the grammar of a was not compiled" in caplog.text
+    assert set(driven.scheduler._groups) == {"b"}
 
 
 def test_a_request_takes_its_place_in_the_queue_once_its_grammar_is_compiled():

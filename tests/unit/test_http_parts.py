@@ -44,7 +44,7 @@ from tests.support.tokenizer_folders import (
         (NotFoundError, 404, False),
         (ResourceExhaustedError, 429, True),
         (UnavailableError, 503, True),
-        (AbortedError, 503, True),
+        (AbortedError, 503, False),
         (DeadlineExceededError, 504, False),
         (RequestCancelledError, 499, False),
     ],
@@ -54,6 +54,21 @@ def test_each_error_has_its_status(kind: type[BatonError], status: int, retries:
     assert problem.status == status
     assert problem.message == "why it failed"
     assert ("Retry-After" in problem.headers) == retries
+
+
+@pytest.mark.parametrize(
+    ("error", "header"),
+    [
+        (AbortedError("lost four replicas"), "false"),
+        (DeadlineExceededError("late"), "false"),
+        (InternalError("a bug"), "false"),
+        (KeyError("a bug"), "false"),
+        (UnavailableError("busy"), None),
+        (InvalidArgumentError("wrong"), None),
+    ],
+)
+def test_official_clients_repeat_only_what_may_succeed(error, header):
+    assert problem_of(error, "r").headers.get("x-should-retry") == header
 
 
 @pytest.mark.parametrize("error", [InternalError("secret"), KeyError("secret")])

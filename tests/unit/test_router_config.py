@@ -62,6 +62,26 @@ def test_one_of_the_servers_must_be_on():
         parse_config("--decode", "a:1", "--port", "none", "--grpc-port", "none")
 
 
+def test_the_servers_have_ports_of_their_own():
+    message = "--port and --grpc-port are both 8123; each server needs a port of its own"
+    with pytest.raises(ConfigurationError, match=message):
+        parse_config("--decode", "a:1", "--port", "8123", "--grpc-port", "8123")
+    config = parse_config("--decode", "a:1", "--port", "0", "--grpc-port", "0")
+    assert (config.http.port, config.grpc.port) == (0, 0)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_number_that_is_no_port_names_its_flag(flag):
+    with pytest.raises(ConfigurationError, match=rf"^{flag} is 70000; it must be in"):
+        parse_config("--decode", "a:1", flag, "70000")
+
+
+def test_the_switch_of_vllm_for_tool_calls_changes_nothing():
+    assert parse_config("--decode", "a:1", "--enable-auto-tool-choice") == parse_config(
+        "--decode", "a:1"
+    )
+
+
 def test_a_file_names_several_models(tmp_path):
     path = tmp_path / "models.yaml"
     path.write_text(

@@ -110,6 +110,26 @@ async def test_log_probabilities_that_no_message_can_hold_are_refused(params, me
     await prepare(SamplingParams(max_tokens=None, logprobs=19), limits=long)
 
 
+async def test_the_prompts_of_a_message_share_its_log_probabilities():
+    await prepare(SamplingParams(logprobs=5, max_tokens=256), limits=LARGE, num_prompts=64)
+    most = 2**20 // 256 // 22
+    await prepare(SamplingParams(logprobs=20, max_tokens=most), limits=LARGE, num_prompts=256)
+    message = f"^logprobs is 20, which allows at most {most} tokens .* for each of 256 prompts; "
+    with pytest.raises(InvalidArgumentError, match=message):
+        await prepare(
+            SamplingParams(logprobs=20, max_tokens=most + 1), limits=LARGE, num_prompts=256
+        )
+    message = f"^prompt_logprobs is 20, which allows at most {most} tokens of the prompt for each"
+    with pytest.raises(InvalidArgumentError, match=message):
+        await prepare(
+            SamplingParams(prompt_logprobs=20, max_tokens=1), most + 1, LARGE, num_prompts=256
+        )
+    open_answer = await prepare(
+        SamplingParams(logprobs=20, max_tokens=None), limits=LARGE, num_prompts=256
+    )
+    assert open_answer.spec.params.max_tokens == most
+
+
 LARGE = RequestLimits(
     vocab_size=1000, max_model_len=2**18, max_pool_tokens=2**18, max_candidates=64
 )
@@ -147,7 +167,7 @@ def test_the_most_log_probabilities_fit_in_a_message(num_top):
     assert response.ByteSize() < MAX_MESSAGE_BYTES * 3 // 4
 
 
-async def prepare(params, num_tokens=5, limits=LIMITS):
+async def prepare(params, num_tokens=5, limits=LIMITS, **options):
     message = generation_pb2.GenerateRequest(
         request_id="r",
         token_ids=common_pb2.TokenIds(ids=[5] * num_tokens),
@@ -157,7 +177,7 @@ async def prepare(params, num_tokens=5, limits=LIMITS):
     deadline = time.monotonic() + 10
     (prompt,) = prompts_of(message)
     request = await prepare_request(
-        message, "r", prompt, params, tokenizer(), MODEL, limits, deadline
+        message, "r", prompt, params, tokenizer(), MODEL, limits, deadline, **options
     )
     assert request.spec.deadline == deadline
     return request
