@@ -184,7 +184,7 @@ class ChatJob:
                 return []
         choice: dict[str, Any] = {
             "index": chunk.index,
-            "delta": self._delta_fields(delta),
+            "delta": self._delta_fields(delta) or _empty_delta(chunk),
             "logprobs": self._logprobs(chunk.token_ids, chunk),
             "finish_reason": chunk.finish_reason,
         }
@@ -239,6 +239,13 @@ class ChatJob:
             source.logprobs,
             as_ids=bool(self._body.return_tokens_as_token_ids),
         )
+
+
+def _empty_delta(chunk: ChatChunk) -> dict[str, Any]:
+    """The delta of a chunk without text. Tokens without text, such as that of the end, are empty
+    content, as in vLLM: `vllm bench serve` counts an answer whose deltas have no content as failed.
+    """
+    return {"content": ""} if chunk.token_ids else {}
 
 
 def _before_choice(head: Mapping[str, Any]) -> str:

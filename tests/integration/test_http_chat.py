@@ -106,6 +106,17 @@ async def test_a_stream_has_the_role_first_and_joined_equals_the_whole():
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
+async def test_tokens_without_text_are_streamed_as_empty_content():
+    async with running_chat(answering("")) as api:
+        stream = await api.openai.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        chunks = [chunk async for chunk in stream]
+    role, last = [chunk.choices[0] for chunk in chunks]
+    assert (role.delta.role, role.finish_reason) == ("assistant", None)
+    # `vllm bench serve` counts a stream without such a delta as a failed request.
+    assert last.delta.to_dict() == {"content": ""}
+    assert last.finish_reason == "stop"
+
+
 async def test_an_answer_may_be_as_long_as_fits_unless_the_model_states_a_default():
     decode = answering(TEXT)
     async with running_chat(decode) as api:
