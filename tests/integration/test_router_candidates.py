@@ -189,7 +189,7 @@ async def test_a_candidate_with_a_stop_text_in_its_first_token_never_reaches_dec
 
 async def test_a_request_ends_once_stop_texts_have_ended_all_candidates():
     stopping = [script_of("a!") + script_of("x") * 300, script_of("bcd!") + script_of("x") * 300]
-    (decode,) = workers_of(stopping)[1:]
+    (decode,) = workers_of(stopping, pause_after=50)[1:]  # a worker that ends itself gets no cancel
     async with running_workers(decode), running_router(decode) as router:
         responses = await router.generate(candidates_request(2, max_tokens=200, stop=["!"]))
         await decode.changes.until(lambda: decode.cancels)

@@ -40,7 +40,11 @@ def test_json_has_the_same_facts(capsys):
         ("HF_TOKEN", "hf_1", "(hidden)"),
         ("BATON_KV_CONNECTOR", "redis://me:p@ss@host/0", "redis://(hidden)@host/0"),
         ("BATON_KV_CONNECTOR", "redis://me:a/b,c@host", "redis://(hidden)@host"),
-        ("BATON_X", "redis://:p@a,redis://:q@b", "redis://(hidden)@a,redis://(hidden)@b"),
+        (
+            "BATON_KV_CONNECTOR",
+            "redis://:p@a,redis://:q@b",
+            "redis://(hidden)@a,redis://(hidden)@b",
+        ),
         ("BATON_KV_CONNECTOR", "redis://me:pw@h:1/0?ttl_s=3", "redis://(hidden)@h:1/0?ttl_s=3"),
         ("BATON_KV_CONNECTOR", "redis://h?password=pw&x=1", "redis://h?password=(hidden)&x=1"),
         (
