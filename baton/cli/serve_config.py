@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.up.plan import ClusterConfig, worker_targets
 from baton.up.run_folder import embedded_store, taking_turns
+from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
@@ -75,8 +76,9 @@ def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, N
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
+        SystemExit: SIGTERM or SIGHUP came, and no code in the block has a handler for it.
     """
-    with ExitStack() as folders:
+    with exit_on_signals(), ExitStack() as folders:
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
         yield folders.enter_context(taking_turns(config)) if args.turns else config

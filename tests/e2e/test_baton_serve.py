@@ -20,6 +20,7 @@ from baton import Client, SamplingParams
 from baton.cli import main
 from baton.errors import UnavailableError
 from baton.health import wait_until_serving
+from baton.up.run_folder import SHARED_MEMORY
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 BATON = Path(sys.executable).with_name("baton")
@@ -252,3 +253,48 @@ def test_a_conversation_starts_and_stops_a_cluster():
         r"Talking to demo.*\[\w+; tokens: .*A new conversation", chat.stderr, re.DOTALL
     )
     assert chat.stdout.removeprefix("> ").strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_conversation_and_its_cluster_in_order(number):
+    flags = ("serve", "--chat", "--port", "0", "--grpc-port", "none", "--prefill-workers", "0")
+    limits = ("--num-gpu-blocks-override", "64", "--max-model-len", "256")
+    chat = subprocess.Popen(
+        [BATON, *flags, *limits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with chat:
+        assert any("Talking to demo" in line for line in chat.stderr)
+        children = psutil.Process(chat.pid).children(recursive=True)
+        assert children
+        chat.send_signal(number)
+        assert chat.wait(START_TIMEOUT_S) == 128 + number
+    assert not psutil.wait_procs(children, timeout=0)[1]
+    assert not list(SHARED_MEMORY.glob(f"baton-up-{chat.pid}-*"))
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_batch_and_its_cluster_in_order(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "demo", "prompt": "Return", "max_tokens": 200, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps(line | {"custom_id": str(number)}) for number in range(500)]
+    source.write_text("\n".join(lines))
+    limits = ("--num-gpu-blocks-override", "64", "--max-model-len", "256", "--concurrency", "1")
+    command = ("run-batch", "-i", source, "-o", target, "--model", "demo", "--prefill-workers", "0")
+    with subprocess.Popen([BATON, *command, *limits], stderr=subprocess.DEVNULL) as batch:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (target.exists() and target.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = psutil.Process(batch.pid).children(recursive=True)
+        assert children
+        batch.send_signal(signal.SIGTERM)
+        assert batch.wait(START_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert all(json.loads(line) for line in target.read_text().splitlines())
+    assert not psutil.wait_procs(children, timeout=0)[1]
+    assert not list(SHARED_MEMORY.glob(f"baton-up-{batch.pid}-*"))

@@ -7,6 +7,7 @@ import pytest
 
 from baton.request_spec import ReasoningStart
 from baton.v1 import generation_pb2
+from router import validation
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config import ServedModelConfig
@@ -48,6 +49,18 @@ def prompts(*texts: str, **stopping: int) -> generation_pb2.GenerateRequest:
     message.request_id = "r"
     message.prompts.prompts.extend(generation_pb2.Prompt(text=text) for text in texts)
     return message
+
+
+async def test_several_prompts_share_the_limit_of_log_probabilities(monkeypatch):
+    monkeypatch.setattr(validation, "MAX_RETURNED_LOGPROBS", 2 * 22)
+    one, two = prompts("a", max_tokens=2), prompts("a", "b", max_tokens=2)
+    one.sampling.logprobs = two.sampling.logprobs = 20
+    decode = FakeDecode(script_of(ONE))
+    async with running_workers(decode), running_router(decode) as router:
+        await router.generate(one)
+        message = r"prompts\[0\]: logprobs is 20, .* at most 1 tokens .* for each of 2 prompts"
+        with pytest.raises(grpc.aio.AioRpcError, match=message):
+            await router.generate(two)
 
 
 async def test_several_prompts_stream_beside_each_other():
