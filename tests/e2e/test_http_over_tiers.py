@@ -50,7 +50,7 @@ async def test_http_and_grpc_draw_the_same_tokens(
     by_http = await client.completions.create(
         model=MODEL, prompt=PROMPT, extra_body={"return_token_ids": True}, **params
     )
-    assert [tuple(choice.token_ids) for choice in by_http.choices] == [
+    assert [choice.token_ids for choice in by_http.choices] == [
         output.token_ids for output in by_grpc.outputs
     ]
     assert [choice.text for choice in by_http.choices] == [o.text for o in by_grpc.outputs]
