@@ -46,6 +46,7 @@ class _Load:
 _LOADS = (
     _Load("steady", 64, 1, 200, 50.0),
     _Load("crowded", 400, 1, 100, 50.0),
+    _Load("flooded", 800, 1, 150, 50.0),
     _Load("requests", 32, 40, 1, 5.0),
 )
 _SMOKE_LOADS = (_Load("smoke", 4, 2, 5, 5.0),)
