@@ -12,18 +12,16 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from baton.chat_prompts import ChatPrompts
 from baton.engine_args import EngineArgs
 from baton.errors import BatonError, FailedPreconditionError, InternalError, UnavailableError
+from baton.offline_model import OfflineModel
 from baton.offline_request import OfflineRequest
 from baton.offline_tokenizer import OfflineTokenizer
 from baton.prompts import ParsedPrompt, Prompt, parse_prompt, refuse_lora
-from baton.request_maker import OfflineFiles, RequestMaker
 from baton.results import RequestOutput
 from baton.sampling_params import RequestOutputKind, SamplingParams
 from baton.wire import Params
 from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 from router.tokenizer import MAX_INLINE_LENGTH
 
@@ -58,12 +56,9 @@ class AsyncLLM:
         return made
 
     def _load(self, args: EngineArgs) -> None:
-        files = OfflineFiles.load(args)
-        chats = ChatPrompts(args.model, args.chat_template)
-        self._core = EngineCore.build(args.config)
-        info = self._core.info
-        self._requests = RequestMaker(files, info, self._core.config.max_running, args.seed)
-        self._tokenizer = OfflineTokenizer(args.model, files.tokenizer, chats, info.eos_token_ids)
+        loaded = OfflineModel.load(args)
+        self._core, self._requests = loaded.core, loaded.requests
+        self._tokenizer = loaded.tokenizer
         self._engine: AsyncEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False

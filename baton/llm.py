@@ -13,17 +13,16 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from baton.beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
-from baton.chat_prompts import ChatPrompts, as_conversations
+from baton.chat_prompts import as_conversations
 from baton.engine_args import EngineArgs
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
+from baton.offline_model import OfflineModel
 from baton.offline_request import OfflineRequest
 from baton.offline_tokenizer import OfflineTokenizer
 from baton.prompts import ParsedPrompt, Prompt, parse_prompts, refuse_lora
-from baton.request_maker import OfflineFiles, RequestMaker
 from baton.results import RequestOutput
 from baton.sampling_params import SamplingParams
 from baton.wire import Params
-from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 
 __all__ = ["LLM"]
@@ -48,16 +47,9 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        args = EngineArgs(model, **arguments)
-        files = OfflineFiles.load(args)
-        self._chats = ChatPrompts(args.model, args.chat_template)
-        self._core = EngineCore.build(args.config)
-        self._requests = RequestMaker(
-            files, self._core.info, self._core.config.max_running, args.seed
-        )
-        self._tokenizer = OfflineTokenizer(
-            args.model, files.tokenizer, self._chats, self._core.info.eos_token_ids
-        )
+        loaded = OfflineModel.load(EngineArgs(model, **arguments))
+        self._core, self._requests = loaded.core, loaded.requests
+        self._chats, self._tokenizer = loaded.chats, loaded.tokenizer
         self._numbers = count()
 
     def generate(
