@@ -80,7 +80,9 @@ def variable_of_child(name, environment):
 
 def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path):
     (tmp_path / "tests.py").write_text("raise SystemExit('the wrong module')")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    project = str(Path(__file__).parents[2])
+    # An empty entry would be the working folder.
+    paths = [path for path in (project, os.environ.get("PYTHONPATH")) if path]
     child = ["baton.up.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
     result = subprocess.run(
         [sys.executable, "-P", "-m", *child],
