@@ -9,6 +9,8 @@
     ├── RequestCancelledError     the caller cancelled or left
     ├── UnavailableError          no replica can take the request now; safe to retry
     ├── AbortedError              ended from outside; retry the whole request
+    ├── UnauthenticatedError      the caller has no valid credential
+    ├── PermissionDeniedError     the caller may not do this
     ├── InternalError             a bug; the text does not contain the cause
     └── ConfigurationError        at start-up: a flag, a checkpoint, a URL
 
@@ -27,8 +29,10 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "NotFoundError",
+    "PermissionDeniedError",
     "RequestCancelledError",
     "ResourceExhaustedError",
+    "UnauthenticatedError",
     "UnavailableError",
 ]
 
@@ -94,6 +98,18 @@ class AbortedError(BatonError):
     """The request was ended from outside; retry it as a whole."""
 
     code = "ABORTED"
+
+
+class UnauthenticatedError(BatonError):
+    """The caller has no valid credential. The message does not say which part was wrong."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(BatonError):
+    """The caller is known, and may not do this."""
+
+    code = "PERMISSION_DENIED"
 
 
 class InternalError(BatonError):

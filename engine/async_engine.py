@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
@@ -81,13 +82,19 @@ class AsyncEngine:
         self._thread.start()
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> "AsyncEngine":
+    async def start(
+        cls, config: EngineConfig, security: ClusterSecurity | None = None
+    ) -> "AsyncEngine":
         """Loads the model off the event loop and starts the step loop.
+
+        Args:
+            config: the engine's.
+            security: for the connector's calls to other processes.
 
         Raises:
             ConfigurationError: the checkpoint, a flag or the connector is bad.
         """
-        return cls(await asyncio.to_thread(EngineCore.build, config))
+        return cls(await asyncio.to_thread(EngineCore.build, config, security))
 
     def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
         """Queues a request.

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.errors import BatonError, InternalError
+from baton.security.cluster import ClusterSecurity
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
@@ -116,8 +117,12 @@ class EngineCore:
         return self.kv_metrics.of(scheme)
 
     @classmethod
-    def build(cls, config: EngineConfig) -> "EngineCore":
+    def build(cls, config: EngineConfig, security: ClusterSecurity | None = None) -> "EngineCore":
         """Loads the model and opens the connector.
+
+        Args:
+            config: limits and role.
+            security: for the connector's calls to other processes.
 
         Raises:
             ConfigurationError: the checkpoint, a flag or the connector is bad.
@@ -127,7 +132,7 @@ class EngineCore:
         from kvstore.registry import open_connector
 
         # The connector first: a bad URL is an error before minutes of loading.
-        connector = open_connector(config.kv_connector) if config.kv_connector else None
+        connector = open_connector(config.kv_connector, security) if config.kv_connector else None
         with ExitStack() as opened:
             if connector is not None:
                 opened.callback(connector[1].close)

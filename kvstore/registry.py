@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.faults import FaultyFactory
 from kvstore.multi.worker import MultiFactory
@@ -92,14 +93,18 @@ def known_stores() -> set[str]:
     return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
 
 
-def open_connector(url: str) -> Connector:
+def open_connector(url: str, security: ClusterSecurity | None = None) -> Connector:
     """Opens both halves of the connector of a URL.
+
+    Args:
+        url: the connector's.
+        security: for calls to other processes; stores have credentials in their URLs.
 
     Raises:
         ConfigurationError: unknown scheme (lists the known ones), a bad option,
             or a missing package.
     """
-    return _factory_of(url).open(url)
+    return _factory_of(url, security).open(url)
 
 
 def connector_capabilities(url: str) -> ConnectorCapabilities:
@@ -111,14 +116,15 @@ def connector_capabilities(url: str) -> ConnectorCapabilities:
     return _factory_of(url).capabilities
 
 
-def _factory_of(url: str) -> ConnectorFactory:
+def _factory_of(url: str, security: ClusterSecurity | None = None) -> ConnectorFactory:
     scheme = scheme_of(url)
     if scheme.startswith(FAULTY_PREFIX):
-        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :]))
+        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :], security))
     if scheme == MULTI_SCHEME:
-        return MultiFactory(tuple(map(_factory_of_member, split_members(url))))
+        members = (_factory_of_member(member, security) for member in split_members(url))
+        return MultiFactory(tuple(members))
     if scheme in _PEERS:
-        return _PeerFactory()
+        return _PeerFactory(security or ClusterSecurity())
     if scheme in known_stores():
         return StoreFactory(_find_store(url))
     factory = _find_connector(scheme)
@@ -127,10 +133,10 @@ def _factory_of(url: str) -> ConnectorFactory:
     return factory
 
 
-def _factory_of_member(url: str) -> ConnectorFactory:
+def _factory_of_member(url: str, security: ClusterSecurity | None) -> ConnectorFactory:
     if scheme_of(url) == MULTI_SCHEME:
         raise ConfigurationError("multi:// is no member of another; name all members in one")
-    return _factory_of(url)
+    return _factory_of(url, security)
 
 
 def _find_connector(scheme: str) -> ConnectorFactory | None:
@@ -182,7 +188,11 @@ def _load(point: EntryPoint) -> Any:
 
 
 class _PeerFactory:
-    """Opens peers. Imports their packages only then."""
+    """Opens peers. Imports their packages only then.
+
+    Args:
+        security: for calls between peers.
+    """
 
     capabilities = ConnectorCapabilities(
         shared_between_processes=True,
@@ -192,7 +202,10 @@ class _PeerFactory:
         lends_blocks=True,
     )
 
+    def __init__(self, security: ClusterSecurity) -> None:
+        self._security = security
+
     def open(self, url: str) -> Connector:
         from kvstore.peer.worker import open_peer_connector
 
-        return open_peer_connector(url)
+        return open_peer_connector(url, self._security)

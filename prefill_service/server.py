@@ -4,6 +4,7 @@ import argparse
 
 from prometheus_client import CollectorRegistry
 
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from engine.async_engine import AsyncEngine
 from engine.cli_args import FIXED_FIELDS, add_engine_args, engine_config_from_args
@@ -39,8 +40,10 @@ def add_services(engine: AsyncEngine, server: RpcServer) -> WorkerTier:
 async def _run(args: argparse.Namespace) -> None:
     config = engine_config_from_args(args, role="prefill")
 
-    async def start(server: RpcServer, registry: CollectorRegistry) -> WorkerTier:
-        engine = await AsyncEngine.start(config)
+    async def start(
+        server: RpcServer, registry: CollectorRegistry, security: ClusterSecurity
+    ) -> WorkerTier:
+        engine = await AsyncEngine.start(config, security)
         register_metrics(engine, registry)
         return add_services(engine, server)
 

@@ -4,6 +4,8 @@ Servers and channels must agree on message limits and keepalive.
 """
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -78,10 +80,20 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 """For channels that `open_channel` does not open, for example those of synchronous clients."""
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """Opens a plaintext channel, which connects when it is first used.
+def open_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    *,
+    options: Sequence[tuple[str, Any]] = (),
+) -> grpc.aio.Channel:
+    """Opens a channel, which connects when it is first used.
 
     Args:
         target: `host:port`, or any other gRPC target, for example `unix:/run/baton.sock`.
+        credentials: for TLS; None for plain text.
+        options: further options.
     """
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    every_option = (*CHANNEL_OPTIONS, *options)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, every_option)
+    return grpc.aio.secure_channel(target, credentials, every_option)

@@ -16,8 +16,10 @@ from baton.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     RequestCancelledError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from baton.v1 import request_pb2
@@ -39,8 +41,10 @@ _ERRORS: tuple[type[BatonError], ...] = (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     RequestCancelledError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 _ERROR_BY_STATUS = {grpc.StatusCode[error.code]: error for error in _ERRORS}

@@ -1,5 +1,6 @@
-"""`CallInterceptor`: error statuses and log lines for the calls of every Baton server.
+"""`CallInterceptor`: callers, error statuses and log lines of the calls of every Baton server.
 
+- A server may ask who calls, before a message is parsed. Health is open to all.
 - A request that is no valid message (torn bytes, invalid UTF-8) gets
   INVALID_ARGUMENT; grpc.aio alone would answer UNKNOWN.
 - A `BatonError` becomes its status. Any other exception is logged with the
@@ -25,14 +26,28 @@ import grpc
 from baton.errors import BatonError, InvalidArgumentError
 from rpc.errors import status_of_number, to_status
 
-__all__ = ["CallInterceptor", "name_call", "request_id_of"]
+__all__ = ["Authorize", "CallInterceptor", "caller_of_call", "name_call", "request_id_of"]
 
 _LOGGER = logging.getLogger("baton.rpc")
-_QUIET_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_QUIET_METHODS = (
+    *_OPEN_SERVICES,
+    "/grpc.reflection.",
+    # Routers ask now and then.
+    "/baton.v1.WorkerService/GetLoad",
+    "/baton.v1.WorkerService/GetInfo",
+)
 _LONGEST_LOGGED_ID = 128
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
+Authorize = Callable[[str, Context], object]
+"""Returns who makes a call, for `caller_of_call`, given the method's full name.
+
+Raises:
+    UnauthenticatedError: the caller has no valid credential.
+    PermissionDeniedError: the caller may not call this method.
+"""
 
 # By (request is a stream, response is a stream).
 _HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
@@ -44,7 +59,14 @@ _HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors to statuses and logs calls; the module's docstring lists the rules."""
+    """Maps errors to statuses and logs calls; the module's docstring lists the rules.
+
+    Args:
+        authorize: finds out who calls; None lets all callers in.
+    """
+
+    def __init__(self, authorize: Authorize | None = None) -> None:
+        self._authorize = authorize
 
     async def intercept_service(
         self,
@@ -55,7 +77,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        return _guarded_handler(handler, str(handler_call_details.method))
+        method = str(handler_call_details.method)
+        authorize = None if method.startswith(_OPEN_SERVICES) else self._authorize
+        return _guarded_handler(handler, method, authorize)
 
 
 def name_call(request_id: str) -> None:
@@ -68,22 +92,28 @@ def name_call(request_id: str) -> None:
         call.request_id = request_id[:_LONGEST_LOGGED_ID]
 
 
+def caller_of_call() -> Any:
+    """Who makes the present call: what the server's `authorize` returned; None without one."""
+    call = _CURRENT_CALL.get()
+    return None if call is None else call.caller
+
+
 def request_id_of(message: Any) -> str:
     """The request id in a message or in its `spec`; "" if it has none."""
     request_id = getattr(getattr(message, "spec", message), "request_id", "")
     return str(request_id)[:_LONGEST_LOGGED_ID]
 
 
-def _guarded_handler(handler: Any, method: str) -> Any:
+def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> Any:
     kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
     deserialize = _strict(handler.request_deserializer)
     if handler.request_streaming:
         # Parsing errors are raised where the method reads its requests.
-        guarded, deserializer = _guard_stream(function, method), deserialize
+        guarded, deserializer = _guard_stream(function, method, authorize), deserialize
     else:
         # Without a deserializer grpc.aio passes the bytes on, and does not answer bad ones itself.
-        guarded, deserializer = _guard_unary(function, method, deserialize), None
+        guarded, deserializer = _guard_unary(function, method, authorize, deserialize), None
     return factory(
         guarded,
         request_deserializer=deserializer,
@@ -91,9 +121,14 @@ def _guarded_handler(handler: Any, method: str) -> Any:
     )
 
 
-def _guard_unary(function: Method, method: str, deserialize: Callable[[bytes], Any]) -> Any:
+def _guard_unary(
+    function: Method,
+    method: str,
+    authorize: Authorize | None,
+    deserialize: Callable[[bytes], Any],
+) -> Any:
     async def guarded(request_bytes: bytes, context: Context) -> Any:
-        async with _guard(_Call(method, context)) as call:
+        async with _guard(_Call(method, context), authorize) as call:
             request = deserialize(request_bytes)
             call.request_id = request_id_of(request)
             return await function(request, context)
@@ -101,9 +136,9 @@ def _guard_unary(function: Method, method: str, deserialize: Callable[[bytes], A
     return guarded
 
 
-def _guard_stream(function: Method, method: str) -> Any:
+def _guard_stream(function: Method, method: str, authorize: Authorize | None) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _guard(_Call(method, context)):
+        async with _guard(_Call(method, context), authorize):
             return await function(requests, context)
 
     return guarded
@@ -137,17 +172,18 @@ def _strict(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class _Call:
-    """One call, for its log line."""
+    """One call: who makes it, and its log line."""
 
     def __init__(self, method: str, context: Context) -> None:
         self.method = method
         self.context = context
         self.request_id = ""
+        self.caller: object = None
         self.status: grpc.StatusCode | None = None
         self._start = time.monotonic()
 
     def log(self) -> None:
-        quiet = self.method.startswith(_QUIET_SERVICES)
+        quiet = self.method.startswith(_QUIET_METHODS)
         status = self.status or status_of_number(_number(self.context.code()))
         _LOGGER.log(
             logging.DEBUG if quiet else logging.INFO,
@@ -164,9 +200,11 @@ _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=Non
 
 
 @asynccontextmanager
-async def _guard(call: _Call) -> AsyncIterator[_Call]:
+async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Call]:
     _CURRENT_CALL.set(call)  # a call runs in a task of its own
     try:
+        if authorize is not None:
+            call.caller = authorize(call.method, call.context)
         yield call
     except asyncio.CancelledError:
         call.status = _cancel_status(call.context)

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,12 +29,13 @@ from grpc_reflection.v1alpha import reflection
 from baton.errors import ConfigurationError, UnavailableError
 from rpc.channels import SERVER_OPTIONS
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.interceptors import CallInterceptor
+from rpc.interceptors import Authorize, CallInterceptor
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = [
     "EXIT_CONFIGURATION",
     "RpcServer",
+    "ServerAccess",
     "Service",
     "StartInterruptedError",
     "run_process",
@@ -104,6 +106,22 @@ async def _refuse(requests: Any, context: Any) -> None:
     raise UnavailableError("the server is starting")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAccess:
+    """Who may call a server, and how its port is encrypted.
+
+    Attributes:
+        authorize: finds out who calls; None lets all callers in.
+        credentials: those of the port; None for plain text.
+        max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read; None for
+            no limit.
+    """
+
+    authorize: Authorize | None = None
+    credentials: grpc.ServerCredentials | None = None
+    max_concurrent_calls: int | None = None
+
+
 class RpcServer:
     """A grpc.aio server with health, reflection and Baton's interceptor.
 
@@ -111,18 +129,29 @@ class RpcServer:
         config: the address to listen on.
         service_names: full names of the services that will be added, for example
             `baton.v1.WorkerService`; health and reflection list them at once.
+        access: who may call, and how the port is encrypted.
 
     Attributes:
         port: the bound port, once listening.
     """
 
-    def __init__(self, config: ServerConfig, service_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        service_names: Sequence[str],
+        access: ServerAccess | None = None,
+    ) -> None:
+        self._access = access or ServerAccess()
         self._handlers = _HandlerTable(service_names)
         self.port = 0
         self._config = config
         self._health = HealthServicer(service_names)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[CallInterceptor(self._access.authorize)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._access.max_concurrent_calls,
+        )
         self._server.add_generic_rpc_handlers((self._handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
@@ -153,7 +182,7 @@ class RpcServer:
             return
         self.port = self._config.port
         try:
-            self.port = self._server.add_insecure_port(self.address)
+            self.port = self._bind()
         except RuntimeError:
             raise ConfigurationError(
                 f"cannot listen on {self.address}: in use, or not an address of this machine"
@@ -162,6 +191,12 @@ class RpcServer:
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
         _LOGGER.info("listening address=%s", self.address)
+
+    def _bind(self) -> int:
+        credentials = self._access.credentials
+        if credentials is None:
+            return self._server.add_insecure_port(self.address)
+        return self._server.add_secure_port(self.address, credentials)
 
     @property
     def is_serving(self) -> bool:
@@ -215,16 +250,25 @@ class _StopSignals:
 
 
 async def serve(
-    config: ServerConfig, service_names: Sequence[str], start_service: ServiceStarter
+    config: ServerConfig,
+    service_names: Sequence[str],
+    start_service: ServiceStarter,
+    access: ServerAccess | None = None,
 ) -> None:
     """Runs a server until SIGTERM or SIGINT, in the five steps of the module's docstring.
+
+    Args:
+        config: the address, and how the server stops.
+        service_names: see `RpcServer`.
+        start_service: starts the service, and adds its servicers.
+        access: who may call, and how the port is encrypted.
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start.
         StartInterruptedError: a signal came while the service started.
         BaseException: the cause that the service passed to `RpcServer.fail`.
     """
-    server = RpcServer(config, service_names)
+    server = RpcServer(config, service_names, access)
     with _StopSignals() as signals:
         try:
             await server.listen()

@@ -11,7 +11,9 @@ from typing_extensions import override
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.flags import add_flags, config_from_args
+from baton.security.cluster import ClusterConfig, ClusterSecurity, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.cluster_calls import cluster_access
 from rpc.metrics_server import MetricsConfig, serving_metrics
 from rpc.server import RpcServer, Service, serve
 from rpc.server_config import ServerConfig
@@ -21,8 +23,12 @@ __all__ = ["Worker", "WorkerServicer", "WorkerTier", "add_worker_args", "serve_w
 _DEFAULT_WATCH_INTERVAL_MS = 50
 _DEFAULT_DRAIN_TIMEOUT_MS = 30_000
 
-StartWorker = Callable[[RpcServer, CollectorRegistry], Coroutine[Any, Any, "WorkerTier"]]
-"""Starts a worker, adds its servicers to the server and its metrics to the registry."""
+StartWorker = Callable[
+    [RpcServer, CollectorRegistry, ClusterSecurity], Coroutine[Any, Any, "WorkerTier"]
+]
+"""Starts a worker, adds its servicers to the server and its metrics to the registry. The security
+is for the calls of its KV connector.
+"""
 
 
 def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> None:
@@ -35,6 +41,8 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
         helps={"port": "port of the gRPC server; 0 picks a free one"},
     )
     add_flags(parser, MetricsConfig, "metrics")
+    add_flags(parser, TlsConfig, "security")
+    add_flags(parser, ClusterConfig, "security")
 
 
 async def serve_worker(
@@ -54,8 +62,17 @@ async def serve_worker(
     server_config, registry = config_from_args(ServerConfig, args), CollectorRegistry()
     if server_config.port is None:
         raise ConfigurationError("--port is none; a worker is called by gRPC alone")
+    security = ClusterSecurity.from_environment(
+        config_from_args(ClusterConfig, args), config_from_args(TlsConfig, args).files
+    )
+    access = cluster_access(security, server_config.host)
     with serving_metrics(config_from_args(MetricsConfig, args), registry):
-        await serve(server_config, service_names, lambda server: start(server, registry))
+        await serve(
+            server_config,
+            service_names,
+            lambda server: start(server, registry, security),
+            access,
+        )
 
 
 class Worker(Protocol):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from baton.security.cluster import ClusterSecurity
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
@@ -167,8 +168,14 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._wake()
 
 
-def open_peer_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
+def open_peer_connector(
+    url: str, security: ClusterSecurity
+) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
     """Opens both halves, and listens.
+
+    Args:
+        url: the connector's.
+        security: for calls between peers.
 
     Raises:
         ConfigurationError: the URL is wrong, the port is in use, or a package is missing.

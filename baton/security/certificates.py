@@ -1,0 +1,261 @@
+"""`Certificates`: a process's certificate, its key and its CAs, read again when files change."""
+
+import logging
+import ssl
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from baton.errors import ConfigurationError
+
+__all__ = ["CertificateFiles", "Certificates"]
+
+_LOGGER = logging.getLogger("baton.security")
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Paths of PEM files, and the flags that name them in errors.
+
+    Attributes:
+        certfile: the process's certificate, followed by those between it and its CA; None for
+            a process that only verifies others.
+        keyfile: the certificate's private key, without a password.
+        ca_certs: the CAs that sign the certificates of others; None: no certificates are verified.
+        crlfile: certificates that these CAs have revoked.
+        prefix: what the flags begin with, such as `--ssl-`.
+    """
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca_certs: str | None = None
+    crlfile: str | None = None
+    prefix: str = "--ssl-"
+
+    def __post_init__(self) -> None:
+        if (self.certfile is None) != (self.keyfile is None):
+            have, lack = ("certfile", "keyfile") if self.certfile else ("keyfile", "certfile")
+            raise ConfigurationError(
+                f"{self.prefix}{have} is set and {self.prefix}{lack} is not; set both or none"
+            )
+        if self.crlfile is not None and self.ca_certs is None:
+            raise ConfigurationError(
+                f"{self.prefix}crlfile needs {self.prefix}ca-certs, whose CAs sign it"
+            )
+
+    @property
+    def paths(self) -> Sequence[tuple[str, str]]:
+        """The flag and the path of each file that is set."""
+        named = {
+            "certfile": self.certfile,
+            "keyfile": self.keyfile,
+            "ca-certs": self.ca_certs,
+            "crlfile": self.crlfile,
+        }
+        return [(self.prefix + name, path) for name, path in named.items() if path is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The files' contents at one time.
+
+    Attributes:
+        chain: the process's certificate chain, PEM; None if it has none.
+        key: its private key, PEM.
+        cas: CAs, PEM.
+        revoked: serial numbers by the name of the CA that revoked them.
+        expires: when the process's certificate expires.
+    """
+
+    chain: bytes | None
+    key: bytes | None
+    cas: bytes | None
+    revoked: frozenset[tuple[x509.Name, int]]
+    expires: datetime | None
+
+
+class Certificates:
+    """Serves the current contents of certificate files. Any thread may use it.
+
+    A process keeps its last good certificates while new files are unreadable or do not fit each
+    other, which a warning reports: files that are replaced one after the other do not fit for a
+    moment.
+
+    Args:
+        files: the paths.
+
+    Raises:
+        ConfigurationError: a file cannot be read or is not what its flag says; names the flag.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self.files = files
+        self._lock = threading.Lock()
+        self._stamp = self._read_stamp()
+        self._loaded = _load(files)
+        self._context: ssl.SSLContext | None = None
+
+    @property
+    def expires(self) -> datetime | None:
+        """When the process's own certificate expires; None if it has none."""
+        return self._current().expires
+
+    def refresh(self) -> bool:
+        """Reads the files again if they have changed; returns whether new ones are in use."""
+        before = self._loaded
+        return self._current() is not before
+
+    def server_credentials(self, *, verifies_clients: bool) -> grpc.ServerCredentials:
+        """Credentials of a gRPC server, which read changed files at each new connection.
+
+        Args:
+            verifies_clients: whether clients need a certificate that a CA of the files signed.
+        """
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            loaded = self._current()
+            assert loaded.key is not None, "a server has a certificate"
+            assert loaded.chain is not None, "a server has a certificate"
+            pairs = [(loaded.key, loaded.chain)]
+            return grpc.ssl_server_certificate_configuration(pairs, loaded.cas)
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), configuration, verifies_clients)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a gRPC channel, with the files' present contents."""
+        loaded = self._current()
+        return grpc.ssl_channel_credentials(loaded.cas, loaded.key, loaded.chain)
+
+    def server_context(self, *, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
+        """The context of a TLS server, which reads changed files at each new connection.
+
+        Args:
+            verify_mode: whether clients may or must have a certificate.
+        """
+        context = self._make_context(self._current(), verify_mode)
+        context.sni_callback = self._refresh_connection
+        self._context, self._context_of = context, self._loaded
+        return context
+
+    def is_revoked(self, certificate_pem: bytes) -> bool:
+        """Whether the CRL lists a certificate."""
+        revoked = self._current().revoked
+        if not revoked:
+            return False
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        return (certificate.issuer, certificate.serial_number) in revoked
+
+    # Internals.
+
+    def _refresh_connection(self, connection: Any, server_name: Any, context: Any) -> None:
+        """Called by OpenSSL for each new connection: gives it the current certificates."""
+        loaded = self._current()
+        with self._lock:
+            if loaded is not self._context_of:
+                self._context = self._make_context(loaded, context.verify_mode)
+                self._context_of = loaded
+        connection.context = self._context
+
+    def _make_context(self, loaded: _Loaded, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = verify_mode
+        assert self.files.certfile is not None, "a server has a certificate"
+        context.load_cert_chain(self.files.certfile, self.files.keyfile)
+        if loaded.cas is not None:
+            context.load_verify_locations(cadata=loaded.cas.decode())
+        if self.files.crlfile is not None:
+            context.load_verify_locations(self.files.crlfile)
+            context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+        return context
+
+    def _current(self) -> _Loaded:
+        with self._lock:
+            stamp = self._read_stamp()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._loaded = _load(self.files)
+                    _LOGGER.info("certificates read again: %s", self._described())
+                except ConfigurationError as error:
+                    _LOGGER.warning("the last good certificates stay in use: %s", error.message)
+            return self._loaded
+
+    def _read_stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """What changes with the files."""
+        stamps: list[tuple[int, int, int] | None] = []
+        for _, path in self.files.paths:
+            try:
+                stat = Path(path).stat()
+                stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+            except OSError:
+                stamps.append(None)
+        return tuple(stamps)
+
+    def _described(self) -> str:
+        return ", ".join(path for _, path in self.files.paths)
+
+
+def _load(files: CertificateFiles) -> _Loaded:
+    texts = {flag.removeprefix(files.prefix): _read(flag, path) for flag, path in files.paths}
+    chain, key, cas = texts.get("certfile"), texts.get("keyfile"), texts.get("ca-certs")
+    expires = None
+    if chain is not None and key is not None:
+        expires = _check_pair(files, chain, key)
+    authorities = _parse(f"{files.prefix}ca-certs", x509.load_pem_x509_certificates, cas)
+    revoked = _revoked(files, texts.get("crlfile"), authorities or ())
+    return _Loaded(chain, key, cas, revoked, expires)
+
+
+def _check_pair(files: CertificateFiles, chain: bytes, key: bytes) -> datetime:
+    """Checks that key and certificate belong together; returns when the latter expires."""
+    certificates = _parse(f"{files.prefix}certfile", x509.load_pem_x509_certificates, chain)
+    own_key = _parse(
+        f"{files.prefix}keyfile", lambda pem: load_pem_private_key(pem, password=None), key
+    )
+    own = certificates[0]
+    if own.public_key() != own_key.public_key():
+        raise ConfigurationError(
+            f"{files.prefix}keyfile is not the key of the certificate of {files.prefix}certfile"
+        )
+    expires: datetime = own.not_valid_after_utc
+    if expires < datetime.now(UTC):
+        _LOGGER.warning("the certificate of %scertfile expired on %s", files.prefix, expires)
+    return expires
+
+
+def _revoked(
+    files: CertificateFiles, crl: bytes | None, authorities: Sequence[x509.Certificate]
+) -> frozenset[tuple[x509.Name, int]]:
+    flag = f"{files.prefix}crlfile"
+    found = _parse(flag, x509.load_pem_x509_crl, crl)
+    if found is None:
+        return frozenset()
+    signers = [one for one in authorities if one.subject == found.issuer]
+    if not any(found.is_signature_valid(one.public_key()) for one in signers):
+        raise ConfigurationError(f"{flag} is signed by no CA of {files.prefix}ca-certs")
+    return frozenset((found.issuer, entry.serial_number) for entry in found)
+
+
+def _read(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from None
+
+
+def _parse(flag: str, parse: Any, pem: bytes | None) -> Any:
+    """Returns what `parse` makes of a file's content; None for None."""
+    if pem is None:
+        return None
+    try:
+        return parse(pem)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{flag}: not a PEM file of that kind: {error}") from None

@@ -1,0 +1,297 @@
+"""`ClusterSecurity`: the credentials that the processes of a cluster show each other.
+
+The router and the workers of both tiers call each other with two kinds of credentials, alone or
+together: a token, which all of them share, and certificates that a CA of the cluster signed. A
+worker's port is closed to callers without them, health excepted.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.errors import ConfigurationError
+from baton.flags import flag
+from baton.security.certificates import CertificateFiles, Certificates
+
+__all__ = ["ClusterConfig", "ClusterSecurity", "TlsConfig"]
+
+TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"  # noqa: S105 - a name, not a token
+_AUTHORIZATION = "authorization"
+_SCHEME = "Bearer "
+_LEAST_TOKEN_CHARS = 16
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """The flags of a process's certificates.
+
+    Raises:
+        ConfigurationError: a file is missing; names the flag.
+    """
+
+    ssl_certfile: str | None = flag(
+        None,
+        "PEM file of this process's certificate and those between it and its CA; turns TLS on",
+        metavar="FILE",
+    )
+    ssl_keyfile: str | None = flag(
+        None, "PEM file of the certificate's private key", metavar="FILE"
+    )
+    ssl_ca_certs: str | None = flag(
+        None, "PEM file of the CAs that sign the certificates of other processes", metavar="FILE"
+    )
+    ssl_crlfile: str | None = flag(
+        None, "PEM file of certificates that these CAs have revoked", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.files  # refuses half of a pair
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The paths of the files."""
+        return CertificateFiles(
+            self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_crlfile
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The flags of the credentials that processes of a cluster show each other."""
+
+    token_file: str | None = flag(
+        None,
+        "file of the token that the processes of the cluster share, made if it does not exist; "
+        "its first line is sent, each line is accepted. The variable BATON_CLUSTER_TOKEN holds a "
+        "token instead",
+        name="cluster-token-file",
+        metavar="FILE",
+    )
+    identities: tuple[str, ...] = flag(
+        (),
+        "names in the certificates of processes that belong to the cluster, comma-separated "
+        "(default: each certificate that a CA of --ssl-ca-certs signed)",
+        name="cluster-identities",
+        metavar="NAME",
+    )
+    server_name: str | None = flag(
+        None,
+        "name that every worker's certificate has; without it, certificates must have the "
+        "addresses by which workers are called",
+        name="cluster-server-name",
+        metavar="NAME",
+    )
+
+
+class _Token:
+    """The cluster's tokens, read again when their file changes. Any thread may use it."""
+
+    def __init__(self, path: str | None, own: str | None) -> None:
+        self._path = Path(path) if path is not None else None
+        self._lock = threading.Lock()
+        self._stamp: object = None
+        self._tokens: tuple[str, ...] = (_checked(own, TOKEN_VARIABLE),) if own else ()
+        if self._path is not None:
+            _make_token_file(self._path)
+            self._stamp, self._tokens = _stamp_of(self._path), _read_tokens(self._path)
+
+    def all(self) -> tuple[str, ...]:
+        """The accepted tokens; the first one is sent."""
+        if self._path is None:
+            return self._tokens
+        with self._lock:
+            stamp = _stamp_of(self._path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._tokens = _read_tokens(self._path)
+                except ConfigurationError as error:
+                    logging.getLogger("baton.security").warning(
+                        "the last good token stays in use: %s", error.message
+                    )
+            return self._tokens
+
+
+class ClusterSecurity:
+    """What a process shows to the others of its cluster, and what it asks of them.
+
+    Any thread may use it. Files are read again when they change.
+
+    Args:
+        config: the token and the names.
+        files: the certificates for calls between processes; None for calls without TLS.
+        token: a token, such as that of the variable BATON_CLUSTER_TOKEN.
+
+    Attributes:
+        certificates: those for calls between processes; None without TLS.
+        server_name: the name that every worker's certificate has; None for their addresses.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or is bad; names the flag.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig | None = None,
+        files: CertificateFiles | None = None,
+        token: str | None = None,
+    ) -> None:
+        config = config or ClusterConfig()
+        self._tokens = _Token(config.token_file, token)
+        self._identities = frozenset(config.identities)
+        self.server_name = config.server_name
+        self.certificates = Certificates(files) if files is not None and files.paths else None
+
+    @classmethod
+    def from_environment(
+        cls, config: ClusterConfig, files: CertificateFiles | None = None
+    ) -> "ClusterSecurity":
+        """The security that flags and the variable BATON_CLUSTER_TOKEN describe."""
+        return cls(config, files, os.environ.get(TOKEN_VARIABLE))
+
+    @property
+    def token(self) -> str | None:
+        """The token that this process sends; None without one."""
+        return next(iter(self._tokens.all()), None)
+
+    @property
+    def verifies_callers(self) -> bool:
+        """Whether callers need a credential: a token, or a certificate that a CA signed."""
+        return bool(self._tokens.all()) or self._verifies_certificates
+
+    @property
+    def _verifies_certificates(self) -> bool:
+        return self.certificates is not None and self.certificates.files.ca_certs is not None
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials of a port for other processes of the cluster; None for one without TLS."""
+        if self.certificates is None or self.certificates.files.certfile is None:
+            return None
+        return self.certificates.server_credentials(verifies_clients=self._verifies_certificates)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of a channel to another process; None for one without TLS."""
+        if not self._verifies_certificates or self.certificates is None:
+            return None
+        return self.certificates.channel_credentials()
+
+    def channel_options(self, host: str | None = None) -> Sequence[tuple[str, str]]:
+        """Options of a channel to another process.
+
+        Args:
+            host: the name by which the process is called, if its address is not that name.
+        """
+        name = self.server_name or host
+        if name is None or not self._verifies_certificates:
+            return ()
+        return (("grpc.ssl_target_name_override", name),)
+
+    def call_metadata(self) -> Sequence[tuple[str, str]]:
+        """The metadata of a call to another process."""
+        token = self.token
+        return () if token is None else ((_AUTHORIZATION, _SCHEME + token),)
+
+    def admits(self, metadata: Metadata, auth_context: AuthContext) -> bool:
+        """Whether a caller belongs to the cluster: it has the token if there is one, and a
+        certificate with an accepted name if those are verified.
+
+        Args:
+            metadata: of the call.
+            auth_context: of the connection, as gRPC gives it.
+        """
+        return self._has_token(metadata) and self._has_certificate(auth_context)
+
+    def _has_token(self, metadata: Metadata) -> bool:
+        tokens = self._tokens.all()
+        if not tokens:
+            return True
+        given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
+        return _is_token(given, tokens)
+
+    def _has_certificate(self, auth_context: AuthContext) -> bool:
+        if not self._verifies_certificates or self.certificates is None:
+            return True
+        pems = auth_context.get("x509_pem_cert", ())
+        if not pems or any(self.certificates.is_revoked(pem) for pem in pems):
+            return False
+        if not self._identities:
+            return True
+        names = ("x509_subject_alternative_name", "x509_common_name")
+        found = {
+            name.decode(errors="replace") for key in names for name in auth_context.get(key, ())
+        }
+        return not self._identities.isdisjoint(found)
+
+
+def _is_token(header: str | bytes, tokens: Iterable[str]) -> bool:
+    """Whether an authorization header carries one of the tokens. Takes the same time for each
+    header of a length.
+    """
+    given = header.encode() if isinstance(header, str) else header
+    digest = hashlib.sha256(given).digest()
+    matches = [
+        hmac.compare_digest(digest, hashlib.sha256((_SCHEME + token).encode()).digest())
+        for token in tokens
+    ]
+    return any(matches)
+
+
+def _make_token_file(path: Path) -> None:
+    """Makes a file with a new token, unless there is one. Several processes may do so at once."""
+    if path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass  # another process was faster
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--cluster-token-file {path}: it cannot be made: {error.strerror}"
+        ) from None
+
+
+def _stamp_of(path: Path) -> object:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _read_tokens(path: Path) -> tuple[str, ...]:
+    where = f"--cluster-token-file {path}"
+    try:
+        lines = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        raise ConfigurationError(f"{where}: {reason}") from None
+    if not lines:
+        raise ConfigurationError(f"{where}: it has no token")
+    return tuple(_checked(line, where) for line in lines)
+
+
+def _checked(token: str, where: str) -> str:
+    if len(token) < _LEAST_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
+        raise ConfigurationError(
+            f"{where}: a token needs {_LEAST_TOKEN_CHARS} printable ASCII characters or more"
+        )
+    return token

@@ -1,0 +1,79 @@
+"""Calls between the processes of a cluster: their channels, and who may make them.
+
+`cluster_access` closes a port to all others; `open_cluster_channel` calls such a port.
+"""
+
+import ipaddress
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from baton.errors import ConfigurationError, UnauthenticatedError
+from baton.security.cluster import ClusterSecurity
+from rpc.channels import open_channel
+from rpc.server import ServerAccess
+
+__all__ = ["ClusterCaller", "authorize_cluster", "cluster_access", "open_cluster_channel"]
+
+
+class ClusterCaller:
+    """Who calls a port of the cluster: one of its processes."""
+
+
+def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
+    """Who may call a worker: the processes of its cluster.
+
+    Args:
+        security: what they show.
+        host: the address on which the worker listens.
+
+    Raises:
+        ConfigurationError: others could reach the address, and nothing is asked of them.
+    """
+    if not security.verifies_callers and not _is_loopback(host):
+        raise ConfigurationError(
+            f"--host is {host}, where other machines may call this worker, and nothing is asked of "
+            "them; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs with a "
+            "certificate of its own"
+        )
+    return ServerAccess(
+        authorize=authorize_cluster(security), credentials=security.server_credentials()
+    )
+
+
+def authorize_cluster(security: ClusterSecurity) -> Callable[[str, Any], ClusterCaller]:
+    """Returns an `rpc.interceptors.Authorize` that lets in processes of the cluster alone."""
+
+    def authorize(method: str, context: Any) -> ClusterCaller:
+        if not security.admits(context.invocation_metadata() or (), context.auth_context()):
+            raise UnauthenticatedError("the call lacks a valid credential of this cluster")
+        return ClusterCaller()
+
+    return authorize
+
+
+def open_cluster_channel(
+    target: str, security: ClusterSecurity, host: str | None = None
+) -> grpc.aio.Channel:
+    """Opens a channel to another process of the cluster, with its certificates as they are now.
+    Calls need `security.call_metadata()`.
+
+    Args:
+        target: `host:port`.
+        security: what this process shows, and what it asks of the other.
+        host: the name by which the process was found, which its certificate must have; None if
+            that is the target's.
+    """
+    return open_channel(
+        target,
+        security.channel_credentials(),
+        options=security.channel_options(host),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
