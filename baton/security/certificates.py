@@ -88,7 +88,9 @@ class Certificates:
             return None if served is before else _grpc_configuration(served)
 
         return grpc.dynamic_ssl_server_credentials(
-            _grpc_configuration(served), changed_configuration, verifies_clients
+            _grpc_configuration(served),
+            changed_configuration,  # type: ignore[arg-type]  # the stubs lack None, "no change"
+            verifies_clients,
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
