@@ -16,7 +16,7 @@ from baton.cli.batch.output_file import OutputFile
 from baton.cli.batch.sender import BatchSender
 from baton.cli.openai_endpoint import DEFAULT_URL, client_options, parse_base_url
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import write_log_line
+from baton.cli.terminal import log_writer
 from baton.errors import ConfigurationError
 from baton.up.background import background_cluster
 from baton.up.plan import plan_cluster
@@ -115,7 +115,7 @@ def _served(args: argparse.Namespace) -> Generator[str, None, None]:
         return
     with running_config(args) as config:
         plan = plan_cluster(config)
-        with background_cluster(plan, write_log_line):
+        with background_cluster(plan, log_writer(args.log_format)):
             yield f"http://{plan.router.http_address}/v1"
 
 
