@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -15,8 +15,10 @@ from baton.flag_values import count
 from baton.flags import add_flags, config_from_args, flag, flags_of_config
 from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
+from baton.security.config import ClusterConfig
 from router.discovery import parse_target
 from router.http.config import HttpConfig
+from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from rpc.server_config import ServerConfig, check_port
 
 __all__ = [
@@ -133,6 +135,7 @@ class RouterConfig:
         grpc: the address of the gRPC server, and how the router stops.
         http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
+        security: certificates and credentials, towards clients and workers.
 
     Raises:
         ConfigurationError: a value is out of range, two models have the same name, both
@@ -142,6 +145,7 @@ class RouterConfig:
     grpc: ServerConfig
     http: HttpConfig
     models: tuple[ServedModelConfig, ...]
+    security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
     max_local_prefill_tokens: int = flag(
         16,
         "a decode worker computes uncached remainders of up to this many prompt tokens itself",
@@ -249,6 +253,8 @@ def add_args(
     )
     add_flags(parser, _GrpcPort, "server", **options)
     add_flags(parser, HttpConfig, "HTTP", **options)
+    for security in (ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
+        add_flags(parser, security, "security", **options)
     add_flags(parser, ServedModelConfig, "model", **options)
     add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
@@ -278,6 +284,7 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
         ),
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args, model),
+        security=RouterSecurityConfig.from_args(args),
     )
 
 
@@ -292,6 +299,7 @@ def flags_of_router(config: RouterConfig) -> list[str]:
         *("--port", "none" if config.http.port is None else str(config.http.port)),
         *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
         *flags_of_config(config.http),
+        *config.security.flags(),
         *flags_of_config(ports),
         *flags_of_config(model),
         *flags_of_config(config),

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import UnavailableError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from rpc.errors import from_worker_error
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -84,14 +85,21 @@ class DecodeConnection:
     Args:
         stub: the replica's DecodeService.
         name: the replica's name in error messages.
+        security: what this router shows to the replica.
 
     Attributes:
         is_open: False once the stream has broken.
     """
 
-    def __init__(self, stub: "decode_pb2_grpc.DecodeServiceAsyncStub", name: str) -> None:
+    def __init__(
+        self,
+        stub: "decode_pb2_grpc.DecodeServiceAsyncStub",
+        name: str,
+        security: ClusterSecurity,
+    ) -> None:
         self._stub = stub
         self._name = name
+        self._security = security
         self._streams: dict[str, DecodeStream] = {}
         # Commands that were not sent yet. A request's cancel withdraws its unsent start, and
         # blocks to prefetch are joined, so at most one command waits per key.
@@ -105,7 +113,7 @@ class DecodeConnection:
         Raises:
             ReplicaLostError: when the stream has broken; every request's stream raises it too.
         """
-        call = self._stub.Connect(self._outgoing())
+        call = self._stub.Connect(self._outgoing(), metadata=self._security.call_metadata())
         reason = "its stream ended"
         try:
             async for response in call:

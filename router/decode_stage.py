@@ -26,9 +26,10 @@ from baton.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2, request_pb2
 from router.decode_connection import ReplicaLostError
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
-from router.replica import DecodeReplica, HeldHandoff
+from router.replica import DecodeReplica
 from router.request import RoutedRequest
 
 __all__ = ["DecodeStage"]

@@ -80,6 +80,15 @@ class Discovery:
             await self._look_up()
         return frozenset().union(*self._resolved.values())
 
+    def name_of(self, address: str) -> str | None:
+        """The DNS name under which an address was found; None for one that was given."""
+        found = (
+            target.host
+            for target, addresses in self._resolved.items()
+            if target.is_dns and address in addresses
+        )
+        return next(found, None)
+
     async def _look_up(self) -> None:
         """Starts a look-up of all names unless one runs; waits for it, up to a time limit."""
         if self._is_idle.is_set():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from baton.errors import FailedPreconditionError, UnavailableError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config import ServedModelConfig
 from router.discovery import Discovery
@@ -28,16 +29,22 @@ class Fleet:
         config: names the model and its targets.
         prefix_index: forgets replicas that restart or leave.
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
+        security: what this router shows to replicas, and asks of them.
 
     Raises:
         ConfigurationError: a target is malformed.
     """
 
     def __init__(
-        self, config: ServedModelConfig, prefix_index: PrefixIndex, dns_interval_s: float
+        self,
+        config: ServedModelConfig,
+        prefix_index: PrefixIndex,
+        dns_interval_s: float,
+        security: ClusterSecurity,
     ) -> None:
         self._model_name = config.names[0]
         self._dns_interval_s = dns_interval_s
+        self._security = security
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._prefix_index = prefix_index
@@ -109,6 +116,7 @@ class Fleet:
             name,
             Discovery(targets),
             make_replica,
+            self._security,
             check=partial(self._check, role),
             on_change=self._notify,
             on_forget=self._prefix_index.forget,

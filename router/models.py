@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
 from baton.request_spec import ReasoningStart
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import generation_pb2
 from router.admission import Admission
 from router.chat.conversation import Conversation, content_text
@@ -69,6 +70,7 @@ class Model:
         files: the model's files.
         admission: limits the number of running requests of all models.
         pace: how long streams pause after each message.
+        security: for calls to the replicas.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -94,6 +96,7 @@ class Model:
         files: RouterFiles,
         admission: Admission,
         pace: Pace,
+        security: ClusterSecurity,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -107,7 +110,7 @@ class Model:
         self._mark_texts = self._find_mark_texts()
         self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
         prefix_index = PrefixIndex(router.max_indexed_blocks)
-        self.fleet = Fleet(config, prefix_index, router.dns_interval_s)
+        self.fleet = Fleet(config, prefix_index, router.dns_interval_s, security)
         self._default_timeout_s = router.default_timeout_s
         self._pipeline = Pipeline(
             router,

@@ -23,12 +23,13 @@ from router.completion import Completion
 from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.pace import Pace
 from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
 from router.prompts import run_together
-from router.replica import DecodeReplica, HeldHandoff
+from router.replica import DecodeReplica
 from router.request import RoutedRequest, prepare_request
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import prompts_of, validate_generate_request

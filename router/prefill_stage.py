@@ -23,9 +23,10 @@ from baton.errors import (
 )
 from baton.v1 import prefill_pb2, request_pb2
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_prefill
 from router.progress import Progress
-from router.replica import DecodeReplica, HeldHandoff, PrefillReplica
+from router.replica import DecodeReplica, PrefillReplica
 from router.request import RoutedRequest
 
 __all__ = ["PrefillStage"]

@@ -13,8 +13,14 @@ from typing import Any
 import grpc
 from typing_extensions import override
 
-from baton.errors import FailedPreconditionError
+from baton.errors import (
+    BatonError,
+    FailedPreconditionError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from baton.request_spec import RequestSpec
+from baton.security.cluster import ClusterSecurity
 from baton.spec_wire import spec_to_proto
 from baton.v1 import (
     decode_pb2_grpc,
@@ -27,7 +33,7 @@ from router.decode_connection import DecodeConnection, ReplicaLostError
 from router.policy import ReplicaState
 from rpc.errors import from_rpc_error
 
-__all__ = ["DecodeReplica", "HeldHandoff", "PrefillReplica", "Replica"]
+__all__ = ["DecodeReplica", "PrefillReplica", "Replica"]
 
 _LOGGER = logging.getLogger("baton.router")
 _PROBE_INTERVAL_S = 2.0
@@ -41,6 +47,12 @@ _PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.
 class Replica:
     """A connected worker and its load.
 
+    Args:
+        address: its `host:port`.
+        info: its description of what it serves.
+        channel: a channel to it.
+        security: what this router shows to it.
+
     Attributes:
         address: its `host:port`.
         info: its description of what it serves.
@@ -49,7 +61,11 @@ class Replica:
     """
 
     def __init__(
-        self, address: str, info: worker_pb2.GetInfoResponse, channel: grpc.aio.Channel
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+        security: ClusterSecurity,
     ) -> None:
         self.address = address
         self.info = info
@@ -58,6 +74,7 @@ class Replica:
         self._dropped: asyncio.Future[FailedPreconditionError]
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._security = security
         self._is_ready = False
         self._last_report_s = 0.0
         self._num_requests = 0
@@ -159,7 +176,10 @@ class Replica:
         return [self._watch_load(on_change), self._probe(), self._until_dropped()]
 
     async def _watch_load(self, on_change: Callable[[], None]) -> None:
-        async for message in self._worker.WatchLoad(worker_pb2.WatchLoadRequest()):
+        reports = self._worker.WatchLoad(
+            worker_pb2.WatchLoadRequest(), metadata=self._security.call_metadata()
+        )
+        async for message in reports:
             took_requests = self.takes_requests
             self.load = message.load
             self._is_ready = True
@@ -176,7 +196,11 @@ class Replica:
         while True:
             await asyncio.sleep(_PROBE_INTERVAL_S)
             if asyncio.get_running_loop().time() - self._last_report_s >= _PROBE_INTERVAL_S:
-                await self._worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=_PROBE_TIMEOUT_S)
+                await self._worker.GetLoad(
+                    worker_pb2.GetLoadRequest(),
+                    timeout=_PROBE_TIMEOUT_S,
+                    metadata=self._security.call_metadata(),
+                )
 
     async def _until_dropped(self) -> None:
         raise await self._dropped
@@ -186,9 +210,13 @@ class PrefillReplica(Replica):
     """A worker of the prefill tier."""
 
     def __init__(
-        self, address: str, info: worker_pb2.GetInfoResponse, channel: grpc.aio.Channel
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+        security: ClusterSecurity,
     ) -> None:
-        super().__init__(address, info, channel)
+        super().__init__(address, info, channel, security)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -203,13 +231,15 @@ class PrefillReplica(Replica):
             BatonError: the replica answered with this error.
         """
         message = prefill_pb2.PrefillRequest(spec=spec_to_proto(spec), namespace=namespace)
-        call = self._stub.Prefill(message, timeout=spec.remaining_s())
+        call = self._stub.Prefill(
+            message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()
+        )
         lost = asyncio.create_task(self.lost.wait())
         try:
             while (response := await self._next_of(call, lost)) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise self._failure(error) from error
         finally:
             call.cancel()
             lost.cancel()
@@ -236,41 +266,21 @@ class PrefillReplica(Replica):
         finally:
             reading.cancel()
 
+    def _failure(self, error: grpc.aio.AioRpcError) -> BatonError:
+        """The error of a call. That the replica refuses this router does not concern the client."""
+        failure = from_rpc_error(error)
+        if isinstance(failure, UnauthenticatedError | PermissionDeniedError):
+            return ReplicaLostError(f"prefill replica {self.address}: {failure.message}")
+        return failure
+
     async def _release(self, handoff_id: str) -> None:
         message = prefill_pb2.ReleaseHandoffRequest(handoff_id=handoff_id)
         try:
-            await self._stub.ReleaseHandoff(message, timeout=_RELEASE_TIMEOUT_S)
+            await self._stub.ReleaseHandoff(
+                message, timeout=_RELEASE_TIMEOUT_S, metadata=self._security.call_metadata()
+            )
         except grpc.aio.AioRpcError as error:
             _LOGGER.debug("handoff %s was not released: %s", handoff_id, error.details())
-
-
-class HeldHandoff:
-    """The KV of one request's prompt that prefill replicas keep until it is released.
-
-    Attributes:
-        message: the handoff that lists all blocks; None until it is known and after the
-            release, which drops the partial block.
-    """
-
-    def __init__(self) -> None:
-        self.message: prefill_pb2.KvHandoff | None = None
-        self._holders: dict[str, PrefillReplica] = {}  # by handoff id
-
-    def hold(self, message: prefill_pb2.KvHandoff, holder: PrefillReplica) -> None:
-        """Notes that a replica keeps some of the prompt's blocks."""
-        self._holders[message.handoff_id] = holder
-
-    def complete(self, message: prefill_pb2.KvHandoff, holder: PrefillReplica) -> None:
-        """Notes that a replica keeps all of the prompt's blocks."""
-        self.hold(message, holder)
-        self.message = message
-
-    def release(self) -> None:
-        """Makes the replicas drop the blocks. Idempotent; does not wait."""
-        self.message = None
-        holders, self._holders = self._holders, {}
-        for handoff_id, holder in holders.items():
-            holder.release_handoff(handoff_id)
 
 
 class DecodeReplica(Replica):
@@ -281,11 +291,15 @@ class DecodeReplica(Replica):
     """
 
     def __init__(
-        self, address: str, info: worker_pb2.GetInfoResponse, channel: grpc.aio.Channel
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+        security: ClusterSecurity,
     ) -> None:
-        super().__init__(address, info, channel)
+        super().__init__(address, info, channel, security)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.connection = DecodeConnection(stub, address)
+        self.connection = DecodeConnection(stub, address, security)
 
     @property
     @override

@@ -12,6 +12,7 @@ from router.admission import Admission
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
+from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from rpc.server import RpcServer, Service, run_process, serve
 
@@ -35,6 +36,7 @@ class RouterService(Service):
         config: the router's.
         files: the files of the config's models, in its order.
         server: gets the servicer, and is set serving while the router can serve.
+        security: certificates and credentials, towards clients and workers.
 
     Attributes:
         models: the served models.
@@ -45,13 +47,17 @@ class RouterService(Service):
     """
 
     def __init__(
-        self, config: RouterConfig, files: Sequence[RouterFiles], server: RpcServer
+        self,
+        config: RouterConfig,
+        files: Sequence[RouterFiles],
+        server: RpcServer,
+        security: RouterSecurity,
     ) -> None:
         self._server = server
         self._admission = Admission(config.max_concurrent_requests)
         pace = Pace()
         self.models = Models(
-            Model(model, config, own_files, self._admission, pace)
+            Model(model, config, own_files, self._admission, pace, security.cluster)
             for model, own_files in zip(config.models, files, strict=True)
         )
         server.add_servicer(
@@ -61,8 +67,9 @@ class RouterService(Service):
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
-
-        self.http = _http_server(self.models, config) if config.http.port is not None else None
+        self.http: HttpServer | None = None
+        if config.http.port is not None:
+            self.http = _http_server(self.models, config, security)
 
     async def start_http(self) -> None:
         """Begins to answer HTTP, if the config has a port for it.
@@ -93,12 +100,12 @@ class RouterService(Service):
             await model.fleet.wait_for_change()
 
 
-def _http_server(models: Models, config: RouterConfig) -> "HttpServer":
+def _http_server(models: Models, config: RouterConfig, security: RouterSecurity) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    return HttpServer(build_app(models, config.http), config.http)
+    return HttpServer(build_app(models, config.http), config.http, security.http_context())
 
 
 async def run(config: RouterConfig) -> None:
@@ -107,10 +114,11 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
+    security = RouterSecurity(config.security)
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
-        service = RouterService(config, await asyncio.gather(*loads), server)
+        service = RouterService(config, await asyncio.gather(*loads), server, security)
         try:
             await service.start_http()
         except BaseException:
@@ -118,7 +126,7 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start)
+    await serve(config.grpc, SERVICE_NAMES, start, security.grpc_access())
 
 
 def main(args: argparse.Namespace) -> int:

@@ -15,10 +15,11 @@ from typing import Generic, TypeVar
 import grpc
 
 from baton.errors import BatonError, FailedPreconditionError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.discovery import Discovery
 from router.replica import Replica
-from rpc.channels import open_channel
+from rpc.cluster_calls import open_cluster_channel
 from rpc.errors import from_rpc_error
 
 __all__ = ["MakeReplica", "ReplicaT", "Tier"]
@@ -29,7 +30,9 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 
 ReplicaT = TypeVar("ReplicaT", bound=Replica)
-MakeReplica = Callable[[str, worker_pb2.GetInfoResponse, grpc.aio.Channel], ReplicaT]
+MakeReplica = Callable[
+    [str, worker_pb2.GetInfoResponse, grpc.aio.Channel, ClusterSecurity], ReplicaT
+]
 
 
 class Tier(Generic[ReplicaT]):
@@ -38,7 +41,9 @@ class Tier(Generic[ReplicaT]):
     Args:
         name: "prefill" or "decode".
         discovery: the addresses at which replicas may be.
-        make_replica: makes a replica from its address, description and channel.
+        make_replica: makes a replica from its address, its description, its channel and
+            `security`.
+        security: what this router shows to replicas, and asks of them.
         check: raises `FailedPreconditionError` for a replica that must not be used.
         on_change: called when a replica starts or stops taking requests.
         on_forget: called with the id of a worker that restarted or left.
@@ -50,6 +55,7 @@ class Tier(Generic[ReplicaT]):
         name: str,
         discovery: Discovery,
         make_replica: MakeReplica[ReplicaT],
+        security: ClusterSecurity,
         *,
         check: Callable[[Replica], None],
         on_change: Callable[[], None],
@@ -59,6 +65,7 @@ class Tier(Generic[ReplicaT]):
         self.name = name
         self._discovery = discovery
         self._make_replica = make_replica
+        self._security = security
         self._check = check
         self._on_change = on_change
         self._on_forget = on_forget
@@ -122,14 +129,26 @@ class Tier(Generic[ReplicaT]):
         Raises:
             BatonError: the connection failed or was lost.
         """
-        async with open_channel(follower.address) as channel:
-            info = await _get_info(channel)
+        name = self._discovery.name_of(follower.address)
+        async with open_cluster_channel(follower.address, self._security, name) as channel:
+            info = await self._get_info(channel)
             twin = self._find(info.worker_id)
             if twin is None:
                 await self._use(follower, info, channel)
         if twin is not None:
             follower.log_standby(twin.address)
             await twin.lost.wait()
+
+    async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            return await stub.GetInfo(
+                worker_pb2.GetInfoRequest(),
+                timeout=_INFO_TIMEOUT_S,
+                metadata=self._security.call_metadata(),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     async def _use(
         self,
@@ -140,7 +159,7 @@ class Tier(Generic[ReplicaT]):
         if follower.worker_id != info.worker_id:
             self._forget(follower.worker_id)
             follower.worker_id = info.worker_id
-        replica = self._make_replica(follower.address, info, channel)
+        replica = self._make_replica(follower.address, info, channel, self._security)
         self._check(replica)
         self._connected[follower.address] = replica
         follower.log_connected()
@@ -194,11 +213,3 @@ class _Follower:
         if message != self._reported:
             self._reported = message
             _LOGGER.log(level, "%s replica %s %s", self._tier, self.address, message)
-
-
-async def _get_info(channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-    try:
-        return await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

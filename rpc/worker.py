@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.flags import add_flags, config_from_args
-from baton.security.cluster import ClusterConfig, ClusterSecurity, TlsConfig
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
 from rpc.metrics_server import MetricsConfig, serving_metrics

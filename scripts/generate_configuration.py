@@ -113,6 +113,12 @@ VARIABLES = (
         "folder of checkpoint folders, whose chat templates are compared with transformers",
     ),
     Variable(
+        "BATON_CLUSTER_TOKEN",
+        "workers, router",
+        "",
+        "token that the processes of a cluster share, in place of --cluster-token-file",
+    ),
+    Variable(
         "BATON_COMMIT",
         "`baton bench`",
         "git's answer",

@@ -1,6 +1,7 @@
 """`Certificates`: a process's certificate, its key and its CAs, read again when files change."""
 
 import logging
+import re
 import ssl
 import threading
 from collections.abc import Sequence
@@ -11,55 +12,16 @@ from typing import Any
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from baton.errors import ConfigurationError
+from baton.security.config import CertificateFiles
 
-__all__ = ["CertificateFiles", "Certificates"]
+__all__ = ["Certificates"]
 
 _LOGGER = logging.getLogger("baton.security")
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateFiles:
-    """Paths of PEM files, and the flags that name them in errors.
-
-    Attributes:
-        certfile: the process's certificate, followed by those between it and its CA; None for
-            a process that only verifies others.
-        keyfile: the certificate's private key, without a password.
-        ca_certs: the CAs that sign the certificates of others; None: no certificates are verified.
-        crlfile: certificates that these CAs have revoked.
-        prefix: what the flags begin with, such as `--ssl-`.
-    """
-
-    certfile: str | None = None
-    keyfile: str | None = None
-    ca_certs: str | None = None
-    crlfile: str | None = None
-    prefix: str = "--ssl-"
-
-    def __post_init__(self) -> None:
-        if (self.certfile is None) != (self.keyfile is None):
-            have, lack = ("certfile", "keyfile") if self.certfile else ("keyfile", "certfile")
-            raise ConfigurationError(
-                f"{self.prefix}{have} is set and {self.prefix}{lack} is not; set both or none"
-            )
-        if self.crlfile is not None and self.ca_certs is None:
-            raise ConfigurationError(
-                f"{self.prefix}crlfile needs {self.prefix}ca-certs, whose CAs sign it"
-            )
-
-    @property
-    def paths(self) -> Sequence[tuple[str, str]]:
-        """The flag and the path of each file that is set."""
-        named = {
-            "certfile": self.certfile,
-            "keyfile": self.keyfile,
-            "ca-certs": self.ca_certs,
-            "crlfile": self.crlfile,
-        }
-        return [(self.prefix + name, path) for name, path in named.items() if path is not None]
+_CRL = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +80,18 @@ class Certificates:
         Args:
             verifies_clients: whether clients need a certificate that a CA of the files signed.
         """
+        served = self._current()
 
-        def configuration() -> grpc.ServerCertificateConfiguration:
-            loaded = self._current()
-            assert loaded.key is not None, "a server has a certificate"
-            assert loaded.chain is not None, "a server has a certificate"
-            pairs = [(loaded.key, loaded.chain)]
-            return grpc.ssl_server_certificate_configuration(pairs, loaded.cas)
+        def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            before, served = served, self._current()
+            return None if served is before else _grpc_configuration(served)
 
-        return grpc.dynamic_ssl_server_credentials(configuration(), configuration, verifies_clients)
+        return grpc.dynamic_ssl_server_credentials(
+            _grpc_configuration(served),
+            changed_configuration,  # type: ignore[arg-type]  # the stubs lack None, "no change"
+            verifies_clients,
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a gRPC channel, with the files' present contents."""
@@ -138,10 +103,18 @@ class Certificates:
 
         Args:
             verify_mode: whether clients may or must have a certificate.
+
+        Raises:
+            ConfigurationError: OpenSSL does not accept the files, for example a key that is short.
         """
-        context = self._make_context(self._current(), verify_mode)
+        loaded = self._current()
+        try:
+            context = self._make_context(loaded, verify_mode)
+        except (OSError, ValueError) as error:
+            flags = ", ".join(flag for flag, _ in self.files.paths)
+            raise ConfigurationError(f"{flags}: {error}") from None
         context.sni_callback = self._refresh_connection
-        self._context, self._context_of = context, self._loaded
+        self._context, self._context_of = context, loaded
         return context
 
     def is_revoked(self, certificate_pem: bytes) -> bool:
@@ -159,14 +132,23 @@ class Certificates:
         loaded = self._current()
         with self._lock:
             if loaded is not self._context_of:
-                self._context = self._make_context(loaded, context.verify_mode)
                 self._context_of = loaded
-        connection.context = self._context
+                try:
+                    self._context = self._make_context(loaded, context.verify_mode)
+                except (OSError, ValueError) as error:
+                    # The files changed since they were checked; the next connection reads them.
+                    _LOGGER.warning("the last good certificates stay in use: %s", error)
+            current = self._context
+        connection.context = current
 
     def _make_context(self, loaded: _Loaded, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = verify_mode
+        if verify_mode != ssl.CERT_NONE:
+            # A resumed session would not verify the client's certificate again.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
         assert self.files.certfile is not None, "a server has a certificate"
         context.load_cert_chain(self.files.certfile, self.files.keyfile)
         if loaded.cas is not None:
@@ -203,6 +185,12 @@ class Certificates:
         return ", ".join(path for _, path in self.files.paths)
 
 
+def _grpc_configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+    assert loaded.key is not None, "a server has a certificate"
+    assert loaded.chain is not None, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.cas)
+
+
 def _load(files: CertificateFiles) -> _Loaded:
     texts = {flag.removeprefix(files.prefix): _read(flag, path) for flag, path in files.paths}
     chain, key, cas = texts.get("certfile"), texts.get("keyfile"), texts.get("ca-certs")
@@ -235,13 +223,21 @@ def _revoked(
     files: CertificateFiles, crl: bytes | None, authorities: Sequence[x509.Certificate]
 ) -> frozenset[tuple[x509.Name, int]]:
     flag = f"{files.prefix}crlfile"
-    found = _parse(flag, x509.load_pem_x509_crl, crl)
-    if found is None:
-        return frozenset()
-    signers = [one for one in authorities if one.subject == found.issuer]
-    if not any(found.is_signature_valid(one.public_key()) for one in signers):
-        raise ConfigurationError(f"{flag} is signed by no CA of {files.prefix}ca-certs")
-    return frozenset((found.issuer, entry.serial_number) for entry in found)
+    revoked: set[tuple[x509.Name, int]] = set()
+    for found in _parse(flag, _load_crls, crl) or ():
+        signers = [one for one in authorities if one.subject == found.issuer]
+        if not any(found.is_signature_valid(one.public_key()) for one in signers):
+            raise ConfigurationError(f"{flag} is signed by no CA of {files.prefix}ca-certs")
+        revoked.update((found.issuer, entry.serial_number) for entry in found)
+    return frozenset(revoked)
+
+
+def _load_crls(pem: bytes) -> Sequence[x509.CertificateRevocationList]:
+    """Parses a file of one CRL per CA."""
+    lists = [x509.load_pem_x509_crl(part) for part in _CRL.findall(pem)]
+    if not lists:
+        raise ValueError("it has no CRL")
+    return lists
 
 
 def _read(flag: str, path: str) -> bytes:
@@ -257,5 +253,5 @@ def _parse(flag: str, parse: Any, pem: bytes | None) -> Any:
         return None
     try:
         return parse(pem)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(f"{flag}: not a PEM file of that kind: {error}") from None

@@ -12,16 +12,15 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from baton.errors import ConfigurationError
-from baton.flags import flag
-from baton.security.certificates import CertificateFiles, Certificates
+from baton.security.certificates import Certificates
+from baton.security.config import CertificateFiles, ClusterConfig
 
-__all__ = ["ClusterConfig", "ClusterSecurity", "TlsConfig"]
+__all__ = ["TOKEN_VARIABLE", "ClusterSecurity"]
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"  # noqa: S105 - a name, not a token
 _AUTHORIZATION = "authorization"
@@ -30,68 +29,6 @@ _LEAST_TOKEN_CHARS = 16
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """The flags of a process's certificates.
-
-    Raises:
-        ConfigurationError: a file is missing; names the flag.
-    """
-
-    ssl_certfile: str | None = flag(
-        None,
-        "PEM file of this process's certificate and those between it and its CA; turns TLS on",
-        metavar="FILE",
-    )
-    ssl_keyfile: str | None = flag(
-        None, "PEM file of the certificate's private key", metavar="FILE"
-    )
-    ssl_ca_certs: str | None = flag(
-        None, "PEM file of the CAs that sign the certificates of other processes", metavar="FILE"
-    )
-    ssl_crlfile: str | None = flag(
-        None, "PEM file of certificates that these CAs have revoked", metavar="FILE"
-    )
-
-    def __post_init__(self) -> None:
-        _ = self.files  # refuses half of a pair
-
-    @property
-    def files(self) -> CertificateFiles:
-        """The paths of the files."""
-        return CertificateFiles(
-            self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_crlfile
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """The flags of the credentials that processes of a cluster show each other."""
-
-    token_file: str | None = flag(
-        None,
-        "file of the token that the processes of the cluster share, made if it does not exist; "
-        "its first line is sent, each line is accepted. The variable BATON_CLUSTER_TOKEN holds a "
-        "token instead",
-        name="cluster-token-file",
-        metavar="FILE",
-    )
-    identities: tuple[str, ...] = flag(
-        (),
-        "names in the certificates of processes that belong to the cluster, comma-separated "
-        "(default: each certificate that a CA of --ssl-ca-certs signed)",
-        name="cluster-identities",
-        metavar="NAME",
-    )
-    server_name: str | None = flag(
-        None,
-        "name that every worker's certificate has; without it, certificates must have the "
-        "addresses by which workers are called",
-        name="cluster-server-name",
-        metavar="NAME",
-    )
 
 
 class _Token:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -35,15 +37,19 @@ class HttpServer:
     Args:
         app: the application.
         config: the address and the limits.
+        context: for TLS; None for plain text.
 
     Attributes:
         port: the bound port, once listening.
     """
 
-    def __init__(self, app: FastAPI, config: HttpConfig) -> None:
+    def __init__(
+        self, app: FastAPI, config: HttpConfig, context: ssl.SSLContext | None = None
+    ) -> None:
         self.port = 0
         self._app = app
         self._config = config
+        self._context = context
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
@@ -80,7 +86,7 @@ class HttpServer:
         self.port = self._socket.getsockname()[1]
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
-        await self._server.begin([self._socket])
+        await self._server.begin(self._socket, self._context, self._config.header_timeout_s)
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)
 
@@ -109,10 +115,28 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """A server whose process handles signals itself."""
 
-    async def begin(self, sockets: list[socket.socket]) -> None:
+    async def begin(
+        self, listener: socket.socket, context: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> None:
+        """Begins to answer, in place of uvicorn's `startup`, which cannot limit handshakes."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup(sockets=sockets)
+        server = await asyncio.get_running_loop().create_server(
+            self._make_protocol,
+            sock=listener,
+            backlog=_BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=handshake_timeout_s if context else None,
+        )
+        self.servers = [server]
+        self.started = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
     async def run_until_stopped(self) -> None:
         await self.main_loop()

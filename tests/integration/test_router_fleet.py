@@ -10,13 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.sampling_params import SamplingParams
+from baton.security.cluster import ClusterSecurity
 from router import tier as tier_module
 from router.config import ServedModelConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex
 from router.progress import Progress
-from router.replica import HeldHandoff
 from router.request import prepare_request
 from router.validation import prompts_of
 from tests.support.fake_workers import (
@@ -311,7 +312,7 @@ async def test_health_follows_the_decode_tier():
 async def running_fleet(decode, index):
     """Yields a fleet with one decode replica."""
     config = ServedModelConfig(model=decode.info.model, decode=(decode.address,))
-    fleet = Fleet(config, index, dns_interval_s=5)
+    fleet = Fleet(config, index, 5, ClusterSecurity())
     fleet.start()
     try:
         await until_candidate(fleet, decode)

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -24,6 +25,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from rpc.cluster_calls import cluster_access
 from rpc.errors import to_worker_error
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
@@ -76,9 +78,11 @@ class FakeWorker:
         *,
         others: Sequence[Sequence[int]] = (),
         host: str = "127.0.0.1",
+        security: ClusterSecurity | None = None,
         **info: Any,
     ) -> None:
         self.script = list(script)
+        self.security = security or ClusterSecurity()
         self.others = [list(other) for other in others]
         self.host = host
         self.info = worker_pb2.GetInfoResponse(
@@ -112,6 +116,7 @@ class FakeWorker:
         self.refusal: BatonError | None = None
         self.is_frozen = False
         self.num_infos = 0
+        self.num_loads = 0
         self.running: dict[str, Any] = {}
         self._server: RpcServer | None = None
         self.port = 0
@@ -122,7 +127,8 @@ class FakeWorker:
 
     async def start(self, port: int = 0) -> "FakeWorker":
         names = [self.service_name, "baton.v1.WorkerService"]
-        self._server = RpcServer(ServerConfig(host=self.host, port=port), names)
+        access = cluster_access(self.security, self.host)
+        self._server = RpcServer(ServerConfig(host=self.host, port=port), names, access)
         self._server.add_servicer(
             worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._worker_servicer()
         )
@@ -188,6 +194,8 @@ class _FreezableServicer(WorkerServicer):
         return await super().GetInfo(request, context)
 
     async def GetLoad(self, request, context):
+        self._worker.num_loads += 1
+        self._worker.changes.notify()
         if self._worker.is_frozen:
             await asyncio.Event().wait()
         return await super().GetLoad(request, context)

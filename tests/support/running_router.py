@@ -16,6 +16,7 @@ from router.chat.template import ChatTemplate
 from router.config import RouterConfig, ServedModelConfig
 from router.http.config import HttpConfig
 from router.models import Models, RouterFiles
+from router.security import RouterSecurity
 from router.server import SERVICE_NAMES, RouterService
 from router.tokenizer import Tokenizer
 from rpc.channels import open_channel
@@ -100,11 +101,12 @@ async def running_router(
         "prefill": tuple(w.address for w in workers if isinstance(w, FakePrefill)),
         "decode": tuple(w.address for w in workers if isinstance(w, FakeDecode)),
     }
-    server = RpcServer(ServerConfig(), SERVICE_NAMES)
-    await server.listen()
     router_config = router_config_of({"model": MODEL, **targets, **config})
+    security = RouterSecurity(router_config.security)
+    server = RpcServer(router_config.grpc, SERVICE_NAMES, security.grpc_access())
+    await server.listen()
     files = RouterFiles(tokenizer(), default_params or {}, chat_template)
-    service = RouterService(router_config, [files] * len(router_config.models), server)
+    service = RouterService(router_config, [files] * len(router_config.models), server, security)
     await service.start_http()
     try:
         async with open_channel(server.address) as channel:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import InternalError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
 from router.decode_connection import DecodeConnection, ReplicaLostError
 
@@ -16,8 +17,9 @@ class FakeStub:
         self.responses: asyncio.Queue[decode_pb2.ConnectResponse | None] = asyncio.Queue()
         self.is_cancelled = False
 
-    def Connect(self, commands):
+    def Connect(self, commands, *, metadata):
         self.commands = commands
+        self.metadata = metadata
         return self
 
     def cancel(self) -> None:
@@ -55,7 +57,7 @@ def make_output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
 @pytest.fixture
 async def connected():
     stub = FakeStub()
-    connection = DecodeConnection(stub, "name")
+    connection = DecodeConnection(stub, "name", ClusterSecurity())
     task = asyncio.create_task(connection.run())
     await asyncio.sleep(0)
     yield stub, connection, task

@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.replica import Replica
 from rpc.channels import open_channel
@@ -10,7 +11,7 @@ from rpc.channels import open_channel
 async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
-        replica = Replica("a:1", info, channel)
+        replica = Replica("a:1", info, channel, ClusterSecurity())
     replica.load = worker_pb2.WorkerLoad(
         num_running=1, num_waiting=1, num_queued_tokens=30, num_free_blocks=6, num_blocks=10
     )
@@ -34,7 +35,7 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
         worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = Replica("a:1", info, channel)
+        replica = Replica("a:1", info, channel, ClusterSecurity())
     replica.load = worker_pb2.WorkerLoad(num_free_blocks=num_blocks)
     assert (replica.state(0).num_blocks, replica.state(0).num_free_blocks) == (10, 10)
     with replica.reserve(num_blocks=9):
