@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from typing_extensions import override
@@ -80,7 +81,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line."""
         line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "time": _utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -89,8 +90,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
-
-    converter = time.gmtime  # `formatTime` uses it
 
 
 def start_logging(level: str, log_format: str) -> None:
@@ -118,6 +117,10 @@ def json_line_of_process(process: str, text: str) -> str:
         return f'{{"process": {json.dumps(process)}, {text[1:]}'
     record = logging.LogRecord("baton.process", logging.INFO, "", 0, "%s", (text,), None)
     return json_line_of_process(process, JsonFormatter().format(record))
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
 def _ids() -> dict[str, str]:
