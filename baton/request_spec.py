@@ -74,6 +74,7 @@ class RequestSpec:
         bad_words_token_ids: the token sequences of `params.bad_words`, none of them empty.
         reasoning: the marks of the reasoning part, if `params.structured_outputs` or
             `params.thinking_token_budget` depends on it; None: the text has no such part.
+        traceparent: the sender's span, as W3C's header; empty if the request is not traced.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class RequestSpec:
     deadline: float | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     reasoning: ReasoningMarks | None = None
+    traceparent: str = ""
 
     @classmethod
     def with_defaults(
@@ -141,15 +143,20 @@ class RequestSpec:
         """The most prompt and generated tokens of one candidate."""
         return len(self.prompt_token_ids) + self.params.max_tokens
 
-    def for_attempt(self, attempt: int) -> "RequestSpec":
+    def for_attempt(self, attempt: int, traceparent: str = "") -> "RequestSpec":
         """The spec that the router sends on its n-th attempt, counted from 0.
 
         A repeat gets an id of its own: the worker that was tried before may still send
         outputs under the earlier id.
+
+        Args:
+            attempt: the number.
+            traceparent: the span of the attempt; empty if the request is not traced.
         """
-        if attempt == 0:
+        if attempt == 0 and not traceparent:
             return self
-        return replace(self, request_id=f"{self.request_id}/{attempt}")
+        request_id = f"{self.request_id}/{attempt}" if attempt else self.request_id
+        return replace(self, request_id=request_id, traceparent=traceparent)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, which must be set.

@@ -167,6 +167,7 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
             common_pb2.TokenIds(ids=token_ids) for token_ids in spec.bad_words_token_ids
         ],
         reasoning=_reasoning_to_proto(spec.reasoning),
+        traceparent=spec.traceparent,
     )
 
 
@@ -206,6 +207,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         deadline=now + message.timeout_ms / 1000,
         bad_words_token_ids=tuple(tuple(each.ids) for each in message.bad_words_token_ids),
         reasoning=_reasoning_from_proto(message),
+        traceparent=message.traceparent,
     )
 
 

@@ -52,4 +52,4 @@ async def _run(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs one decode replica: takes handed-over KV and streams tokens to routers."""
-    return run_process("baton decode", args.log_level, lambda: _run(args))
+    return run_process("baton decode", args.log_level, args.log_format, lambda: _run(args))

@@ -52,4 +52,4 @@ async def _run(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs one prefill replica: computes prompts and hands their KV over through the connector."""
-    return run_process("baton prefill", args.log_level, lambda: _run(args))
+    return run_process("baton prefill", args.log_level, args.log_format, lambda: _run(args))

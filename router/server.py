@@ -131,4 +131,8 @@ async def run(config: RouterConfig) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the router, which serves clients and calls the prefill and decode replicas."""
-    return run_process("baton router", args.log_level, lambda: run(router_config_from_args(args)))
+
+    async def run_router() -> None:
+        await run(router_config_from_args(args))
+
+    return run_process("baton router", args.log_level, args.log_format, run_router)

@@ -6,7 +6,8 @@
 - A `BatonError` becomes its status. Any other exception is logged with the
   request's id and becomes INTERNAL without its text.
 - Each call writes one log line with the request's id: the message's own, or
-  the one that the servicer sets with `name_call`.
+  the one that the servicer sets with `name_call`. Other lines that are logged
+  in the call have that id too, and the caller's trace id, if they are JSON.
 
 A servicer's method is a coroutine function or an async generator function. A
 generator is closed before its call ends, so its `finally` runs at once on a cancel.
@@ -24,7 +25,9 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError, InvalidArgumentError
+from baton.traceparent import TraceContext, parse_traceparent
 from rpc.errors import status_of_number, to_status
+from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["Authorize", "CallInterceptor", "caller_of_call", "name_call", "request_id_of"]
 
@@ -33,9 +36,11 @@ _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _QUIET_METHODS = (
     *_OPEN_SERVICES,
     "/grpc.reflection.",
-    # Routers ask now and then.
+    # Routers ask now and then, and follow the load and the cache.
     "/baton.v1.WorkerService/GetLoad",
     "/baton.v1.WorkerService/GetInfo",
+    "/baton.v1.WorkerService/WatchLoad",
+    "/baton.v1.WorkerService/WatchKvEvents",
 )
 _LONGEST_LOGGED_ID = 128
 
@@ -89,7 +94,7 @@ def name_call(request_id: str) -> None:
     """
     call = _CURRENT_CALL.get()
     if call is not None:
-        call.request_id = request_id[:_LONGEST_LOGGED_ID]
+        call.info.request_id = request_id[:_LONGEST_LOGGED_ID]
 
 
 def caller_of_call() -> Any:
@@ -130,7 +135,7 @@ def _guard_unary(
     async def guarded(request_bytes: bytes, context: Context) -> Any:
         async with _guard(_Call(method, context), authorize) as call:
             request = deserialize(request_bytes)
-            call.request_id = request_id_of(request)
+            call.info.request_id = request_id_of(request)
             return await function(request, context)
 
     return guarded
@@ -177,23 +182,31 @@ class _Call:
     def __init__(self, method: str, context: Context) -> None:
         self.method = method
         self.context = context
-        self.request_id = ""
+        self.info = CallInfo(trace=_trace_of(context))
         self.caller: object = None
         self.status: grpc.StatusCode | None = None
-        self._start = time.monotonic()
 
     def log(self) -> None:
-        quiet = self.method.startswith(_QUIET_METHODS)
-        status = self.status or status_of_number(_number(self.context.code()))
+        level = logging.DEBUG if self.method.startswith(_QUIET_METHODS) else logging.INFO
+        if not _LOGGER.isEnabledFor(level):
+            return
+        code = (self.status or status_of_number(_number(self.context.code()))).name
+        duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
+        peer, request_id = self.context.peer(), self.info.request_id
         _LOGGER.log(
-            logging.DEBUG if quiet else logging.INFO,
+            level,
             "call method=%s code=%s duration_ms=%.1f peer=%s request_id=%s",
-            self.method,
-            status.name,
-            (time.monotonic() - self._start) * 1000,
-            self.context.peer(),
-            ascii(self.request_id),
+            *(self.method, code, duration_ms, peer, ascii(request_id)),
+            extra=log_fields(method=self.method, code=code, duration_ms=duration_ms, peer=peer),
         )
+
+
+def _trace_of(context: Context) -> TraceContext | None:
+    """The caller's span, from the call's metadata."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "traceparent" and isinstance(value, str):
+            return parse_traceparent(value)
+    return None
 
 
 _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=None)
@@ -202,6 +215,7 @@ _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=Non
 @asynccontextmanager
 async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Call]:
     _CURRENT_CALL.set(call)  # a call runs in a task of its own
+    CURRENT_CALL.set(call.info)
     try:
         if authorize is not None:
             call.caller = authorize(call.method, call.context)
@@ -214,9 +228,10 @@ async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Cal
     except BatonError as error:
         await call.context.abort(*to_status(error))
     except Exception:
-        _LOGGER.exception("failed method=%s request_id=%s", call.method, ascii(call.request_id))
+        request_id = ascii(call.info.request_id)
+        _LOGGER.exception("failed method=%s request_id=%s", call.method, request_id)
         await call.context.abort(
-            grpc.StatusCode.INTERNAL, f"internal error; request_id={call.request_id!a}"
+            grpc.StatusCode.INTERNAL, f"internal error; request_id={request_id}"
         )
     finally:
         call.log()

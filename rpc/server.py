@@ -30,6 +30,7 @@ from baton.errors import ConfigurationError, UnavailableError
 from rpc.channels import SERVER_OPTIONS
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import Authorize, CallInterceptor
+from rpc.logs import start_logging
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = [
@@ -322,7 +323,12 @@ def write_port_file(path: Path, port: int) -> None:
         raise ConfigurationError(f"cannot write --port-file {path}: {error.strerror}") from None
 
 
-def run_process(name: str, log_level: str, run: Callable[[], Coroutine[Any, Any, None]]) -> int:
+def run_process(
+    name: str,
+    log_level: str,
+    log_format: str,
+    run: Callable[[], Coroutine[Any, Any, None]],
+) -> int:
     """Runs a server process to its end and returns its exit code.
 
     A `ConfigurationError` becomes one line on stderr and exit code 2. A signal while the
@@ -331,13 +337,10 @@ def run_process(name: str, log_level: str, run: Callable[[], Coroutine[Any, Any,
     Args:
         name: the command's name for that line, for example "baton prefill".
         log_level: debug, info, warning or error; logs go to stderr.
+        log_format: text or json.
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
-    logging.basicConfig(
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    start_logging(log_level, log_format)
     try:
         asyncio.run(_exit_if_interrupted(run()))
     except ConfigurationError as error:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from baton.errors import ConfigurationError
 from baton.flags import flag
 
-__all__ = ["LOG_LEVELS", "ServerConfig", "check_port", "join_host_port"]
+__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig", "check_port", "join_host_port"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class ServerConfig:
         metavar="SECONDS",
     )
     log_level: str = flag("info", "log level", choices=LOG_LEVELS, is_main=True)
+    log_format: str = flag(
+        "text", "form of log lines; JSON lines have their fields as keys", choices=LOG_FORMATS
+    )
 
     def __post_init__(self) -> None:
         check_port("--port", self.port)

@@ -22,7 +22,7 @@ from baton.cli.openai_endpoint import (
     parse_base_url,
 )
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import write_log_line
+from baton.cli.terminal import log_writer
 from baton.errors import ConfigurationError
 from baton.flags import add_flags, config_from_args
 from baton.security.client import ClientTls
@@ -129,7 +129,7 @@ def _served(args: argparse.Namespace) -> Generator[str, None, None]:
         return
     with running_config(args) as config:
         plan = plan_cluster(config)
-        with background_cluster(plan, write_log_line):
+        with background_cluster(plan, log_writer(args.log_format)):
             yield plan.router.url
 
 

@@ -12,7 +12,7 @@ from baton.cli.chat import ChatSession, converse
 from baton.cli.generate import print_stream
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import Terminal, write_log_line
+from baton.cli.terminal import Terminal, log_writer
 from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
             _chat(config, plan)
         else:
             ready = partial(_on_ready, config, plan, args.demo)
-            asyncio.run(run_cluster(plan, write_log_line, ready))
+            asyncio.run(run_cluster(plan, log_writer(args.log_format), ready))
     return 0
 
 
@@ -108,7 +108,7 @@ def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
     """Talks to the model while the cluster runs in the background."""
     router, name = plan.router, config.model.names[0]
     with (
-        background_cluster(plan, write_log_line),
+        background_cluster(plan, log_writer(config.router.grpc.log_format)),
         OpenAiEndpoint(router.url, model=name, tls=router.tls) as endpoint,
     ):
         converse(ChatSession(endpoint, system=None, params={}), Terminal())

@@ -2,13 +2,14 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import TextIOWrapper
 from typing import Any, TextIO
 
 from baton.cli import discard_unread_output
+from rpc.logs import json_line_of_process
 
-__all__ = ["Terminal", "format_usage", "write_log_line"]
+__all__ = ["Terminal", "format_usage", "log_writer", "write_log_line"]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -76,6 +77,22 @@ def format_usage(finish_reason: str | None, usage: Mapping[str, Any] | None) -> 
     )
     known = ", ".join(f"{count} {name}" for count, name in counts if count is not None)
     return f"[{finish_reason}; tokens: {known}]"
+
+
+def log_writer(log_format: str) -> Callable[[str], None]:
+    """Returns what writes the lines of a cluster's processes, each "process | text", to the log.
+
+    Args:
+        log_format: text or json.
+    """
+    if log_format == "text":
+        return write_log_line
+
+    def write_json(line: str) -> None:
+        process, _, text = line.partition(" | ")
+        write_log_line(json_line_of_process(process, text))
+
+    return write_json
 
 
 def write_log_line(line: str) -> None:

@@ -145,7 +145,11 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     router = _with_ports(config)
     grpc, model = router.grpc, config.model
     worker_flags = flags_of_config(
-        ServerConfig(log_level=grpc.log_level, drain_timeout_s=grpc.drain_timeout_s)
+        ServerConfig(
+            log_level=grpc.log_level,
+            log_format=grpc.log_format,
+            drain_timeout_s=grpc.drain_timeout_s,
+        )
     )
     prefill, decode = (
         tuple(

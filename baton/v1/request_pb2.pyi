@@ -41,6 +41,7 @@ class RequestSpec(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The router's name for the request, never used before: the client's id, a
     slash and 16 random hex digits; a repeat on another replica adds a slash
@@ -53,6 +54,10 @@ class RequestSpec(google.protobuf.message.Message):
     """Separates prefix caches."""
     timeout_ms: builtins.int
     """The time left for the request, from the moment of sending. At least 1."""
+    traceparent: builtins.str
+    """The router's span for this attempt, as W3C's traceparent header. Empty: the
+    request is not traced. Ignored if it is not valid.
+    """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt."""
@@ -95,10 +100,11 @@ class RequestSpec(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         bad_words_token_ids: collections.abc.Iterable[baton.v1.common_pb2.TokenIds] | None = ...,
         reasoning: Global___ReasoningMarks | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "stopping", b"stopping"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestSpec: typing_extensions.TypeAlias = RequestSpec

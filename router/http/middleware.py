@@ -15,7 +15,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["RequestMiddleware"]
 
@@ -61,6 +63,7 @@ class RequestMiddleware:
             return
         call = _Call(scope, send, self._running_ids)
         self._running_ids.add(call.request_id)
+        CURRENT_CALL.set(call.info)  # a request runs in a task of its own
         try:
             problem = await self._problem_of_serving(scope, receive, call)
             if problem is not None and not call.status:
@@ -160,13 +163,13 @@ class _Call:
 
     Attributes:
         request_id: the client's or a new one; also in the scope's state.
+        info: what log lines and the pipeline need of it.
         status: of the answer, once it has begun.
     """
 
     def __init__(self, scope: Scope, send: Send, running_ids: Collection[str]) -> None:
         self._scope = scope
         self._send = send
-        self._start = time.monotonic()
         self.status = 0
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self._echoed_id = given if _FIT_ID.fullmatch(given) else uuid.uuid4().hex.encode()
@@ -175,6 +178,7 @@ class _Call:
             self.request_id += f"-{uuid.uuid4().hex[:12]}"
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = self.request_id
+        self.info = CallInfo(self.request_id, _trace_of(scope))
 
     async def send(self, message: Message) -> None:
         """Adds the id to the headers of the answer."""
@@ -186,14 +190,23 @@ class _Call:
 
     def log(self) -> None:
         """Writes the log line."""
-        path = self._scope["path"]
+        method, path = self._scope["method"], self._scope["path"][:200]
+        level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
+        if not _LOGGER.isEnabledFor(level):
+            return
+        duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
+        client, status = (self._scope.get("client") or ("",))[0], self.status
         _LOGGER.log(
-            logging.DEBUG if path in _QUIET_PATHS else logging.INFO,
+            level,
             "call method=%s path=%s status=%d duration_ms=%.1f client=%s request_id=%s",
-            self._scope["method"],
-            ascii(path[:200]),
-            self.status,
-            (time.monotonic() - self._start) * 1000,
-            (self._scope.get("client") or ("",))[0],
-            ascii(self.request_id),
+            *(method, ascii(path), status, duration_ms, client, ascii(self.request_id)),
+            extra=log_fields(
+                method=method, path=path, status=status, duration_ms=duration_ms, client=client
+            ),
         )
+
+
+def _trace_of(scope: Scope) -> TraceContext | None:
+    """The caller's span, from the headers. Two headers are as bad as one that is not valid."""
+    values = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return parse_traceparent(values[0].decode("latin-1")) if len(values) == 1 else None

@@ -1,0 +1,131 @@
+"""The log of a server process: plain lines or JSON, with the ids of the request at hand.
+
+`CURRENT_CALL` holds the call that the present task serves. Both servers set it, for gRPC and for
+HTTP; the pipeline reads the call's trace from it, and the JSON lines their ids.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from typing_extensions import override
+
+from baton.traceparent import TraceContext
+
+__all__ = [
+    "CURRENT_CALL",
+    "CallInfo",
+    "JsonFormatter",
+    "json_line_of_process",
+    "log_fields",
+    "logging_request",
+    "start_logging",
+]
+
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_FIELDS = "baton_fields"
+
+
+@dataclass(slots=True)
+class CallInfo:
+    """What is known of the call that a task serves.
+
+    Attributes:
+        request_id: the request's id; empty until it is known.
+        trace: the caller's span; None if the caller sent none.
+        started_at: `time.monotonic()` at which the call began.
+    """
+
+    request_id: str = ""
+    trace: TraceContext | None = None
+    started_at: float = field(default_factory=time.monotonic)
+
+
+CURRENT_CALL: ContextVar[CallInfo | None] = ContextVar("current_call_info", default=None)
+
+
+@contextmanager
+def logging_request(request_id: str, trace: TraceContext | None) -> Iterator[None]:
+    """Lines that are logged inside of the context have the ids of this request."""
+    token = CURRENT_CALL.set(CallInfo(request_id, trace))
+    try:
+        yield
+    finally:
+        CURRENT_CALL.reset(token)
+
+
+def log_fields(**fields: Any) -> dict[str, Any]:
+    """Returns the `extra` of a logging call that adds fields to a JSON line.
+
+    Args:
+        fields: texts, numbers and booleans.
+    """
+    return {_FIELDS: fields}
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one line of JSON.
+
+    The keys are time (UTC, ISO 8601), level, logger, message; request_id and trace_id where they
+    are known; the record's own fields; and exception, with the traceback.
+    """
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        line: dict[str, Any] = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= _ids() | getattr(record, _FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def start_logging(level: str, log_format: str) -> None:
+    """Makes the process log to stderr.
+
+    Args:
+        level: debug, info, warning or error.
+        log_format: text or json.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT)
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def json_line_of_process(process: str, text: str) -> str:
+    """Returns a line that a process wrote as JSON with the key `process`.
+
+    Args:
+        process: the process's name.
+        text: a line of `JsonFormatter`, or a line that something else wrote there.
+    """
+    if text.startswith('{"time": '):
+        return f'{{"process": {json.dumps(process)}, {text[1:]}'
+    record = logging.LogRecord("baton.process", logging.INFO, "", 0, "%s", (text,), None)
+    return json_line_of_process(process, JsonFormatter().format(record))
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+def _ids() -> dict[str, str]:
+    call = CURRENT_CALL.get()
+    if call is None:
+        return {}
+    ids = {"request_id": call.request_id} if call.request_id else {}
+    return ids if call.trace is None else {**ids, "trace_id": call.trace.trace_id}
