@@ -14,6 +14,7 @@ import grpc
 from baton.errors import InternalError
 from baton.prompts import Prompt, TextPrompt, TokensPrompt
 from baton.results import CompletionChunk, ModelDescription, RequestOutput
+from baton.security.client import ClientTls, TlsOptions, bearer
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import (
     ChatRequestOptions,
@@ -26,7 +27,7 @@ from baton.wire import (
     parse_output,
     parse_response,
 )
-from rpc.channels import CHANNEL_OPTIONS, open_channel
+from rpc.channels import open_blocking_channel, open_channel
 from rpc.errors import from_rpc_error
 
 __all__ = ["AsyncClient", "Client"]
@@ -73,11 +74,28 @@ class Client:
     Args:
         address: the router's `host:port`.
         model: the model to request; empty for the served one.
+        api_key: is sent as a bearer token.
+        tls: files for TLS: `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_server_name`, as
+            `baton.security.client.ClientTls` describes them.
+
+    Raises:
+        ConfigurationError: a file or the key is bad.
     """
 
-    def __init__(self, address: str, *, model: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        **tls: Unpack[TlsOptions],
+    ) -> None:
         self._model = model
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._metadata = bearer(api_key)
+        files = ClientTls(**tls)
+        self._channel = open_blocking_channel(
+            address, files.channel_credentials(), options=files.channel_options()
+        )
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     @overload
@@ -116,7 +134,7 @@ class Client:
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
-            response = self._stub.Generate(request, timeout=timeout_s)
+            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return parse_response(response, prompt)
 
     def chat(
@@ -135,7 +153,7 @@ class Client:
         """
         request = build_chat_request(messages, params, self._model, **options)
         with _baton_errors():
-            response = self._stub.Generate(request, timeout=timeout_s)
+            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return parse_output(response)
 
     def stream(
@@ -169,7 +187,7 @@ class Client:
     def _read_stream(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None
     ) -> Generator[CompletionChunk, None, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout_s)
+        call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         ends = _Ends(request)
         try:
             with _baton_errors():
@@ -187,7 +205,9 @@ class Client:
             model=self._model, text=text, add_special_tokens=add_special_tokens
         )
         with _baton_errors():
-            return list(self._stub.Tokenize(request, timeout=timeout_s).token_ids)
+            return list(
+                self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids
+            )
 
     def detokenize(
         self,
@@ -201,13 +221,15 @@ class Client:
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         with _baton_errors():
-            return self._stub.Detokenize(request, timeout=timeout_s).text
+            return self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
 
     def get_model(self, *, timeout_s: float | None = None) -> ModelDescription:
         """Describes the served model."""
         request = generation_pb2.GetModelRequest(model=self._model)
         with _baton_errors():
-            return parse_model(self._stub.GetModel(request, timeout=timeout_s))
+            return parse_model(
+                self._stub.GetModel(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     def close(self) -> None:
         """Ends the running calls and closes the connection. Idempotent."""
@@ -232,11 +254,27 @@ class AsyncClient:
     Args:
         address: the router's `host:port`.
         model: the model to request; empty for the served one.
+        api_key: is sent as a bearer token.
+        tls: files for TLS, as those of `Client`.
+
+    Raises:
+        ConfigurationError: a file or the key is bad.
     """
 
-    def __init__(self, address: str, *, model: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        **tls: Unpack[TlsOptions],
+    ) -> None:
         self._model = model
-        self._channel = open_channel(address)
+        self._metadata = bearer(api_key)
+        files = ClientTls(**tls)
+        self._channel = open_channel(
+            address, files.channel_credentials(), options=files.channel_options()
+        )
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     @overload
@@ -275,7 +313,9 @@ class AsyncClient:
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
-            response = await self._stub.Generate(request, timeout=timeout_s)
+            response = await self._stub.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return parse_response(response, prompt)
 
     async def chat(
@@ -294,7 +334,9 @@ class AsyncClient:
         """
         request = build_chat_request(messages, params, self._model, **options)
         with _baton_errors():
-            response = await self._stub.Generate(request, timeout=timeout_s)
+            response = await self._stub.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return parse_output(response)
 
     def stream(
@@ -329,7 +371,7 @@ class AsyncClient:
     async def _read_stream(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[CompletionChunk, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout_s)
+        call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         ends = _Ends(request)
         try:
             with _baton_errors():
@@ -347,7 +389,9 @@ class AsyncClient:
             model=self._model, text=text, add_special_tokens=add_special_tokens
         )
         with _baton_errors():
-            response = await self._stub.Tokenize(request, timeout=timeout_s)
+            response = await self._stub.Tokenize(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return list(response.token_ids)
 
     async def detokenize(
@@ -362,14 +406,18 @@ class AsyncClient:
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         with _baton_errors():
-            response = await self._stub.Detokenize(request, timeout=timeout_s)
+            response = await self._stub.Detokenize(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return response.text
 
     async def get_model(self, *, timeout_s: float | None = None) -> ModelDescription:
         """Describes the served model."""
         request = generation_pb2.GetModelRequest(model=self._model)
         with _baton_errors():
-            response = await self._stub.GetModel(request, timeout=timeout_s)
+            response = await self._stub.GetModel(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return parse_model(response)
 
     async def close(self) -> None:

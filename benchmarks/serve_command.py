@@ -9,6 +9,8 @@ from typing import Any
 from tqdm import tqdm
 
 from baton.errors import ConfigurationError
+from baton.flags import add_flags, config_from_args
+from baton.security.client import ClientTls
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
@@ -57,6 +59,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which a request counts as failed (default: %(default)g)",
     )
+    parser.add_argument("--api-key", metavar="KEY", help="key of the endpoint's API")
+    add_flags(parser, ClientTls, "security")
     add_goodput_arg(parser)
     add_workload_args(parser)
     add_arrival_args(parser)
@@ -91,7 +95,8 @@ class _Run:
 
 async def _measure(args: argparse.Namespace) -> _Run:
     limits = LoadLimits(args.max_concurrency, args.request_timeout_s)
-    async with opened_target(args.target, args.model) as target:
+    tls = config_from_args(ClientTls, args)
+    async with opened_target(args.target, args.model, args.api_key, tls) as target:
         endpoint = await target.describe()
         vocab_size = _vocab_size(args, endpoint)
         workload = workload_from_args(args, vocab_size)

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "RETRIED_METHODS",
     "SERVER_OPTIONS",
+    "open_blocking_channel",
     "open_channel",
 ]
 
@@ -77,7 +78,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.enable_http_proxy", 0),  # a proxy could not reach the replicas' addresses
     ("grpc.service_config", _service_config()),
 )
-"""For channels that `open_channel` does not open, for example those of synchronous clients."""
 
 
 def open_channel(
@@ -97,3 +97,18 @@ def open_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, every_option)
     return grpc.aio.secure_channel(target, credentials, every_option)
+
+
+def open_blocking_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    *,
+    options: Sequence[tuple[str, Any]] = (),
+) -> grpc.Channel:
+    """Opens a channel for threads that wait for answers; the arguments are those of
+    `open_channel`.
+    """
+    every_option = (*CHANNEL_OPTIONS, *options)
+    if credentials is None:
+        return grpc.insecure_channel(target, every_option)
+    return grpc.secure_channel(target, credentials, every_option)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.client import Client
+from baton.flags import add_flags, config_from_args
 from baton.results import CompletionChunk, Logprobs
+from baton.security.client import ClientTls
 
 __all__ = ["add_args", "format_summary", "main", "print_candidates", "print_stream"]
 
@@ -35,6 +37,12 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=float, metavar="SECONDS", help="deadline of the request"
     )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key of the router's API; the variable BATON_API_KEY does not show it to other users",
+    )
+    add_flags(parser, ClientTls, "security")
     add_sampling_args(parser)
 
 
@@ -46,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
     """
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_fields_from_args(args)
-    with Client(args.address, model=args.model_name) as client:
+    tls = config_from_args(ClientTls, args).options
+    with Client(args.address, model=args.model_name, api_key=args.api_key, **tls) as client:
         chunks = client.stream(prompt, params, timeout_s=args.timeout_s)
         if params.get("n", 1) > 1:
             print_candidates(chunks)

@@ -20,9 +20,12 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.flags import add_flags, config_from_args
+from baton.security.client import ClientTls
 
 __all__ = [
     "DEFAULT_URL",
+    "HTTP_OMITS",
     "JSON_HEADERS",
     "OpenAiEndpoint",
     "add_endpoint_args",
@@ -34,6 +37,9 @@ __all__ = [
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 JSON_HEADERS = {"Content-Type": "application/json"}
+HTTP_OMITS = ("ssl_server_name",)
+"""Fields of `ClientTls` that gRPC alone has."""
+_PLAIN = ClientTls()
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_TIMEOUT_S = 1e6  # a socket cannot wait for much longer
 _MAX_REASON_LENGTH = 500
@@ -71,6 +77,7 @@ def add_endpoint_args(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="longest wait for the next part of an answer (default: %(default)g)",
     )
+    add_flags(parser, ClientTls, "security", omit=HTTP_OMITS)
 
 
 class OpenAiEndpoint:
@@ -81,22 +88,35 @@ class OpenAiEndpoint:
         model: the model to ask for; empty for the first that the server lists.
         api_key: is sent as a bearer token; None takes that of `OPENAI_API_KEY`, if it is set.
         timeout_s: longest wait for the next part of an answer.
+        tls: how the server is verified.
 
     Raises:
-        ConfigurationError: the URL, the key or the time is malformed.
+        ConfigurationError: the URL, the key, the time or a file is malformed.
     """
 
     def __init__(
-        self, url: str, *, model: str = "", api_key: str | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        tls: ClientTls = _PLAIN,
     ) -> None:
         self.url = parse_base_url(url)
         self._model = model
-        self._client = httpx2.Client(**client_options(self.url, api_key, timeout_s))
+        self._client = httpx2.Client(**client_options(self.url, api_key, timeout_s, tls))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
         """Makes the endpoint that the flags of `add_endpoint_args` describe."""
-        return cls(args.url, model=args.model_name, api_key=args.api_key, timeout_s=args.timeout_s)
+        return cls(
+            args.url,
+            model=args.model_name,
+            api_key=args.api_key,
+            timeout_s=args.timeout_s,
+            tls=config_from_args(ClientTls, args),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -166,11 +186,14 @@ class OpenAiEndpoint:
             raise AbortedError(f"the connection to {self.url} was lost: {error}") from error
 
 
-def client_options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def client_options(
+    url: str, api_key: str | None, timeout_s: float, tls: ClientTls = _PLAIN
+) -> dict[str, Any]:
     """Returns the arguments of an HTTP client for requests to `url`.
 
     Raises:
-        ConfigurationError: no header can hold the key, or the time is out of range.
+        ConfigurationError: no header can hold the key, the time is out of range, or a file of
+            `tls` is bad.
     """
     key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
     if key and not (key.isascii() and key.isprintable()):
@@ -180,7 +203,9 @@ def client_options(url: str, api_key: str | None, timeout_s: float) -> dict[str,
         raise ConfigurationError(
             f"--timeout-s is {timeout_s:g}; it must be in (0, {_MAX_TIMEOUT_S:g}]"
         )
+    context = tls.http_context()
     return {
+        "verify": True if context is None else context,
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
         "timeout": httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
         # A proxy cannot reach the servers of this machine.

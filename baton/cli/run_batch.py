@@ -5,6 +5,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,12 +15,20 @@ from tqdm import tqdm
 from baton.cli.batch.input_file import BatchLine, check_input, read_lines
 from baton.cli.batch.output_file import OutputFile
 from baton.cli.batch.sender import BatchSender
-from baton.cli.openai_endpoint import DEFAULT_URL, client_options, parse_base_url
+from baton.cli.openai_endpoint import (
+    DEFAULT_URL,
+    HTTP_OMITS,
+    client_options,
+    parse_base_url,
+)
 from baton.cli.serve_config import add_cluster_args, running_config
 from baton.cli.terminal import log_writer
 from baton.errors import ConfigurationError
+from baton.flags import add_flags, config_from_args
+from baton.security.client import ClientTls
 from baton.up.background import background_cluster
 from baton.up.plan import plan_cluster
+from router.security_config import ClientTlsConfig
 
 __all__ = ["add_args", "main", "run_batch"]
 
@@ -74,7 +83,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="longest time of one attempt (default: %(default)g)",
     )
-    add_cluster_args(parser, model=None, port=0, grpc_port=None)
+    add_flags(parser, ClientTls, "security", omit=HTTP_OMITS)
+    served_tls = [field.name for field in fields(ClientTlsConfig)]
+    add_cluster_args(parser, omit=served_tls, model=None, port=0, grpc_port=None)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -95,8 +106,11 @@ def main(args: argparse.Namespace) -> int:
     ):
         if number < least:
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
-    if args.model is not None and (args.url is not None or args.port is None):
-        raise ConfigurationError("--model starts a cluster; leave --url and --port none out")
+    tls = config_from_args(ClientTls, args)
+    if args.model is not None and (args.url is not None or args.port is None or tls.is_on):
+        raise ConfigurationError(
+            "--model starts a cluster; leave --url, --port none and the --ssl flags out"
+        )
     num_lines = check_input(args.input_file)
     with OutputFile(args.output_file) as output, _served(args) as url:
         asyncio.run(run_batch(args, url, output, num_lines))
@@ -116,7 +130,7 @@ def _served(args: argparse.Namespace) -> Generator[str, None, None]:
     with running_config(args) as config:
         plan = plan_cluster(config)
         with background_cluster(plan, log_writer(args.log_format)):
-            yield f"http://{plan.router.http_address}/v1"
+            yield plan.router.url
 
 
 async def run_batch(args: argparse.Namespace, url: str, output: OutputFile, num_lines: int) -> None:
@@ -154,7 +168,8 @@ async def _run_lines(
 
 @asynccontextmanager
 async def _open_sender(url: str, args: argparse.Namespace) -> AsyncGenerator[BatchSender, None]:
-    options = client_options(url, args.api_key, args.timeout_s)
+    tls = config_from_args(ClientTls, args)
+    options = client_options(url, args.api_key, args.timeout_s, tls)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=args.concurrency)
     async with httpx2.AsyncClient(**options, limits=limits) as client:
         yield BatchSender(client, url, max_retries=args.max_retries, timeout_s=args.timeout_s)

@@ -19,7 +19,7 @@ from baton.errors import ConfigurationError
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
-from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
+from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
 
 __all__ = ["add_args", "example_command", "main"]
@@ -56,6 +56,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
     with running_config(args) as config:
         plan = plan_cluster(config)
+        if (args.demo or args.chat) and plan.router.asks_for_certificates:
+            raise ConfigurationError(
+                "--demo and --chat have no certificate; leave --ssl-cert-reqs required out"
+            )
         if args.chat:
             _chat(config, plan)
         else:
@@ -67,8 +71,13 @@ def main(args: argparse.Namespace) -> int:
 def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
     """Returns a command for a shell that uses the cluster: a chat if the model has a template."""
     router, name = plan.router, config.model.names[0]
+    tls = config.router.security.clients
     if not router.http_address:
-        return shlex.join([sys.argv[0], "generate", _TRY_PROMPT, "--address", router.address])
+        command = [sys.argv[0], "generate", _TRY_PROMPT, "--address", router.address]
+        if tls.ssl_certfile is not None:
+            command += ["--ssl-ca-certs", tls.ssl_certfile]
+            command += ["--ssl-server-name", router.tls.ssl_server_name or "NAME"]
+        return shlex.join(command)
     body: dict[str, object] = {"model": name}
     if ChatTemplate.load(config.model.model, config.model.chat_template) is None:
         path = "completions"
@@ -77,17 +86,31 @@ def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
         path = "chat/completions"
         body |= {"messages": [{"role": "user", "content": _TRY_MESSAGE}]}
         body |= {"max_tokens": _TRY_TOKENS}
-    url = f"http://{router.http_address}/v1/{path}"
     header = "-H 'Content-Type: application/json'"
-    return f"curl {url} {header} -d {shlex.quote(json.dumps(body))}"
+    return f"curl {_curl_target(router)}/{path} {header} -d {shlex.quote(json.dumps(body))}"
+
+
+def _curl_target(router: Server) -> str:
+    """The router's URL for curl, with what curl needs to trust its certificate."""
+    tls = router.tls
+    if tls.ssl_ca_certs is None:
+        return router.url
+    host, _, port = router.http_address.rpartition(":")
+    name = tls.ssl_server_name or host
+    # curl, like gRPC, trusts a certificate that it is given, without the CA that signed it.
+    options = ["--cacert", tls.ssl_ca_certs]
+    if name != host:
+        options += ["--resolve", f"{name}:{port}:{host}"]
+    return shlex.join([*options, f"https://{name}:{port}/v1"])
 
 
 def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
     """Talks to the model while the cluster runs in the background."""
-    url = f"http://{plan.router.http_address}/v1"
-    name = config.model.names[0]
-    write_line = log_writer(config.router.grpc.log_format)
-    with background_cluster(plan, write_line), OpenAiEndpoint(url, model=name) as endpoint:
+    router, name = plan.router, config.model.names[0]
+    with (
+        background_cluster(plan, log_writer(config.router.grpc.log_format)),
+        OpenAiEndpoint(router.url, model=name, tls=router.tls) as endpoint,
+    ):
         converse(ChatSession(endpoint, system=None, params={}), Terminal())
 
 
@@ -95,7 +118,7 @@ async def _on_ready(config: ClusterConfig, plan: ClusterPlan, with_demo: bool) -
     """Streams the demonstration if asked for, then prints every server's address."""
     try:
         if with_demo:
-            await asyncio.to_thread(_stream_demo, plan.router.address)
+            await asyncio.to_thread(_stream_demo, plan.router)
         _print_addresses(config, plan)
     except BrokenPipeError:
         discard_unread_output()
@@ -105,17 +128,19 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     router = plan.router
     print(f"Serving {', '.join(config.model.names)}")
     if router.http_address:
-        print(f"{'http':<10} http://{router.http_address}/v1")
+        print(f"{'http':<10} {router.url}")
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
         print(f"{server.spec.name:<10} {server.address}")
+    if config.token_file is not None:
+        print(f"{'token':<10} {config.token_file}")
     print(f"\nTry it:\n  {example_command(config, plan)}")
     print("Ctrl-C stops everything.", flush=True)
 
 
-def _stream_demo(address: str) -> None:
+def _stream_demo(router: Server) -> None:
     print(DEMO_PROMPT, end="", flush=True)
-    with Client(address) as client:
+    with Client(router.address, **router.tls.options) as client:
         print_stream(client.stream(DEMO_PROMPT, _DEMO_PARAMS, timeout_s=120))
     print()

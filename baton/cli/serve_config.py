@@ -1,16 +1,18 @@
 """The flags of a cluster on this machine, and its config from parsed flags."""
 
 import argparse
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 from baton.up.plan import ClusterConfig, worker_targets
-from baton.up.run_folder import embedded_store, taking_turns
+from baton.up.run_folder import embedded_store, taking_turns, with_token
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
+from router.security_config import PLAIN_CALLS, WorkerTlsConfig
 
 __all__ = ["add_cluster_args", "running_config"]
 
@@ -23,18 +25,27 @@ _NOT_ENGINE = (
     "turns_folder",
 )
 """Flags of an engine that the router's flags or the command itself set."""
-_NOT_ROUTER = ("prefill", "decode", "models")
+_NOT_ROUTER = (
+    *("prefill", "decode", "models"),
+    *("token_file", "identities", "server_name"),
+    *(field.name for field in fields(WorkerTlsConfig)),
+)
 """Fields of the router's configs that the command sets."""
+_PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)
+"""Workers listen on loopback alone, where the token suffices."""
 _DRAIN_TIMEOUT_S = 5.0
 """Less than the supervisor's grace period."""
 _DEMO_MODEL = "demo"
 
 
-def add_cluster_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_cluster_args(
+    parser: argparse.ArgumentParser, *, omit: Collection[str] = (), **defaults: Any
+) -> None:
     """Adds the flags of a cluster: its own, the router's and the engine's.
 
     Args:
         parser: gets the flags.
+        omit: names of further fields of the router's configs that get no flag.
         defaults: by field of the router's configs, defaults that differ from those of
             `baton serve`.
     """
@@ -66,7 +77,7 @@ def add_cluster_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         "log_level": "warning",
         "drain_timeout_s": _DRAIN_TIMEOUT_S,
     }
-    add_router_args(parser, omit=_NOT_ROUTER, defaults={**own_defaults, **defaults})
+    add_router_args(parser, omit=(*_NOT_ROUTER, *omit), defaults={**own_defaults, **defaults})
     add_engine_args(parser, omit=_NOT_ENGINE)
 
 
@@ -81,6 +92,7 @@ def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, N
     with exit_on_signals(), ExitStack() as folders:
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
+        config = folders.enter_context(with_token(config))
         yield folders.enter_context(taking_turns(config)) if args.turns else config
 
 
@@ -102,4 +114,5 @@ def cluster_config_from_args(args: argparse.Namespace, kv_connector: str) -> Clu
         served_model_name=router.models[0].names[0],
         kv_connector=kv_connector,
     )
-    return ClusterConfig(engine=engine, router=router)
+    security = replace(router.security, workers=_PLAIN_WORKERS)
+    return ClusterConfig(engine=engine, router=replace(router, security=security))

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.errors import ConfigurationError, UnavailableError
-from baton.health import wait_until_ready, wait_until_serving
+from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
 from baton.up.plan import ClusterPlan, Server
 from baton.up.supervisor import SupervisedProcess
 
@@ -114,10 +114,14 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
 
 
 async def _wait_until_serving(server: Server) -> None:
+    if server.asks_for_certificates:  # this process has none
+        for address in filter(None, (server.address, server.http_address)):
+            await wait_until_listening(address, _START_TIMEOUT_S)
+        return
     if server.address:
-        await wait_until_serving(server.address, _START_TIMEOUT_S)
+        await wait_until_serving(server.address, _START_TIMEOUT_S, server.tls)
     if server.http_address:
-        await wait_until_ready(server.http_address, _START_TIMEOUT_S)
+        await wait_until_ready(server.http_address, _START_TIMEOUT_S, server.tls)
 
 
 async def stop_in_order(processes: Sequence[SupervisedProcess]) -> None:

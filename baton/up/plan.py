@@ -2,12 +2,14 @@
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.errors import ConfigurationError
 from baton.flags import flags_of_config
+from baton.security.client import ClientTls
+from baton.security.cluster import TOKEN_VARIABLE
 from baton.up.supervisor import ProcessSpec
 from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
@@ -30,10 +32,14 @@ class ClusterConfig:
         engine: config of every worker; the plan sets its role per tier.
         router: config of the router. The replicas of its one model are the workers that the
             cluster starts; `worker_targets` chooses their ports.
+        token: what the cluster's processes show each other; None for nothing. It is not shown.
+        token_file: where operators find it; None if there is no file.
     """
 
     engine: EngineConfig
     router: RouterConfig
+    token: str | None = field(default=None, repr=False)
+    token_file: str | None = None
 
     @classmethod
     def grpc_only(
@@ -64,6 +70,11 @@ class ClusterConfig:
         return model
 
     @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of every process. A flag would show the token to all users of the machine."""
+        return {} if self.token is None else {TOKEN_VARIABLE: self.token}
+
+    @property
     def num_workers(self) -> int:
         """Number of workers of both tiers."""
         return len(self.model.prefill) + len(self.model.decode)
@@ -77,11 +88,20 @@ class Server:
         spec: the process.
         address: `host:port` of its gRPC server; empty if that is off.
         http_address: `host:port` of its HTTP server; empty if it has none.
+        tls: how this machine verifies it.
+        asks_for_certificates: whether it takes calls only of clients with a certificate.
     """
 
     spec: ProcessSpec
     address: str
     http_address: str = ""
+    tls: ClientTls = field(default_factory=ClientTls)
+    asks_for_certificates: bool = False
+
+    @property
+    def url(self) -> str:
+        """The base URL of its HTTP API."""
+        return f"{'https' if self.tls.is_on else 'http'}://{self.http_address}/v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +144,42 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     """
     router = _with_ports(config)
     grpc, model = router.grpc, config.model
-    worker_flags = flags_of_config(
-        ServerConfig(
-            log_level=grpc.log_level,
-            log_format=grpc.log_format,
-            drain_timeout_s=grpc.drain_timeout_s,
-        )
+    server = ServerConfig(
+        log_level=grpc.log_level,
+        log_format=grpc.log_format,
+        drain_timeout_s=grpc.drain_timeout_s,
     )
+    worker_flags = [*flags_of_config(server), *flags_of_config(router.tracing)]
     prefill, decode = (
         tuple(
-            Server(_worker_spec(config.engine, tier, number, target, worker_flags), target)
+            Server(_worker_spec(config, tier, number, target, worker_flags), target)
             for number, target in enumerate(targets)
         )
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
     )
-    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)))
-    return ClusterPlan(Server(spec, _reached(grpc), _reached(router.http)), prefill, decode)
+    return ClusterPlan(_router_server(router, config.environment), prefill, decode)
+
+
+def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Server:
+    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)), environment)
+    clients = router.security.clients
+    return Server(
+        spec,
+        _reached(router.grpc),
+        _reached(router.http),
+        tls=ClientTls.pinned(clients.ssl_certfile) if clients.ssl_certfile else ClientTls(),
+        asks_for_certificates=clients.ssl_cert_reqs == "required",
+    )
 
 
 def _worker_spec(
-    engine: EngineConfig, tier: str, number: int, target: str, flags: Iterable[str]
+    config: ClusterConfig, tier: str, number: int, target: str, flags: Iterable[str]
 ) -> ProcessSpec:
     host, _, port = target.rpartition(":")
     address = ("--host", host, "--port", port)
-    own = flags_of_config(engine, omit=FIXED_FIELDS[tier])
-    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", (*address, *own, *flags))
+    own = flags_of_config(config.engine, omit=FIXED_FIELDS[tier])
+    arguments = (*address, *own, *flags)
+    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, config.environment)
 
 
 def _with_ports(config: ClusterConfig) -> RouterConfig:

@@ -1,7 +1,7 @@
 """Temporary folders of a one-machine cluster, removed with it.
 
 One folder holds the default KV store, which needs no server. Another holds the lock files by
-which workers on the CPU take turns (`engine/runtime/turns.py`).
+which workers on the CPU take turns (`engine/runtime/turns.py`), a third one the cluster's token.
 """
 
 import os
@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from baton.security import config as security_config
+from baton.security.cluster import ClusterSecurity
 from baton.up.plan import ClusterConfig
 
-__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns"]
+__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns", "with_token"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes private folders
 _FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
@@ -69,6 +71,15 @@ def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
         return
     with run_folder() as folder:
         yield replace(config, engine=replace(config.engine, turns_folder=str(folder)))
+
+
+@contextmanager
+def with_token(config: ClusterConfig) -> Iterator[ClusterConfig]:
+    """Yields the config with a new token, whose file only this user may read."""
+    with run_folder() as folder:
+        path = str(folder / "token")
+        security = ClusterSecurity(security_config.ClusterConfig(token_file=path))
+        yield replace(config, token=security.token, token_file=path)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["ProcessSpec", "RestartPolicy", "SupervisedProcess"]
 
@@ -17,11 +17,16 @@ _REDRAW_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to run as `python -P -m module arguments...`; the log calls it `name`."""
+    """A process to run as `python -P -m module arguments...`; the log calls it `name`.
+
+    Attributes:
+        environment: variables besides those of this process; not shown, as they hold secrets.
+    """
 
     name: str
     module: str
     arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class SupervisedProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self.spec.environment},
             # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
             start_new_session=True,
         )

@@ -11,8 +11,8 @@ from benchmarks.report.report import Report, format_report
 
 __all__ = ["add_output_args", "check_output_args", "flags_of", "write_report", "write_results"]
 
-_NO_FLAGS = ("command", "benchmark", "run", "run_benchmark")
-"""Attributes of parsed arguments that are no flags."""
+_NO_FLAGS = ("command", "benchmark", "run", "run_benchmark", "api_key")
+"""Attributes of parsed arguments that are no flags, and a secret."""
 
 
 def add_output_args(parser: argparse.ArgumentParser) -> None:

@@ -9,40 +9,50 @@ from typing_extensions import override
 from baton.client import AsyncClient
 from baton.errors import BatonError, ConfigurationError
 from baton.sampling_params import SamplingParams
+from baton.security.client import ClientTls
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 __all__ = ["BatonTarget", "open_target", "opened_target"]
 
+_PLAIN = ClientTls()
+
 
 @asynccontextmanager
-async def opened_target(url: str, model: str) -> AsyncGenerator[Target, None]:
+async def opened_target(
+    url: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
+) -> AsyncGenerator[Target, None]:
     """Opens a target as `open_target` does, and closes it at the end."""
-    target = open_target(url, model)
+    target = open_target(url, model, api_key, tls)
     try:
         yield target
     finally:
         await target.close()
 
 
-def open_target(url: str, model: str) -> Target:
+def open_target(
+    url: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
+) -> Target:
     """Opens `grpc://host:port`, a Baton router, or `http://host:port/v1`, OpenAI-style.
 
     Args:
         url: the endpoint's URL.
         model: the model to ask for; empty for the served one.
+        api_key: key of the endpoint's API; None takes the variable OPENAI_API_KEY over HTTP.
+        tls: how the endpoint is verified.
 
     Raises:
-        ConfigurationError: the URL is neither, or its client is not installed.
+        ConfigurationError: the URL is neither, its client is not installed, or the key or a file
+            is bad.
     """
     parts = urlsplit(url)
     if parts.scheme == "grpc" and parts.netloc and not parts.path.strip("/"):
         from benchmarks.targets.open_target import BatonTarget
 
-        return BatonTarget(parts.netloc, model)
+        return BatonTarget(parts.netloc, model, api_key, tls)
     if parts.scheme in ("http", "https") and parts.netloc:
         from benchmarks.targets.openai_http import OpenAiTarget
 
-        return OpenAiTarget(url, model)
+        return OpenAiTarget(url, model, api_key, tls)
     raise ConfigurationError(
         f"--target is {url!r}; it must be grpc://HOST:PORT or http://HOST:PORT/v1"
     )
@@ -57,10 +67,14 @@ class BatonTarget(Target):
     Args:
         address: the router's `host:port`.
         model: the model to ask for; empty for the served one.
+        api_key: key of its API.
+        tls: how it is verified.
     """
 
-    def __init__(self, address: str, model: str) -> None:
-        self._client = AsyncClient(address, model=model)
+    def __init__(
+        self, address: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
+    ) -> None:
+        self._client = AsyncClient(address, model=model, api_key=api_key, **tls.options)
 
     @override
     async def describe(self) -> EndpointDescription:

@@ -1,7 +1,4 @@
-"""An OpenAI-style HTTP endpoint: `POST /completions` with a prompt of token ids, streamed.
-
-Requests have the key of the environment variable `OPENAI_API_KEY`, if it is set.
-"""
+"""An OpenAI-style HTTP endpoint: `POST /completions` with a prompt of token ids, streamed."""
 
 import json
 import os
@@ -12,11 +9,13 @@ import httpx2
 from typing_extensions import override
 
 from baton.errors import UnavailableError
+from baton.security.client import ClientTls
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 __all__ = ["OpenAiTarget", "TokenCounter", "read_events"]
 
 _CONNECT_TIMEOUT_S = 30.0
+_PLAIN = ClientTls()
 _MAX_REASON_LENGTH = 200
 
 
@@ -26,14 +25,20 @@ class OpenAiTarget(Target):
     Args:
         base_url: the URL, such as `http://127.0.0.1:8000/v1`.
         model: the model to ask for; empty for the first that the endpoint lists.
+        api_key: key of its API; None takes the variable OPENAI_API_KEY, if it is set.
+        tls: how it is verified.
     """
 
-    def __init__(self, base_url: str, model: str) -> None:
-        key = os.environ.get("OPENAI_API_KEY")
+    def __init__(
+        self, base_url: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
+    ) -> None:
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        context = tls.http_context()
         self._base_url = base_url.rstrip("/")
         self._model = model
         # No limits here: the sender of a request limits its whole time.
         self._client = httpx2.AsyncClient(
+            verify=True if context is None else context,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),

@@ -11,7 +11,7 @@ from baton import LLM, AsyncClient, SamplingParams
 from baton.results import CompletionOutput
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
-from tests.support.cluster import Cluster, ServerProcess, running_cluster
+from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess, running_cluster
 
 DRAWN = SamplingParams(temperature=1.5, seed=7, max_tokens=24, ignore_eos=True, n=3)
 CASES = {
@@ -128,5 +128,6 @@ async def check_reset(worker: ServerProcess) -> None:
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         reset = worker_pb2.ResetPrefixCacheRequest()
-        assert (await stub.ResetPrefixCache(reset, timeout=10)).num_blocks > 0
-        assert (await stub.ResetPrefixCache(reset, timeout=10)).num_blocks == 0
+        for is_filled in (True, False):
+            answer = await stub.ResetPrefixCache(reset, timeout=10, metadata=WORKER_CALL)
+            assert (answer.num_blocks > 0) == is_filled

@@ -20,7 +20,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.cluster import ServerProcess, running_cluster
+from tests.support.cluster import WORKER_CALL, ServerProcess, running_cluster
 from tests.support.redis_server import RedisServer
 
 NUM_STREAMS = 200
@@ -55,7 +55,7 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
     """Prefills at one replica; returns how many prompt tokens it did not compute."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
-            worker_pb2.GetInfoRequest(), timeout=10
+            worker_pb2.GetInfoRequest(), timeout=10, metadata=WORKER_CALL
         )
         spec = request_pb2.RequestSpec(
             request_id=request_id,
@@ -65,7 +65,9 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
             timeout_ms=60_000,
         )
         events = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
-            prefill_pb2.PrefillRequest(spec=spec, namespace=info.namespace), timeout=30
+            prefill_pb2.PrefillRequest(spec=spec, namespace=info.namespace),
+            timeout=30,
+            metadata=WORKER_CALL,
         )
         (result,) = [event.result async for event in events if event.HasField("result")]
         return result.outputs[0].cached_tokens

@@ -18,7 +18,14 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+_TOKEN = "the-token-of-clusters-in-tests"
+WORKER_CALL = (("authorization", f"Bearer {_TOKEN}"),)
+"""Metadata of calls of a test to a worker."""
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "default",
+    "BATON_CLUSTER_TOKEN": _TOKEN,
+}
 WORKER_MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
 
 
@@ -152,7 +159,8 @@ class Cluster:
 async def get_load(address: str) -> worker_pb2.WorkerLoad:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        return (await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)).load
+        request = worker_pb2.GetLoadRequest()
+        return (await stub.GetLoad(request, timeout=10, metadata=WORKER_CALL)).load
 
 
 @asynccontextmanager

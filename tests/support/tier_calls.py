@@ -15,7 +15,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from rpc.errors import from_worker_error
-from tests.support.cluster import ServerProcess
+from tests.support.cluster import WORKER_CALL, ServerProcess
 
 __all__ = ["Prefilled", "decode_at", "prefill_at"]
 
@@ -45,7 +45,7 @@ async def prefill_at(
     """Prefills a prompt; does not release its KV."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
-            worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S
+            worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S, metadata=WORKER_CALL
         )
         spec = request_pb2.RequestSpec(
             request_id=request_id,
@@ -56,7 +56,7 @@ async def prefill_at(
         )
         message = prefill_pb2.PrefillRequest(spec=spec, namespace=info.namespace)
         stub, events = prefill_pb2_grpc.PrefillServiceStub(channel), {}
-        async for response in stub.Prefill(message, timeout=_TIMEOUT_S):
+        async for response in stub.Prefill(message, timeout=_TIMEOUT_S, metadata=WORKER_CALL):
             kind = response.WhichOneof("event")
             events[kind] = getattr(response, kind)
     token_ids = tuple(events["result"].outputs[0].token_ids)
@@ -75,7 +75,9 @@ async def decode_at(server: ServerProcess, prefilled: Prefilled) -> list[int]:
     start.candidates.add(output_token_ids=prefilled.token_ids)
     token_ids = list(prefilled.token_ids)
     async with grpc.aio.insecure_channel(server.address) as channel:
-        stream = decode_pb2_grpc.DecodeServiceStub(channel).Connect(timeout=_TIMEOUT_S)
+        stream = decode_pb2_grpc.DecodeServiceStub(channel).Connect(
+            timeout=_TIMEOUT_S, metadata=WORKER_CALL
+        )
         await stream.write(decode_pb2.ConnectRequest(start=start))
         while True:
             for output in (await stream.read()).outputs:

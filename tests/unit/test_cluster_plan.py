@@ -281,5 +281,6 @@ def test_workers_on_gpus_and_a_single_worker_do_not_take_turns(overrides, shared
 def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared_memory):
     with running_config(parse(serve.add_args, flags)) as running:
         assert (running.engine.turns_folder is not None) == takes_turns
-        assert len(list(shared_memory.iterdir())) == 1 + takes_turns  # the embedded store, too
+        # The embedded store and the token's folder, too.
+        assert len(list(shared_memory.iterdir())) == 2 + takes_turns
     assert list(shared_memory.iterdir()) == []
