@@ -14,13 +14,16 @@ from functools import partial
 from baton.errors import BatonError, InternalError, InvalidArgumentError
 from baton.sampling_params import MAX_LOGPROBS
 from baton.spec_wire import spec_from_proto
+from baton.traceparent import parse_traceparent
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
 from kvstore.handoff import handoff_from_proto
 from rpc.errors import to_worker_error
+from rpc.logs import logging_request
 from rpc.pending_outputs import PendingOutputs, add_output
+from rpc.worker_spans import Stages, WorkerSpans
 
 __all__ = ["RouterSession"]
 
@@ -38,10 +41,14 @@ class RouterSession:
 
     Args:
         engine: a started engine of role decode.
+        spans: sends spans; None sends none.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, spans: WorkerSpans | None = None) -> None:
         self._engine = engine
+        self._spans = spans
+        # By request id, if there are spans: the stages of requests that have tokens.
+        self._stages: dict[str, Stages] = {}
         # By request id. The value distinguishes a request from an earlier one with the same id.
         self._live: dict[str, EngineRequest] = {}
         # By request id; no value is empty.
@@ -118,7 +125,8 @@ class RouterSession:
         except BatonError as error:
             self._refuse(request_id, error)
         except Exception:
-            _LOGGER.exception("start failed request_id=%s", ascii(request_id))
+            with logging_request(request_id, parse_traceparent(start.spec.traceparent)):
+                _LOGGER.exception("start failed request_id=%s", ascii(request_id))
             self._refuse(request_id, InternalError("internal error"))
 
     def _prefetch(self, prefetch: decode_pb2.PrefetchKv) -> None:
@@ -137,8 +145,11 @@ class RouterSession:
             self._engine.finish_candidate(cancel.request_id, cancel.index)
 
     def _cancel_request(self, request_id: str) -> None:
-        if self._live.pop(request_id, None) is not None:
+        request = self._live.pop(request_id, None)
+        if request is not None:
             self._engine.abort([request_id])
+            if self._spans is not None:
+                self._spans.send_cancelled(request.spec, self._stages.pop(request_id, ()))
         self._pending.pop(request_id, None)
 
     def _end_duplicate(self, request_id: str) -> None:
@@ -165,7 +176,18 @@ class RouterSession:
             return  # the request was cancelled while this output was under way
         if output.is_last:
             del self._live[output.request_id]
+        if self._spans is not None and output.timings is not None:
+            self._note_stages(self._spans, request, output)
         self._add(output)
+
+    def _note_stages(
+        self, spans: WorkerSpans, request: EngineRequest, output: EngineOutput
+    ) -> None:
+        if output.is_last:
+            self._stages.pop(output.request_id, None)
+            spans.send(request.spec, output.stages, output.error_name)
+        else:
+            self._stages[output.request_id] = output.stages
 
     def _add(self, output: EngineOutput) -> None:
         error = None if output.error is None else to_worker_error(output.error)

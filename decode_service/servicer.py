@@ -10,6 +10,7 @@ from typing_extensions import override
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from decode_service.router_session import RouterSession
 from engine.async_engine import AsyncEngine
+from rpc.worker_spans import WorkerSpans
 
 __all__ = ["DecodeServicer"]
 
@@ -19,10 +20,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     Args:
         engine: a started engine of role decode.
+        spans: sends spans; None sends none.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, spans: WorkerSpans | None = None) -> None:
         self._engine = engine
+        self._spans = spans
         self._sessions: set[RouterSession] = set()
         self._all_ended = asyncio.Event()
 
@@ -30,7 +33,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[decode_pb2.ConnectResponse]:
-        session = RouterSession(self._engine)
+        session = RouterSession(self._engine, self._spans)
         self._sessions.add(session)
         try:
             async with aclosing(session.responses(request_iterator)) as responses:

@@ -333,18 +333,28 @@ class SequenceGroup:
 
     def timings(self, now: float) -> StageTimings:
         """Returns the time spent in each stage so far; 0 for stages not passed."""
-
-        def between(start: float | None, end: float | None) -> float:
-            return max(0.0, end - start) * 1000 if start is not None and end is not None else 0.0
-
+        stages = tuple(self._stages(now))
+        spent_ms = {name: (end - start) * 1000 for name, start, end in stages}
         return StageTimings(
-            queue_ms=between(self.loaded_at or self.arrived_at, self.scheduled_at),
-            prefill_ms=between(self.scheduled_at, self.first_token_at),
-            transfer_ms=between(
-                self.first_token_at, now if self.state is GroupState.SAVING else None
-            ),
-            load_ms=between(self.arrived_at, self.loaded_at),
+            queue_ms=spent_ms.get("queue", 0.0),
+            prefill_ms=spent_ms.get("prefill", 0.0),
+            transfer_ms=spent_ms.get("transfer", 0.0),
+            load_ms=spent_ms.get("load", 0.0),
+            stages=stages,
         )
+
+    def _stages(self, now: float) -> abc.Iterator[tuple[str, float, float]]:
+        """The stages passed so far, each with its start and end."""
+        after_first = "transfer" if self.hands_over else "decode"
+        has_next = not self.hands_over or self.state is GroupState.SAVING
+        for name, start, end in (
+            ("load", self.arrived_at, self.loaded_at),
+            ("queue", self.loaded_at or self.arrived_at, self.scheduled_at),
+            ("prefill", self.scheduled_at, self.first_token_at),
+            (after_first, self.first_token_at, now if has_next else None),
+        ):
+            if start is not None and end is not None:
+                yield name, start, max(start, end)
 
     def _new_sequence(
         self, index: int, token_ids: list[int], keys: BlockKeyChain | None = None

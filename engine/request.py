@@ -83,12 +83,15 @@ class StageTimings:
         prefill_ms: from there to the first token.
         transfer_ms: from the first token to the last saved block.
         load_ms: from arrival to the last loaded block.
+        stages: the stages that the request has passed, each with its name and the clock times of
+            its start and end: load, queue, prefill, transfer, decode.
     """
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
     load_ms: float = 0.0
+    stages: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -139,6 +142,16 @@ class EngineOutput:
     timings: StageTimings | None = None
     handoff: KvHandoff | None = None
     saved: KvHandoff | None = None
+
+    @property
+    def stages(self) -> tuple[tuple[str, float, float], ...]:
+        """Those of its timings."""
+        return () if self.timings is None else self.timings.stages
+
+    @property
+    def error_name(self) -> str:
+        """The status name of its error; empty without one."""
+        return "" if self.error is None else self.error.code
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
 
+from baton.metrics_collector import MetricsCollector
 from baton.request_spec import client_id_of
 from baton.v1 import worker_pb2
 from baton.version import __version__
@@ -14,7 +15,6 @@ from engine.kv_cache.spec import spec_of
 from engine.wire import kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
-from kvstore.metrics_collector import KvMetricsCollector
 
 __all__ = ["EngineWorker", "register_metrics"]
 
@@ -106,4 +106,4 @@ def _describe(
 
 def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
     """Adds a started engine's metrics to a registry."""
-    registry.register(KvMetricsCollector(engine.kv_metrics))
+    registry.register(MetricsCollector(engine.kv_metrics))

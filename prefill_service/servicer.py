@@ -13,6 +13,7 @@ from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest
 from engine.wire import check_namespace
 from prefill_service.prompt_events import PromptEvents
+from rpc.worker_spans import WorkerSpans
 
 __all__ = ["PrefillServicer"]
 
@@ -22,10 +23,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     Args:
         engine: a started engine of role prefill.
+        spans: sends spans; None sends none.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, spans: WorkerSpans | None = None) -> None:
         self._engine = engine
+        self._spans = spans
 
     @override
     async def Prefill(
@@ -42,6 +45,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     yield message
         finally:
             self._free(spec.request_id, events)
+            if self._spans is not None and events.last is not None:
+                self._spans.send(spec, events.last.stages, events.last.error_name)
 
     @override
     async def ReleaseHandoff(

@@ -4,11 +4,11 @@
 joins such messages into one response.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from baton.request_spec import RequestSpec
 from baton.v1 import common_pb2, generation_pb2, request_pb2
+from router.request_record import RequestRecord
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 
@@ -23,10 +23,10 @@ class Completion:
     Args:
         spec: the request.
         tokenizer: the model's.
-        arrival: event loop time at which the request arrived.
+        record: gets the request's times and counts.
     """
 
-    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, arrival: float) -> None:
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, record: RequestRecord) -> None:
         self._request_id = spec.client_id
         text = TextStream(tokenizer, spec)
         asks = spec.params.logprobs is not None
@@ -34,25 +34,20 @@ class Completion:
             index: _Candidate(text.fork(), spec.stop_token_ids, asks)
             for index in range(spec.params.n)
         }
-        self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
+        self._record = record
+        self._usage = record.usage
+        self._usage.prompt_tokens = len(spec.prompt_token_ids)
         self._timings = common_pb2.Timings()
-        self._arrival = arrival
         self._has_prompt_timings = False
         # Until the first message, which has them, if the request asks for them.
         self._prompt: generation_pb2.GenerateStreamResponse | None = None
         if spec.params.prompt_logprobs is not None:
             self._prompt = _Response(prompt_token_ids=spec.prompt_token_ids)
-        self._first_token: float | None = None
-        self._now: Callable[[], float] = asyncio.get_running_loop().time
 
     @property
     def is_over(self) -> bool:
         """Whether every candidate has ended; the last message then had usage and timings."""
         return not self._running
-
-    def mark_routed(self) -> None:
-        """Notes that the request now goes to the tiers, which ends the time of routing."""
-        self._timings.route_ms = self._elapsed_ms(self._arrival)
 
     def add(self, output: request_pb2.CandidateOutput) -> Sequence[_Response]:
         """Returns the messages for an output: none or one, or, if the request ends with it, one
@@ -79,9 +74,8 @@ class Completion:
         return responses
 
     def _response(self, output: request_pb2.CandidateOutput) -> _Response:
-        if self._first_token is None and output.token_ids:
-            self._first_token = self._now()
-            self._timings.first_token_ms = self._elapsed_ms(self._arrival)
+        if output.token_ids:
+            self._record.mark_first_token()
         response = self._running[output.index].response_to(output)
         response.request_id = self._request_id
         if self._prompt is not None:
@@ -90,6 +84,7 @@ class Completion:
         self._usage.completion_tokens += len(response.token_ids)
         if response.finish_reason:
             del self._running[output.index]
+            self._record.add_end(response.finish_reason, is_over=self.is_over)
         return response
 
     def _add_timings(self, output: request_pb2.CandidateOutput) -> None:
@@ -108,13 +103,16 @@ class Completion:
 
     def _add_totals(self, response: _Response) -> None:
         """Adds usage and timings to the last message."""
-        self._timings.decode_ms = self._elapsed_ms(self._first_token or self._arrival)
-        self._timings.total_ms = self._elapsed_ms(self._arrival)
+        record, timings = self._record, self._timings
+        timings.total_ms = record.ms_since_arrival()
+        timings.decode_ms = timings.total_ms
+        if record.routed_at is not None:
+            timings.route_ms = record.ms_since_arrival(record.routed_at)
+        if record.first_token_at is not None:
+            timings.first_token_ms = record.ms_since_arrival(record.first_token_at)
+            timings.decode_ms -= timings.first_token_ms
         response.usage.CopyFrom(self._usage)
-        response.timings.CopyFrom(self._timings)
-
-    def _elapsed_ms(self, since: float) -> float:
-        return (self._now() - since) * 1000
+        response.timings.CopyFrom(timings)
 
 
 class _Candidate:

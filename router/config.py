@@ -20,6 +20,7 @@ from router.discovery import parse_target
 from router.http.config import HttpConfig
 from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from rpc.server_config import ServerConfig, check_port
+from rpc.tracing import TracingConfig
 
 __all__ = [
     "DEFAULT_GRPC_PORT",
@@ -136,6 +137,7 @@ class RouterConfig:
         http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
         security: certificates and credentials, towards clients and workers.
+        tracing: where spans are sent.
 
     Raises:
         ConfigurationError: a value is out of range, two models have the same name, both
@@ -146,6 +148,7 @@ class RouterConfig:
     http: HttpConfig
     models: tuple[ServedModelConfig, ...]
     security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     max_local_prefill_tokens: int = flag(
         16,
         "a decode worker computes uncached remainders of up to this many prompt tokens itself",
@@ -255,6 +258,7 @@ def add_args(
     add_flags(parser, HttpConfig, "HTTP", **options)
     for security in (ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
         add_flags(parser, security, "security", **options)
+    add_flags(parser, TracingConfig, "tracing", **options)
     add_flags(parser, ServedModelConfig, "model", **options)
     add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
@@ -285,6 +289,7 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args, model),
         security=RouterSecurityConfig.from_args(args),
+        tracing=config_from_args(TracingConfig, args),
     )
 
 
@@ -300,6 +305,7 @@ def flags_of_router(config: RouterConfig) -> list[str]:
         *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
         *flags_of_config(config.http),
         *config.security.flags(),
+        *flags_of_config(config.tracing),
         *flags_of_config(ports),
         *flags_of_config(model),
         *flags_of_config(config),

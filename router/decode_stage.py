@@ -10,8 +10,8 @@ replica that takes it.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
 from baton.errors import (
     AbortedError,
@@ -24,13 +24,14 @@ from baton.errors import (
 from baton.request_spec import RequestSpec
 from baton.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2, request_pb2
-from router.decode_connection import ReplicaLostError
+from router.decode_connection import DecodeStream, ReplicaLostError
 from router.fleet import Fleet
 from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
 from router.replica import DecodeReplica
 from router.request import RoutedRequest
+from router.request_record import Attempt
 
 __all__ = ["DecodeStage"]
 
@@ -131,32 +132,48 @@ class DecodeStage:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields one replica's outputs up to the request's last, or raises its error."""
-        spec = request.spec.for_attempt(attempt)
-        start = decode_pb2.StartDecode(
-            spec=spec_to_proto(spec), namespace=request.namespace, handoff=handoff.message
-        )
-        progress.write_to(start)
-        missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-        with replica.reserve(num_blocks=missing_blocks):
-            stream = replica.connection.start(start)
-            replica.log_start(spec)
-            # After `start`, which fails if the worker was lost: a record of a lost worker would
-            # never be forgotten.
-            self._prefix_index.record(replica.replica_id, request.block_keys)
-            try:
-                is_last = False
-                while not is_last:
-                    output = await stream.read()
-                    is_last = output.is_last
-                    handoff.release()
-                    progress.add(output)
-                    try:
-                        yield output
-                    finally:  # also if the caller closes the generator here
-                        if progress.has_ended(output.index) and not output.finish_reason:
-                            stream.finish(output.index)
-            finally:
-                stream.close()
+        with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
+            is_last = False
+            while not is_last:
+                output = await stream.read()
+                is_last = output.is_last
+                if own.first_output_at is None:
+                    own.take(output)
+                handoff.release()
+                progress.add(output)
+                try:
+                    yield output
+                finally:  # also if the caller closes the generator here
+                    if progress.has_ended(output.index) and not output.finish_reason:
+                        stream.finish(output.index)
+
+    @contextmanager
+    def _stream(
+        self,
+        request: RoutedRequest,
+        attempt: int,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> Iterator[tuple[Attempt, DecodeStream]]:
+        """Starts a request on a replica; the context closes the stream."""
+        with request.record.attempt("decode", replica.address) as own:
+            spec = request.spec.for_attempt(attempt, own.traceparent)
+            start = decode_pb2.StartDecode(
+                spec=spec_to_proto(spec), namespace=request.namespace, handoff=handoff.message
+            )
+            progress.write_to(start)
+            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
+            with replica.reserve(num_blocks=missing_blocks):
+                stream = replica.connection.start(start)
+                replica.log_start(spec)
+                # After `start`, which fails if the worker was lost: a record of a lost worker
+                # would never be forgotten.
+                self._prefix_index.record(replica.replica_id, request.block_keys)
+                try:
+                    yield own, stream
+                finally:
+                    stream.close()
 
     async def _next_replica(
         self, request: RoutedRequest, refused: frozenset[str], error: BatonError

@@ -25,6 +25,7 @@ from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.reasoning import encode_marks
+from router.request_log import RequestLog
 from router.tokenizer import Tokenizer
 from router.validation import MAX_TOKENIZE_CHARS
 
@@ -71,6 +72,7 @@ class Model:
         admission: limits the number of running requests of all models.
         pace: how long streams pause after each message.
         security: for calls to the replicas.
+        log: keeps the requests' records.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -97,6 +99,7 @@ class Model:
         admission: Admission,
         pace: Pace,
         security: ClusterSecurity,
+        log: RequestLog,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -121,6 +124,7 @@ class Model:
             prefix_index,
             admission,
             pace,
+            log,
         )
 
     @property
@@ -172,7 +176,10 @@ class Model:
 
     @asynccontextmanager
     async def responses(
-        self, message: generation_pb2.GenerateRequest, timeout_s: float | None = None
+        self,
+        message: generation_pb2.GenerateRequest,
+        timeout_s: float | None = None,
+        operation: str = "text_completion",
     ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
         """Opens the messages of a request within its deadline.
 
@@ -180,6 +187,8 @@ class Model:
             message: the client's; gets an id if it has none.
             timeout_s: seconds until the deadline; the router's `default_timeout_s` if that is
                 less, or if it is None.
+            operation: text_completion or chat, for the request's record; a message with a chat
+                is one.
 
         Raises:
             DeadlineExceededError: the deadline passed while the context was open.
@@ -187,13 +196,16 @@ class Model:
         """
         if not message.request_id:
             message.request_id = uuid.uuid4().hex
+        if message.WhichOneof("prompt") == "chat":
+            operation = "chat"
         longest_s = self._default_timeout_s
         timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._render_chat(message)
-                async with aclosing(await self._pipeline.open(message, deadline)) as responses:
+                opened = await self._pipeline.open(message, deadline, operation)
+                async with aclosing(opened) as responses:
                     yield responses
         except TimeoutError:
             raise DeadlineExceededError(

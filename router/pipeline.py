@@ -10,6 +10,7 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -31,6 +32,8 @@ from router.progress import Progress
 from router.prompts import run_together
 from router.replica import DecodeReplica
 from router.request import RoutedRequest, prepare_request
+from router.request_log import RequestLog
+from router.request_record import RequestRecord
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import prompts_of, validate_generate_request
 
@@ -49,6 +52,7 @@ class Pipeline:
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
         pace: how long streams pause after each message.
+        log: keeps the requests' records.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Pipeline:
         prefix_index: PrefixIndex,
         admission: Admission,
         pace: Pace,
+        log: RequestLog,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -69,11 +74,12 @@ class Pipeline:
         self._fleet = fleet
         self._admission = admission
         self._pace = pace
+        self._log = log
         self._prefill = PrefillStage(fleet, prefix_index)
         self._decode = DecodeStage(fleet, prefix_index, config.resume_timeout_s)
 
     async def open(
-        self, message: generation_pb2.GenerateRequest, deadline: float
+        self, message: generation_pb2.GenerateRequest, deadline: float, operation: str
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
         """Validates a message; returns its messages up to the one with usage and timings.
 
@@ -83,6 +89,7 @@ class Pipeline:
         Args:
             message: the client's request, with a request id.
             deadline: `time.monotonic()` at which the request must have ended.
+            operation: text_completion or chat, for the request's record.
 
         Raises:
             BatonError: one of those that `GenerationService` documents; also the generator.
@@ -90,7 +97,9 @@ class Pipeline:
         params = await self._validated(message)
         prompts = prompts_of(message)
         if message.WhichOneof("prompt") != "prompts":
-            return self._generate(message, message.request_id, prompts[0], params, deadline)
+            return self._generate(
+                message, message.request_id, prompts[0], params, deadline, operation
+            )
         most = self._config.max_concurrent_requests
         if len(prompts) > most:
             raise InvalidArgumentError(
@@ -99,7 +108,9 @@ class Pipeline:
             )
         return run_together(
             [
-                self._generate(message, f"{message.request_id}-{i}", prompt, params, deadline)
+                self._generate(
+                    message, f"{message.request_id}-{i}", prompt, params, deadline, operation
+                )
                 for i, prompt in enumerate(prompts)
             ]
         )
@@ -111,33 +122,50 @@ class Pipeline:
         prompt: str | Sequence[int],
         params: SamplingParams,
         deadline: float,
+        operation: str,
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
         """Yields the messages of one prompt."""
-        arrival = asyncio.get_running_loop().time()
         with self._admission.admit(request_id):
-            model, limits = self._fleet.require_model()
-            request = await prepare_request(
-                message,
-                request_id,
-                prompt,
-                params,
-                self._tokenizer,
-                model,
-                limits,
-                deadline,
-                self._marks,
-                num_prompts=max(len(message.prompts.prompts), 1),
-            )
-            completion = Completion(request.spec, self._tokenizer, arrival)
-            progress = Progress(request.spec.params)
-            async with aclosing(self._outputs(request, completion, progress)) as outputs:
-                async for output in outputs:
-                    for response in completion.add(output):
-                        if response.finish_reason:
-                            progress.end(response.index)
-                        yield response
-                    if completion.is_over:
-                        return
+            record = self._log.begin(request_id, self._fleet.require_model()[0].model, operation)
+            with self._log.recording(record, deadline):
+                request = await self._prepare(message, prompt, params, deadline, record)
+                completion = Completion(request.spec, self._tokenizer, record)
+                progress = Progress(request.spec.params)
+                async with aclosing(self._outputs(request, progress)) as outputs:
+                    async for output in outputs:
+                        for response in completion.add(output):
+                            if response.finish_reason:
+                                progress.end(response.index)
+                            sent_at = time.monotonic()
+                            yield response
+                            record.send_wait_s += time.monotonic() - sent_at
+                        if completion.is_over:
+                            return
+
+    async def _prepare(
+        self,
+        message: generation_pb2.GenerateRequest,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        deadline: float,
+        record: RequestRecord,
+    ) -> RoutedRequest:
+        model, limits = self._fleet.require_model()
+        request = await prepare_request(
+            message,
+            record.request_id,
+            prompt,
+            params,
+            self._tokenizer,
+            model,
+            limits,
+            deadline,
+            self._marks,
+            record,
+            num_prompts=max(len(message.prompts.prompts), 1),
+        )
+        record.note_params(request.spec.params)
+        return request
 
     async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
         """Checks a message; a thread parses large schemas, which would delay other requests."""
@@ -147,13 +175,13 @@ class Pipeline:
         return await asyncio.to_thread(validate_generate_request, *arguments)
 
     async def _outputs(
-        self, request: RoutedRequest, completion: Completion, progress: Progress
+        self, request: RoutedRequest, progress: Progress
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = self._decode.pick(request)
         if replica is None:
             raise UnavailableError("no decode replica is ready; try again later")
-        completion.mark_routed()
+        request.record.mark_routed()
         handoff = HeldHandoff()
         try:
             async with aclosing(

@@ -112,14 +112,15 @@ class PrefillStage:
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
         uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
         self._prefix_index.record(replica.replica_id, request.block_keys)
-        spec = request.spec.for_attempt(attempt)
-        replica.log_start(spec)
-        with ExitStack() as queued:
+        with ExitStack() as queued, request.record.attempt("prefill", replica.address) as own:
+            spec = request.spec.for_attempt(attempt, own.traceparent)
+            replica.log_start(spec)
             queued.enter_context(replica.reserve(num_tokens=uncached_tokens))
             async with aclosing(replica.prefill(spec, request.namespace)) as events:
                 async for event in events:
                     for output in prompt.outputs_of(event):
                         queued.close()  # the prompt's tokens are computed
+                        own.take(output)
                         yield output
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.request_spec import ReasoningMarks, RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
@@ -10,6 +10,7 @@ from baton.spec_wire import reasoning_start_of
 from baton.v1 import generation_pb2
 from kvstore.block_key import BlockKeyChain
 from router.reasoning import marks_for
+from router.request_record import RequestRecord
 from router.served_model import RequestLimits, ServedModel
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import (
@@ -36,12 +37,14 @@ class RoutedRequest:
         namespace: digest that `block_keys` start from.
         block_keys: keys of the prompt's full blocks.
         block_size: tokens per block key.
+        record: the request's times, which grow with its attempts.
     """
 
     spec: RequestSpec
     namespace: bytes
     block_keys: Sequence[bytes]
     block_size: int
+    record: RequestRecord = field(default_factory=RequestRecord)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -73,6 +76,7 @@ async def prepare_request(
     limits: RequestLimits,
     deadline: float,
     marks: ReasoningMarks | None = None,
+    record: RequestRecord | None = None,
     *,
     num_prompts: int = 1,
 ) -> RoutedRequest:
@@ -88,6 +92,7 @@ async def prepare_request(
         limits: the decode replicas' limits.
         deadline: `time.monotonic()` at which the request must have ended.
         marks: those of the model's reasoning part, if they are configured.
+        record: the request's times; None for a new record.
         num_prompts: prompts of the message.
 
     Raises:
@@ -130,6 +135,7 @@ async def prepare_request(
         namespace=model.namespace,
         block_keys=await _block_keys(spec, model),
         block_size=model.block_size,
+        record=record or RequestRecord(),
     )
 
 

@@ -12,9 +12,11 @@ from router.admission import Admission
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
+from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from rpc.server import RpcServer, Service, run_process, serve
+from rpc.tracing import open_tracer
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -40,6 +42,7 @@ class RouterService(Service):
 
     Attributes:
         models: the served models.
+        log: the records of the last requests.
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
@@ -55,9 +58,13 @@ class RouterService(Service):
     ) -> None:
         self._server = server
         self._admission = Admission(config.max_concurrent_requests)
+        self._tracer = open_tracer(
+            config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
+        )
+        self.log = RequestLog(self._tracer)
         pace = Pace()
         self.models = Models(
-            Model(model, config, own_files, self._admission, pace, security.cluster)
+            Model(model, config, own_files, self._admission, pace, security.cluster, self.log)
             for model, own_files in zip(config.models, files, strict=True)
         )
         server.add_servicer(
@@ -93,11 +100,17 @@ class RouterService(Service):
         for task in self._tasks:
             task.cancel()
         await self.models.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _follow_health(self, model: Model) -> None:
         while True:
             self._server.set_serving(self.models.can_serve)
             await model.fleet.wait_for_change()
+
+
+def _names(config: RouterConfig) -> Sequence[str]:
+    return [model.names[0] for model in config.models]
 
 
 def _http_server(models: Models, config: RouterConfig, security: RouterSecurity) -> "HttpServer":

@@ -40,12 +40,18 @@ class CallInfo:
     Attributes:
         request_id: the request's id; empty until it is known.
         trace: the caller's span; None if the caller sent none.
+        trace_id: the trace that the request belongs to; empty if it is not traced.
         started_at: `time.monotonic()` at which the call began.
     """
 
     request_id: str = ""
     trace: TraceContext | None = None
+    trace_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.trace is not None:
+            self.trace_id = self.trace.trace_id
 
 
 CURRENT_CALL: ContextVar[CallInfo | None] = ContextVar("current_call_info", default=None)
@@ -128,4 +134,4 @@ def _ids() -> dict[str, str]:
     if call is None:
         return {}
     ids = {"request_id": call.request_id} if call.request_id else {}
-    return ids if call.trace is None else {**ids, "trace_id": call.trace.trace_id}
+    return {**ids, "trace_id": call.trace_id} if call.trace_id else ids

@@ -18,6 +18,8 @@ from rpc.cluster_calls import cluster_access
 from rpc.metrics_server import MetricsConfig, serving_metrics
 from rpc.server import RpcServer, Service, serve
 from rpc.server_config import ServerConfig
+from rpc.tracing import TracingConfig
+from rpc.worker_spans import WorkerSpans
 
 __all__ = ["Worker", "WorkerServicer", "WorkerTier", "add_worker_args", "serve_worker"]
 
@@ -44,6 +46,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
     add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, TlsConfig, "security")
     add_flags(parser, ClusterConfig, "security")
+    add_flags(parser, TracingConfig, "tracing")
 
 
 async def serve_worker(
@@ -113,6 +116,7 @@ class WorkerTier(Service):
         server: the server, which already has the servicer of the worker's tier.
         flush: waits, for at most the seconds that it is passed, until the streams of
             the tier's own servicer have sent their last outputs.
+        spans: sends spans; closed with the tier. None sends none.
     """
 
     def __init__(
@@ -120,10 +124,12 @@ class WorkerTier(Service):
         worker: Worker,
         server: RpcServer,
         flush: Callable[[float], Awaitable[None]] | None = None,
+        spans: WorkerSpans | None = None,
     ) -> None:
         self._worker = worker
         self._server = server
         self._flush = flush
+        self._spans = spans
         self._servicer = WorkerServicer(worker, lambda: server.set_serving(False))
         self._failure_watch = asyncio.create_task(self._watch_failure())
         server.add_servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._servicer)
@@ -143,6 +149,8 @@ class WorkerTier(Service):
     async def close(self) -> None:
         self._failure_watch.cancel()
         await self._worker.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def _watch_failure(self) -> None:
         self._server.fail(await self._worker.wait_failed())

@@ -144,13 +144,12 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     """
     router = _with_ports(config)
     grpc, model = router.grpc, config.model
-    worker_flags = flags_of_config(
-        ServerConfig(
-            log_level=grpc.log_level,
-            log_format=grpc.log_format,
-            drain_timeout_s=grpc.drain_timeout_s,
-        )
+    server = ServerConfig(
+        log_level=grpc.log_level,
+        log_format=grpc.log_format,
+        drain_timeout_s=grpc.drain_timeout_s,
     )
+    worker_flags = [*flags_of_config(server), *flags_of_config(router.tracing)]
     prefill, decode = (
         tuple(
             Server(_worker_spec(config, tier, number, target, worker_flags), target)

@@ -51,7 +51,7 @@ class ChatService:
         prompt = await self._model.render(request.conversation)
         answers = _Answers(self._model, request, prompt)
         message = self._message(request, prompt, answers.params)
-        async with self._model.responses(message, timeout_s) as responses:
+        async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:
                 chunk = answers.chunk(response)
                 if response.HasField("usage"):

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import ConfigurationError
 from baton.flags import add_flags, config_from_args
+from baton.metrics_collector import MetricsCollector
 from kvstore.metrics import KvMetrics
-from kvstore.metrics_collector import KvMetricsCollector
 from rpc.metrics_server import MetricsConfig, serving_metrics
 
 
@@ -29,7 +29,7 @@ def _read(port: int | None) -> str:
 def test_metrics_are_served_at_a_free_port_and_no_longer_once_closed(caplog):
     caplog.set_level("INFO")
     metrics, registry = KvMetrics(), CollectorRegistry()
-    registry.register(KvMetricsCollector(metrics))
+    registry.register(MetricsCollector(metrics))
     metrics.of("shm").called("load", 0.01, 2, 2048)
     with serving_metrics(_config("--metrics-port", "0"), registry) as port:
         assert f"url=http://127.0.0.1:{port}/metrics" in caplog.text

@@ -12,6 +12,7 @@ from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
 from router.completion import Completion, WholeGeneration
+from router.request_record import RequestRecord
 from rpc.pending_outputs import PendingOutputs, add_output
 from tests.support.running_router import tokenizer
 
@@ -62,7 +63,11 @@ async def test_stream_and_whole_answer_have_what_the_engine_said(generation, dat
         stop=data.draw(st.sampled_from([(), ("a",), ("bc", "d")])),
     )
     spec = RequestSpec(request_id="r/1", prompt_token_ids=PROMPT, params=params)
-    completion, whole, responses = Completion(spec, tokenizer(), 0.0), WholeGeneration(), []
+    completion, whole, responses = (
+        Completion(spec, tokenizer(), RequestRecord()),
+        WholeGeneration(),
+        [],
+    )
     pending: PendingOutputs = {}
     for output in outputs_of(candidates, prompt, data):
         add_output(pending, output_to_proto(output))

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.metrics_collector import MetricsCollector
 from kvstore.breaker import Breaker
 from kvstore.metrics import METRICS, KvMetrics, TransferMetrics
-from kvstore.metrics_collector import KvMetricsCollector
 from kvstore.store import StoreStats, StoreUnavailableError
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -24,7 +24,7 @@ class Exported:
         metrics = KvMetrics()
         self.metrics = metrics.of("redis")
         self._registry = CollectorRegistry()
-        self._registry.register(KvMetricsCollector(metrics))
+        self._registry.register(MetricsCollector(metrics))
 
     def families(self) -> dict[str, str]:
         return {family.name: family.type for family in self._parse()}

@@ -7,6 +7,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, request_pb2
 from router import text_stream
 from router.completion import Completion
+from router.request_record import RequestRecord
 from tests.support.running_router import script_of, tokenizer
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -20,7 +21,7 @@ def make_completion(**params):
         params=SamplingParams(**params),
         stop_token_ids=frozenset({7, 8}),
     )
-    return Completion(spec, tokenizer(), arrival=0.0)
+    return Completion(spec, tokenizer(), RequestRecord(arrived_at=0.0))
 
 
 def make_output(token_ids, finish_reason=0, **fields):

@@ -104,7 +104,7 @@ class MeasuredScheduler:
 
     def total_s(self, *series: str) -> tuple[int, float]:
         histogram = self.driven.metrics.snapshot()[1][series]
-        return sum(histogram.counts), histogram.total_s
+        return sum(histogram.counts), histogram.total
 
 
 @pytest.fixture

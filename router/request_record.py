@@ -1,0 +1,180 @@
+"""`RequestRecord`: the times and counts of one request, each measured once.
+
+The client's `Timings`, the router's spans and the stages of `baton trace` are made from it.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
+from baton.traceparent import TraceContext
+from baton.v1 import common_pb2, request_pb2
+
+__all__ = ["Attempt", "RequestRecord"]
+
+_SPAN_PARAMS = (
+    *("temperature", "top_p", "top_k", "max_tokens"),
+    *("frequency_penalty", "presence_penalty"),
+)
+"""Parameters with an attribute `gen_ai.request.NAME`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One call of a worker for a request.
+
+    Attributes:
+        tier: prefill or decode.
+        where: the worker's `host:port`.
+        traceparent: what the worker receives; empty if the request is not traced.
+        trace: the span of the attempt; None if this router sends no spans.
+        started_at: `time.monotonic()` of the call.
+        first_output_at: when the first output came; None until then.
+        ended_at: when the attempt ended; None until then.
+        timings: the worker's own times.
+        cached_tokens: prompt tokens whose KV the worker found or loaded.
+        error: the status name of the error that ended it; empty without one.
+    """
+
+    tier: str
+    where: str
+    traceparent: str
+    trace: TraceContext | None
+    started_at: float = field(default_factory=time.monotonic)
+    first_output_at: float | None = None
+    ended_at: float | None = None
+    timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
+    cached_tokens: int = 0
+    error: str = ""
+
+    def take(self, output: request_pb2.CandidateOutput) -> None:
+        """Notes the times of an output; later ones of decode have nothing new."""
+        if self.first_output_at is None:
+            self.first_output_at = time.monotonic()
+            self.cached_tokens = output.cached_tokens
+        if output.HasField("timings"):
+            self.timings.MergeFrom(output.timings)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request from its arrival to its end. Times are those of `time.monotonic()`.
+
+    Attributes:
+        request_id: the client's name for the request.
+        model: the model's name.
+        operation: text_completion or chat.
+        tenant: the client's name; empty if clients have none.
+        traceparent: the client's span; empty if it sent none.
+        trace: the request's own span; None if this router sends no spans.
+        parent_span_id: the client's span; empty if the request begins the trace.
+        arrived_at: when the client's call began.
+        accepted_at: when the call was read, parsed and validated.
+        routed_at: when it went to the tiers; None until then.
+        first_token_at: when its first token was ready for the client; None until then.
+        ended_at: its end; None until then.
+        send_wait_s: how long it waited, in all, until the client had taken a message.
+        usage: its tokens.
+        sampling: parameters for the attributes of its span.
+        finish_reasons: of the candidates that have ended.
+        is_over: whether every candidate has ended.
+        error: the status name of the error that ended it; empty without one.
+        attempts: its calls of workers, in order.
+    """
+
+    request_id: str = ""
+    model: str = ""
+    operation: str = "text_completion"
+    tenant: str = ""
+    traceparent: str = ""
+    trace: TraceContext | None = None
+    parent_span_id: str = ""
+    arrived_at: float = field(default_factory=time.monotonic)
+    accepted_at: float = field(default_factory=time.monotonic)
+    routed_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    send_wait_s: float = 0.0
+    usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
+    sampling: dict[str, float | int] = field(default_factory=dict)
+    finish_reasons: list[str] = field(default_factory=list)
+    is_over: bool = False
+    error: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """How the request ended: its finish reasons, or an error's status name."""
+        return self.error or ",".join(dict.fromkeys(self.finish_reasons)) or "RUNNING"
+
+    def note_params(self, params: SamplingParams) -> None:
+        """Keeps the parameters that its span has."""
+        self.sampling = {name: getattr(params, name) for name in _SPAN_PARAMS}
+
+    def mark_routed(self) -> None:
+        """Notes that the request now goes to the tiers."""
+        self.routed_at = time.monotonic()
+
+    def mark_first_token(self) -> None:
+        """Notes that a token is ready for the client; later ones change nothing."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+
+    def add_end(self, reason: "common_pb2.FinishReason.ValueType", *, is_over: bool) -> None:
+        """Notes the end of a candidate.
+
+        Args:
+            reason: why it ended.
+            is_over: whether it was the last one.
+        """
+        name = common_pb2.FinishReason.Name(reason)
+        self.finish_reasons.append(name.removeprefix("FINISH_REASON_").lower())
+        self.is_over = is_over
+
+    def end(self, error: BaseException | None, deadline: float) -> None:
+        """Notes the end.
+
+        Args:
+            error: what ended the request; None if it ran to its end. A client that leaves with
+                the whole answer ends it too.
+            deadline: when the request must have ended.
+        """
+        self.ended_at = time.monotonic()
+        if error is not None and not self.is_over:
+            self.error = _status_name(error, has_expired=self.ended_at >= deadline)
+
+    @contextmanager
+    def attempt(self, tier: str, where: str) -> Iterator[Attempt]:
+        """Adds an attempt, which ends with the context.
+
+        Args:
+            tier: prefill or decode.
+            where: the worker's `host:port`.
+        """
+        trace = self.trace.child() if self.trace else None
+        traceparent = trace.header if trace else self.traceparent
+        one = Attempt(tier=tier, where=where, traceparent=traceparent, trace=trace)
+        self.attempts.append(one)
+        try:
+            yield one
+        except Exception as error:
+            one.error = _status_name(error, has_expired=False)
+            raise
+        finally:
+            one.ended_at = time.monotonic()
+
+    def ms_since_arrival(self, moment: float | None = None) -> float:
+        """Milliseconds from the arrival to a moment; None is now."""
+        return ((time.monotonic() if moment is None else moment) - self.arrived_at) * 1000
+
+
+def _status_name(error: BaseException, *, has_expired: bool) -> str:
+    if isinstance(error, BatonError):
+        return error.code
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "DEADLINE_EXCEEDED" if has_expired else "CANCELLED"
+    return "INTERNAL"
