@@ -3,14 +3,17 @@
 import ssl
 from typing import Any
 
-from baton.errors import UnauthenticatedError
+from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.certificates import Certificates
 from baton.security.cluster import ClusterSecurity
 from router.security_config import RouterSecurityConfig
+from rpc.cluster_calls import authorize_cluster, is_loopback
 from rpc.interceptors import Authorize
 from rpc.server import ServerAccess
 
 __all__ = ["RouterSecurity"]
+
+_OPERATORS_SERVICE = "/baton.v1.ClusterService/"
 
 
 class RouterSecurity:
@@ -33,12 +36,14 @@ class RouterSecurity:
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
         self._verify_mode = config.clients.verify_mode
 
-    def grpc_access(self, authorize: Authorize | None = None) -> ServerAccess:
+    def grpc_access(self, host: str, authorize: Authorize | None = None) -> ServerAccess:
         """How the gRPC port is encrypted, and who may call it.
 
         Args:
-            authorize: finds out who calls, of those whose certificate is not revoked.
+            host: the address on which it listens.
+            authorize: finds out who calls as a client, of those whose certificate is not revoked.
         """
+        authorize = _operators_apart(self.cluster, host, authorize)
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
         is_required = self._verify_mode == ssl.CERT_REQUIRED
@@ -52,6 +57,26 @@ class RouterSecurity:
         if self.certificates is None:
             return None
         return self.certificates.server_context(verify_mode=self._verify_mode)
+
+
+def _operators_apart(cluster: ClusterSecurity, host: str, authorize: Authorize | None) -> Authorize:
+    """Returns an `Authorize` that lets only operators, who have the cluster's credential, call
+    ClusterService.
+    """
+    authorize_operator = authorize_cluster(cluster)
+    is_closed = not cluster.verifies_callers and not is_loopback(host)
+
+    def authorize_any(method: str, context: Any) -> object:
+        if not method.startswith(_OPERATORS_SERVICE):
+            return None if authorize is None else authorize(method, context)
+        if is_closed:
+            raise PermissionDeniedError(
+                "this router has no credential for operators: set --cluster-token-file, or listen "
+                "on a loopback address"
+            )
+        return authorize_operator(method, context)
+
+    return authorize_any
 
 
 def _not_revoked(certificates: Certificates, authorize: Authorize | None) -> Authorize:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
+from router.cluster_servicer import ClusterServicer
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
@@ -25,6 +26,7 @@ __all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
 )
 
 
@@ -70,6 +72,9 @@ class RouterService(Service):
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
+        )
+        server.add_servicer(
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -139,7 +144,7 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start, security.grpc_access())
+    await serve(config.grpc, SERVICE_NAMES, start, security.grpc_access(config.grpc.host))
 
 
 def main(args: argparse.Namespace) -> int:

@@ -14,7 +14,13 @@ from baton.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
 from rpc.server import ServerAccess
 
-__all__ = ["ClusterCaller", "authorize_cluster", "cluster_access", "open_cluster_channel"]
+__all__ = [
+    "ClusterCaller",
+    "authorize_cluster",
+    "cluster_access",
+    "is_loopback",
+    "open_cluster_channel",
+]
 
 
 class ClusterCaller:
@@ -31,7 +37,7 @@ def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
     Raises:
         ConfigurationError: others could reach the address, and nothing is asked of them.
     """
-    if not security.verifies_callers and not _is_loopback(host):
+    if not security.verifies_callers and not is_loopback(host):
         raise ConfigurationError(
             f"--host is {host}, where other machines may call this worker, and nothing is asked of "
             "them; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs with a "
@@ -72,7 +78,8 @@ def open_cluster_channel(
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -103,7 +103,7 @@ async def running_router(
     }
     router_config = router_config_of({"model": MODEL, **targets, **config})
     security = RouterSecurity(router_config.security)
-    server = RpcServer(router_config.grpc, SERVICE_NAMES, security.grpc_access())
+    server = RpcServer(router_config.grpc, SERVICE_NAMES, security.grpc_access("127.0.0.1"))
     await server.listen()
     files = RouterFiles(tokenizer(), default_params or {}, chat_template)
     service = RouterService(router_config, [files] * len(router_config.models), server, security)
