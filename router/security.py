@@ -7,7 +7,7 @@ from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.certificates import Certificates
 from baton.security.cluster import ClusterSecurity
 from router.security_config import RouterSecurityConfig
-from rpc.cluster_calls import authorize_cluster, is_loopback
+from rpc.cluster_calls import authorize_cluster
 from rpc.interceptors import Authorize
 from rpc.server import ServerAccess
 
@@ -64,12 +64,11 @@ def _operators_apart(cluster: ClusterSecurity, host: str, authorize: Authorize |
     ClusterService.
     """
     authorize_operator = authorize_cluster(cluster)
-    is_closed = not cluster.verifies_callers and not is_loopback(host)
 
     def authorize_any(method: str, context: Any) -> object:
         if not method.startswith(_OPERATORS_SERVICE):
             return None if authorize is None else authorize(method, context)
-        if is_closed:
+        if not cluster.guards(host):
             raise PermissionDeniedError(
                 "this router has no credential for operators: set --cluster-token-file, or listen "
                 "on a loopback address"

@@ -3,24 +3,17 @@
 `cluster_access` closes a port to all others; `open_cluster_channel` calls such a port.
 """
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from baton.errors import ConfigurationError, UnauthenticatedError
+from baton.errors import UnauthenticatedError
 from baton.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
 from rpc.server import ServerAccess
 
-__all__ = [
-    "ClusterCaller",
-    "authorize_cluster",
-    "cluster_access",
-    "is_loopback",
-    "open_cluster_channel",
-]
+__all__ = ["ClusterCaller", "authorize_cluster", "cluster_access", "open_cluster_channel"]
 
 
 class ClusterCaller:
@@ -37,12 +30,7 @@ def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
     Raises:
         ConfigurationError: others could reach the address, and nothing is asked of them.
     """
-    if not security.verifies_callers and not is_loopback(host):
-        raise ConfigurationError(
-            f"--host is {host}, where other machines may call this worker, and nothing is asked of "
-            "them; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs with a "
-            "certificate of its own"
-        )
+    security.check_host("--host", host)
     return ServerAccess(
         authorize=authorize_cluster(security), credentials=security.server_credentials()
     )
@@ -76,11 +64,3 @@ def open_cluster_channel(
         security.channel_credentials(),
         options=security.channel_options(host),
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
