@@ -33,6 +33,7 @@ class _Token:
         "BATON_CLUSTER_TOKEN holds a token instead",
         name="cluster-token-file",
         metavar="FILE",
+        is_main=True,
     )
 
 

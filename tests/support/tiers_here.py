@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.models import RouterFiles
 from router.security import RouterSecurity
-from router.server import SERVICE_NAMES, RouterService
+from router.server import SERVICE_NAMES, RouterService, access_of
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
@@ -62,7 +62,7 @@ async def _running_worker(folder: Path, role: str, tracing: TracingConfig) -> As
 @asynccontextmanager
 async def _running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     security = RouterSecurity(config.security)
-    server = RpcServer(config.grpc, SERVICE_NAMES, security.grpc_access(config.grpc.host))
+    server = RpcServer(config.grpc, SERVICE_NAMES, access_of(config, security))
     await server.listen()
     service = RouterService(config, [RouterFiles(tokenizer(), {})], server, security)
     await service.start_http()
