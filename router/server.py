@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -15,13 +16,13 @@ from router.pace import Pace
 from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
-from rpc.server import RpcServer, Service, run_process, serve
+from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
 from rpc.tracing import open_tracer
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
 
-__all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
+__all__ = ["SERVICE_NAMES", "RouterService", "access_of", "add_args", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -57,6 +58,7 @@ class RouterService(Service):
         security: RouterSecurity,
     ) -> None:
         self._server = server
+        self._security = security
         self._admission = Admission(config.max_concurrent_requests)
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
@@ -118,7 +120,17 @@ def _http_server(models: Models, config: RouterConfig, security: RouterSecurity)
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    return HttpServer(build_app(models, config.http), config.http, security.http_context())
+    app = build_app(models, config.http, security.tenants)
+    return HttpServer(app, config.http, security.http_context())
+
+
+def access_of(config: RouterConfig, security: RouterSecurity) -> ServerAccess:
+    """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
+    return replace(
+        security.grpc_access(),
+        max_concurrent_calls=config.most_calls,
+        max_message_bytes=config.http.max_request_bytes,
+    )
 
 
 async def run(config: RouterConfig) -> None:
@@ -139,7 +151,7 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start, security.grpc_access())
+    await serve(config.grpc, SERVICE_NAMES, start, access_of(config, security))
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import hmac
 import logging
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -188,10 +189,10 @@ def _make_token_file(path: Path) -> None:
     """Makes a file with a new token, unless there is one. Several processes may do so at once."""
     if path.exists():
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Not named by the process's id: in containers that share a volume, ids are the same.
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
@@ -199,7 +200,7 @@ def _make_token_file(path: Path) -> None:
         except FileExistsError:
             pass  # another process was faster
         finally:
-            temporary.unlink()
+            Path(temporary).unlink()
     except OSError as error:
         raise ConfigurationError(
             f"--cluster-token-file {path}: it cannot be made: {error.strerror}"

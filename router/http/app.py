@@ -20,6 +20,7 @@ from router.http.endpoints import EndpointGroup
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.middleware import RequestMiddleware
 from router.models import Models
+from router.tenants.tenants import Tenants
 
 __all__ = ["build_app"]
 
@@ -49,12 +50,13 @@ class _App(FastAPI):
         return document
 
 
-def build_app(served: Models, config: HttpConfig) -> FastAPI:
+def build_app(served: Models, config: HttpConfig, tenants: Tenants) -> FastAPI:
     """The application.
 
     Args:
         served: the models.
         config: the limits.
+        tenants: the clients.
     """
     app = _App(
         title="Baton",
@@ -69,6 +71,7 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
         RequestMiddleware,
+        tenants=tenants,
         max_request_bytes=config.max_request_bytes,
         body_timeout_s=config.body_timeout_s,
         error_body_of=_error_body_of,
