@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from baton.traceparent import TraceContext
+from router.activity import Activity
 from router.request_record import RequestRecord
 from router.request_spans import spans_of
 from rpc.logs import CURRENT_CALL, CallInfo
@@ -21,12 +22,16 @@ class RequestLog:
     Args:
         tracer: sends spans; None sends none.
         capacity: how many records are kept.
+
+    Attributes:
+        activity: sums over all requests.
     """
 
     def __init__(self, tracer: Tracer | None = None, capacity: int = _CAPACITY) -> None:
         self._tracer = tracer
         self._capacity = capacity
         self._ended: dict[str, RequestRecord] = {}
+        self.activity = Activity()
 
     def begin(self, request_id: str, model: str, operation: str) -> RequestRecord:
         """Returns the record of a request that the present call has brought.
@@ -76,6 +81,7 @@ class RequestLog:
         return list(islice(reversed(self._ended.values()), count))
 
     def _keep(self, record: RequestRecord) -> None:
+        self.activity.ended(record)
         self._ended.pop(record.request_id, None)  # so that the new one is the last
         self._ended[record.request_id] = record
         if len(self._ended) > self._capacity:

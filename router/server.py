@@ -11,6 +11,7 @@ from typing_extensions import override
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.cluster_servicer import ClusterServicer
+from router.cluster_status import ClusterStatus
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
@@ -75,8 +76,10 @@ class RouterService(Service):
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
         )
+        status = ClusterStatus(self.models, self._admission, self.log.activity)
         server.add_servicer(
-            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
+            ClusterServicer(self.log, status),
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
