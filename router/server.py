@@ -2,14 +2,17 @@
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
+from baton.metrics_collector import MetricsCollector
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, router_config_from_args
+from router.metrics import FleetCounts, RouterMetrics
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
 from router.request_log import RequestLog
@@ -43,6 +46,7 @@ class RouterService(Service):
     Attributes:
         models: the served models.
         log: the records of the last requests.
+        metrics: what Prometheus reads.
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
@@ -61,7 +65,10 @@ class RouterService(Service):
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
-        self.log = RequestLog(self._tracer)
+        self._metrics = RouterMetrics()
+        self.metrics = CollectorRegistry()
+        self.metrics.register(MetricsCollector(self._metrics))
+        self.log = RequestLog(self._tracer, self._metrics)
         pace = Pace()
         self.models = Models(
             Model(model, config, own_files, self._admission, pace, security.cluster, self.log)
@@ -71,12 +78,15 @@ class RouterService(Service):
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
         )
+        self._metrics.read_running = lambda: self._admission.num_running
+        self._metrics.read_pause_s = lambda: pace.pause_s
+        self._metrics.read_fleets = lambda: _fleet_counts(self.models)
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
         self.http: HttpServer | None = None
         if config.http.port is not None:
-            self.http = _http_server(self.models, config, security)
+            self.http = _http_server(self, config, security)
 
     async def start_http(self) -> None:
         """Begins to answer HTTP, if the config has a port for it.
@@ -113,12 +123,21 @@ def _names(config: RouterConfig) -> Sequence[str]:
     return [model.names[0] for model in config.models]
 
 
-def _http_server(models: Models, config: RouterConfig, security: RouterSecurity) -> "HttpServer":
+def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
+    for model in models:
+        for tier in (model.fleet.prefill, model.fleet.decode):
+            yield FleetCounts(model.name, tier.name, len(tier.connected), len(tier.candidates))
+
+
+def _http_server(
+    service: RouterService, config: RouterConfig, security: RouterSecurity
+) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    return HttpServer(build_app(models, config.http), config.http, security.http_context())
+    app = build_app(service.models, config.http, service.metrics)
+    return HttpServer(app, config.http, security.http_context())
 
 
 async def run(config: RouterConfig) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from baton.errors import BatonError
 from baton.version import __version__
-from router.http import anthropic, chat, completions, health, models, responses, tokens
+from router.http import anthropic, chat, completions, health, models, responses, scraping, tokens
 from router.http.config import HttpConfig
 from router.http.context import HttpContext
 from router.http.endpoints import EndpointGroup
@@ -31,6 +32,7 @@ _GROUPS: Sequence[EndpointGroup] = (
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     health.ENDPOINTS,
+    scraping.ENDPOINTS,
 )
 """The endpoints. A new group needs a line here."""
 
@@ -49,12 +51,15 @@ class _App(FastAPI):
         return document
 
 
-def build_app(served: Models, config: HttpConfig) -> FastAPI:
+def build_app(
+    served: Models, config: HttpConfig, metrics: CollectorRegistry | None = None
+) -> FastAPI:
     """The application.
 
     Args:
         served: the models.
         config: the limits.
+        metrics: what `/metrics` shows; None shows nothing.
     """
     app = _App(
         title="Baton",
@@ -62,7 +67,7 @@ def build_app(served: Models, config: HttpConfig) -> FastAPI:
         description="LLM serving with OpenAI's API",
         openapi_url="/openapi.json",
     )
-    app.state.context = HttpContext(served, config)
+    app.state.context = HttpContext(served, config, metrics or CollectorRegistry())
     for group in _GROUPS:
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
