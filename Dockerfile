@@ -22,9 +22,9 @@ RUN /opt/baton/bin/pip install ".${EXTRAS:+[${EXTRAS}]}"
 FROM python:3.11-slim
 COPY --from=builder /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1
-# A volume that is mounted on /turns, see docker-compose.yml, gets this folder's owner.
+# Volumes that are mounted on these folders, see docker-compose.yml, get their owner.
 RUN useradd --create-home --uid 10001 baton \
-    && install --directory --owner=baton --mode=0700 /turns
+    && install --directory --owner=baton --mode=0700 /run/baton /turns
 USER 10001
 WORKDIR /home/baton
 # HTTP of a router, and gRPC of every service.

@@ -4,7 +4,7 @@
     ├── InvalidArgumentError      a field is out of range
     ├── FailedPreconditionError   tiers do not match, or a feature is unsupported
     ├── NotFoundError             the model or object is unknown
-    ├── ResourceExhaustedError    the queue is full, or the request can never fit
+    ├── ResourceExhaustedError    a queue is full, or a limit is reached
     ├── DeadlineExceededError     the caller's deadline passed
     ├── RequestCancelledError     the caller cancelled or left
     ├── UnavailableError          no replica can take the request now; safe to retry
@@ -38,9 +38,14 @@ __all__ = [
 
 
 class BatonError(Exception):
-    """Base of the tree. `message` may be shown to the caller."""
+    """Base of the tree. `message` may be shown to the caller.
+
+    Attributes:
+        retry_after_s: seconds after which the same call may succeed; None if that is not known.
+    """
 
     code: ClassVar[str] = "UNKNOWN"
+    retry_after_s: float | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -71,9 +76,13 @@ class NotFoundError(BatonError):
 
 
 class ResourceExhaustedError(BatonError):
-    """A queue is full, or the request is larger than the pool can ever hold."""
+    """A queue is full, a limit is reached, or the request can never fit."""
 
     code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceededError(BatonError):

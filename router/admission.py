@@ -1,24 +1,71 @@
-"""`Admission`: limits the number of running requests."""
+"""`Admission`: limits the number of running requests. `Turns`: limits other work beside them."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "Turns"]
+
+_RUNNING_AT_ONCE = 2
+"""Few threads, as those that tokenize prompts come from the same pool: 5 on a machine of one core.
+"""
+_MOST_TOKENIZING = 256
+
+
+class Turns:
+    """Lets work run, a few at a time; the rest waits.
+
+    Args:
+        name: of the work, for errors.
+        max_waiting: further work is refused.
+    """
+
+    def __init__(self, name: str, max_waiting: int) -> None:
+        self._name = name
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._free = asyncio.Semaphore(_RUNNING_AT_ONCE)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for a turn, which lasts as long as the context.
+
+        Raises:
+            ResourceExhaustedError: too many wait.
+        """
+        if self._num_waiting >= self._max_waiting:
+            raise ResourceExhaustedError(
+                f"{self._max_waiting} calls wait for {self._name}, the most this router takes"
+            )
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 class Admission:
-    """Counts running requests by id.
+    """Counts running requests by client and id.
 
     Args:
         max_requests: the most that run at once.
+
+    Attributes:
+        rendering: turns of chat templates.
+        tokenizing: turns of calls that want tokens, or their text, and nothing else.
     """
 
     def __init__(self, max_requests: int) -> None:
+        self.rendering = Turns("a chat template", max_requests)
+        self.tokenizing = Turns("the tokenizer", _MOST_TOKENIZING)
         self._max_requests = max_requests
-        self._running: set[str] = set()
+        self._running: set[tuple[str, str]] = set()
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -29,8 +76,12 @@ class Admission:
         return len(self._running)
 
     @contextmanager
-    def admit(self, request_id: str) -> Iterator[None]:
+    def admit(self, request_id: str, client: str = "") -> Iterator[None]:
         """Counts a request as running while the context lasts.
+
+        Args:
+            request_id: the client's name for the request.
+            client: the client's name; each has ids of its own.
 
         Raises:
             UnavailableError: this router drains.
@@ -39,7 +90,8 @@ class Admission:
         """
         if self._is_draining:
             raise UnavailableError("this router is shutting down; try another")
-        if request_id in self._running:
+        key = (client, request_id)
+        if key in self._running:
             raise InvalidArgumentError.for_field(
                 "request_id", request_id, "unique among running requests"
             )
@@ -47,12 +99,12 @@ class Admission:
             raise ResourceExhaustedError(
                 f"{self._max_requests} requests are running, the most this router takes"
             )
-        self._running.add(request_id)
+        self._running.add(key)
         self._idle.clear()
         try:
             yield
         finally:
-            self._running.discard(request_id)
+            self._running.discard(key)
             if not self._running:
                 self._idle.set()
 

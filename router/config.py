@@ -4,21 +4,19 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NoReturn
-
-from typing_extensions import override
+from typing import Any
 
 from baton.errors import ConfigurationError
-from baton.flag_parser import FlagParser
-from baton.flag_sources import Given, read_list
 from baton.flag_values import count
 from baton.flags import add_flags, config_from_args, flag, flags_of_config
 from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
 from baton.security.config import ClusterConfig
 from router.discovery import parse_target
+from router.entries import read_entries
 from router.http.config import HttpConfig
 from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
+from router.tenants.config import TenantsConfig
 from rpc.server_config import ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
@@ -161,6 +159,11 @@ class RouterConfig:
     max_concurrent_requests: int = flag(
         4096, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
     )
+    max_concurrent_calls: int | None = flag(
+        None,
+        "most gRPC calls at the same time; further ones get RESOURCE_EXHAUSTED before they are "
+        "read (default: 4 times --max-concurrent-requests)",
+    )
     resume_timeout_s: float = flag(
         30.0, "seconds for which a request that lost its decode replica waits for another"
     )
@@ -186,14 +189,22 @@ class RouterConfig:
                 shown = f"--{name.replace('_', '-')} is {getattr(self, name)!r}"
                 raise ConfigurationError(f"{shown}; it must be {limit}")
 
+    @property
+    def most_calls(self) -> int:
+        """The most gRPC calls at the same time, those that generate nothing included."""
+        most = self.max_concurrent_calls
+        return 4 * self.max_concurrent_requests if most is None else most
+
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
         """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
+        least_calls = self.max_concurrent_requests + 1
         most_s = _MAX_TIMEOUT_S
         return (
             ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
             ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
             ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
+            ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
             ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
             ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
@@ -256,7 +267,7 @@ def add_args(
     )
     add_flags(parser, _GrpcPort, "server", **options)
     add_flags(parser, HttpConfig, "HTTP", **options)
-    for security in (ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
+    for security in (TenantsConfig, ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
         add_flags(parser, security, "security", **options)
     add_flags(parser, TracingConfig, "tracing", **options)
     add_flags(parser, ServedModelConfig, "model", **options)
@@ -320,35 +331,4 @@ def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ServedM
         return (replace(own, model=with_revision(own.model, revision)),)
     if args.model is not None or args.decode is not None:
         raise ConfigurationError("--models is set; give no flags of a model beside it")
-    return _models_of_file(path)
-
-
-def _models_of_file(path: str) -> tuple[ServedModelConfig, ...]:
-    """Reads the models of a YAML file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or is not such a list; names the entry.
-    """
-    try:
-        entries = read_list(path)
-    except ValueError as error:
-        raise ConfigurationError(f"--models {error}") from None
-    return tuple(_model_of(f"--models {path}, entry {i}", one) for i, one in enumerate(entries))
-
-
-def _model_of(where: str, values: Mapping[str, Given]) -> ServedModelConfig:
-    parser = _EntryParser(prog=where)
-    add_flags(parser, ServedModelConfig, "model")
-    try:
-        return config_from_args(ServedModelConfig, parser.parse_given(values))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error.message}") from None
-
-
-class _EntryParser(FlagParser):
-    """A parser of values in a file, which raises errors."""
-
-    @override
-    def error(self, message: str) -> NoReturn:
-        """Raises a `ConfigurationError`."""
-        raise ConfigurationError(message)
+    return read_entries("--models", path, ServedModelConfig)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.reasoning import encode_marks
 from router.request_log import RequestLog
+from router.tenants.tenant import tenant_of_call
 from router.tokenizer import Tokenizer
 from router.validation import MAX_TOKENIZE_CHARS
 
@@ -115,6 +116,7 @@ class Model:
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s, security)
         self._default_timeout_s = router.default_timeout_s
+        self._admission = admission
         self._pipeline = Pipeline(
             router,
             self.reasoning_marks,
@@ -138,6 +140,27 @@ class Model:
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text, for a call that wants nothing else.
+
+        Raises:
+            InvalidArgumentError: the text has no UTF-8 form.
+            ResourceExhaustedError: too many such calls wait.
+        """
+        async with self._admission.tokenizing.turn():
+            return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of tokens, for a call that wants nothing else.
+
+        Raises:
+            ResourceExhaustedError: too many such calls wait.
+        """
+        async with self._admission.tokenizing.turn():
+            return await self.tokenizer.decode_async(
+                token_ids, skip_special_tokens=skip_special_tokens
+            )
+
     @property
     def most_prompt_chars(self) -> int:
         """The most characters of a text that is tokenized for its tokens alone."""
@@ -151,12 +174,14 @@ class Model:
         Raises:
             FailedPreconditionError: the model has no chat template.
             InvalidArgumentError: the template cannot render the chat; names the field.
+            ResourceExhaustedError: too many chats wait for their template.
         """
         if self.chat_template is None:
             raise FailedPreconditionError(
                 f"model {self.name!r} has no chat template; the operator can set --chat-template"
             )
-        return await asyncio.to_thread(self.chat_template.render, conversation)
+        async with self._admission.rendering.turn():
+            return await asyncio.to_thread(self.chat_template.render, conversation)
 
     def reasoning_start(self, conversation: Conversation, prompt: str) -> ReasoningStart:
         """Returns where the answer to a chat begins. Only the end of the prompt decides it, which
@@ -246,18 +271,27 @@ class Models:
         return iter(self._models)
 
     def find(self, name: str) -> Model:
-        """Returns the model with a name; the first model for an empty name.
+        """Returns the model with a name; the first one that the caller may use for an empty name.
 
         Raises:
-            NotFoundError: names the served models.
+            NotFoundError: names the models that the caller may use.
+            PermissionDeniedError: the caller may not use the model.
         """
-        model = self._by_name.get(name) if name else self._models[0]
+        usable = self.usable()
+        model = self._by_name.get(name) if name else next(iter(usable), self._models[0])
         if model is None:
+            names = [repr(each) for one in usable for each in one.names]
             raise NotFoundError(
                 f"model {name[:_SHOWN_CHARS]!r} does not exist; this router serves "
-                f"{', '.join(map(repr, self._by_name))}"
+                f"{', '.join(names)}"
             )
+        tenant_of_call().check_model(model.names)
         return model
+
+    def usable(self) -> Sequence[Model]:
+        """The models that the caller may use."""
+        tenant = tenant_of_call()
+        return [model for model in self._models if tenant.may_use(model.names)]
 
     @property
     def can_serve(self) -> bool:

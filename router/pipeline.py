@@ -34,6 +34,7 @@ from router.replica import DecodeReplica
 from router.request import RoutedRequest, prepare_request
 from router.request_log import RequestLog
 from router.request_record import RequestRecord
+from router.tenants.tenant import Tenant, tenant_of_call
 from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.validation import prompts_of, validate_generate_request
 
@@ -96,24 +97,26 @@ class Pipeline:
         """
         params = await self._validated(message)
         prompts = prompts_of(message)
+        tenant = tenant_of_call()
+        message.cache_salt = tenant.cache_salt(message.cache_salt)
+        message.priority = tenant.priority(message.priority)
         if message.WhichOneof("prompt") != "prompts":
             return self._generate(
                 message, message.request_id, prompts[0], params, deadline, operation
             )
-        most = self._config.max_concurrent_requests
+        most = min(self._config.max_concurrent_requests, tenant.max_requests)
         if len(prompts) > most:
             raise InvalidArgumentError(
                 f"prompts has {len(prompts)} entries; it must have at most {most}, the requests "
                 "that this router runs at once"
             )
-        return run_together(
-            [
-                self._generate(
-                    message, f"{message.request_id}-{i}", prompt, params, deadline, operation
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-        )
+        each = [
+            self._generate(
+                message, f"{message.request_id}-{i}", prompt, params, deadline, operation
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return _run_several(each, tenant)
 
     async def _generate(
         self,
@@ -125,8 +128,10 @@ class Pipeline:
         operation: str,
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
         """Yields the messages of one prompt."""
-        with self._admission.admit(request_id):
+        tenant = tenant_of_call()
+        with self._admission.admit(request_id, tenant.name):
             record = self._log.begin(request_id, self._fleet.require_model()[0].model, operation)
+            record.tenant = tenant.name
             with self._log.recording(record, deadline):
                 request = await self._prepare(message, prompt, params, deadline, record)
                 completion = Completion(request.spec, self._tokenizer, record)
@@ -181,6 +186,8 @@ class Pipeline:
         replica = self._decode.pick(request)
         if replica is None:
             raise UnavailableError("no decode replica is ready; try again later")
+        tenant = tenant_of_call()
+        tenant.use_prompt(request.num_prompt_tokens)
         request.record.mark_routed()
         handoff = HeldHandoff()
         try:
@@ -198,6 +205,7 @@ class Pipeline:
                     if self._pace.pause_s:
                         await asyncio.sleep(self._pace.pause_s)
         finally:
+            tenant.use_tokens(request.record.usage.completion_tokens)
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)
 
@@ -221,3 +229,13 @@ class Pipeline:
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output
+
+
+async def _run_several(
+    prompts: Sequence[AsyncGenerator[generation_pb2.GenerateStreamResponse, None]], tenant: Tenant
+) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+    """Yields the messages of the prompts of one call, each of which counts as a request."""
+    with tenant.running(len(prompts) - 1):  # the call itself has been counted
+        async with aclosing(run_together(prompts)) as responses:
+            async for response in responses:
+                yield response

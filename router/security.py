@@ -1,16 +1,20 @@
 """`RouterSecurity`: the router's certificates and credentials, towards clients and workers."""
 
 import ssl
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from baton.errors import UnauthenticatedError
 from baton.security.certificates import Certificates
 from baton.security.cluster import ClusterSecurity
 from router.security_config import RouterSecurityConfig
+from router.tenants.tenant import Tenant
+from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import Authorize
 from rpc.server import ServerAccess
 
-__all__ = ["RouterSecurity"]
+__all__ = ["RouterSecurity", "authorize_tenants"]
 
 
 class RouterSecurity:
@@ -21,6 +25,7 @@ class RouterSecurity:
 
     Attributes:
         cluster: for calls to workers.
+        tenants: the clients.
         certificates: for the router's own ports; None without TLS.
 
     Raises:
@@ -31,14 +36,12 @@ class RouterSecurity:
         files = config.clients.files
         self.certificates = Certificates(files) if files.certfile is not None else None
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
+        self.tenants = Tenants(config.tenants)
         self._verify_mode = config.clients.verify_mode
 
-    def grpc_access(self, authorize: Authorize | None = None) -> ServerAccess:
-        """How the gRPC port is encrypted, and who may call it.
-
-        Args:
-            authorize: finds out who calls, of those whose certificate is not revoked.
-        """
+    def grpc_access(self) -> ServerAccess:
+        """How the gRPC port is encrypted, and who may call it."""
+        authorize = authorize_tenants(self.tenants)
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
         is_required = self._verify_mode == ssl.CERT_REQUIRED
@@ -54,13 +57,35 @@ class RouterSecurity:
         return self.certificates.server_context(verify_mode=self._verify_mode)
 
 
-def _not_revoked(certificates: Certificates, authorize: Authorize | None) -> Authorize:
+def authorize_tenants(tenants: Tenants) -> Authorize:
+    """Returns an `Authorize` that finds a call's tenant, for which the call counts as running."""
+
+    def authorize(method: str, context: Any) -> Tenant:
+        tenant = tenants.find(_credentials_of(context))
+        running = ExitStack()
+        running.enter_context(tenant.running())
+        context.add_done_callback(lambda _: running.close())
+        return tenant
+
+    return authorize
+
+
+def _credentials_of(context: Any) -> Sequence[str]:
+    """The credentials in a call's metadata."""
+    given: dict[str, str] = {}
+    for name, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            given.setdefault(name, value)
+    return credentials_of(given.get("authorization"), given.get("x-api-key"))
+
+
+def _not_revoked(certificates: Certificates, authorize: Authorize) -> Authorize:
     """Returns an `Authorize` that refuses revoked certificates, which gRPC itself does not."""
 
     def authorize_if_not_revoked(method: str, context: Any) -> object:
         pems = context.auth_context().get("x509_pem_cert", ())
         if any(certificates.is_revoked(pem) for pem in pems):
             raise UnauthenticatedError("the certificate of the caller is revoked")
-        return None if authorize is None else authorize(method, context)
+        return authorize(method, context)
 
     return authorize_if_not_revoked

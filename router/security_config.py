@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args, flag, flags_of_config
 from baton.security.config import CertificateFiles, ClusterConfig, TlsConfig
+from router.tenants.config import TenantsConfig
 
 __all__ = ["PLAIN_CALLS", "ClientTlsConfig", "RouterSecurityConfig", "WorkerTlsConfig"]
 
@@ -106,6 +107,7 @@ class RouterSecurityConfig:
         clients: certificates towards clients.
         workers: certificates towards workers.
         cluster: the token and the names of the cluster's processes.
+        tenants: who may call the router.
 
     Raises:
         ConfigurationError: a file is missing; names the flag.
@@ -114,6 +116,7 @@ class RouterSecurityConfig:
     clients: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     workers: WorkerTlsConfig = field(default_factory=WorkerTlsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
 
     def __post_init__(self) -> None:
         clients = self.clients
@@ -134,14 +137,16 @@ class RouterSecurityConfig:
             clients=config_from_args(ClientTlsConfig, args),
             workers=config_from_args(WorkerTlsConfig, args),
             cluster=config_from_args(ClusterConfig, args),
+            tenants=config_from_args(TenantsConfig, args),
         )
 
     def flags(self) -> list[str]:
-        """The flags that describe it."""
+        """The flags that describe it, without keys: `ps` shows flags to all users."""
         return [
             *flags_of_config(self.clients),
             *flags_of_config(self.workers),
             *flags_of_config(self.cluster),
+            *flags_of_config(self.tenants, omit=("api_key",)),
         ]
 
     @property

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -18,13 +19,13 @@ from router.pace import Pace
 from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
-from rpc.server import RpcServer, Service, run_process, serve
+from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
 from rpc.tracing import open_tracer
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
 
-__all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
+__all__ = ["SERVICE_NAMES", "RouterService", "access_of", "add_args", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -61,6 +62,7 @@ class RouterService(Service):
         security: RouterSecurity,
     ) -> None:
         self._server = server
+        self._security = security
         self._admission = Admission(config.max_concurrent_requests)
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
@@ -136,8 +138,17 @@ def _http_server(
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    app = build_app(service.models, config.http, service.metrics)
+    app = build_app(service.models, config.http, security.tenants, service.metrics)
     return HttpServer(app, config.http, security.http_context())
+
+
+def access_of(config: RouterConfig, security: RouterSecurity) -> ServerAccess:
+    """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
+    return replace(
+        security.grpc_access(),
+        max_concurrent_calls=config.most_calls,
+        max_message_bytes=config.http.max_request_bytes,
+    )
 
 
 async def run(config: RouterConfig) -> None:
@@ -158,7 +169,7 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start, security.grpc_access())
+    await serve(config.grpc, SERVICE_NAMES, start, access_of(config, security))
 
 
 def main(args: argparse.Namespace) -> int:

@@ -74,14 +74,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: Any
     ) -> generation_pb2.TokenizeResponse:
-        tokenizer = self._models.find(request.model).tokenizer
+        model = self._models.find(request.model)
         check_length("text", request.text, MAX_TOKENIZE_CHARS)
         add_special_tokens = request.add_special_tokens or not request.HasField(
             "add_special_tokens"
         )
-        token_ids = await tokenizer.encode_async(
-            request.text, add_special_tokens=add_special_tokens
-        )
+        token_ids = await model.encode(request.text, add_special_tokens=add_special_tokens)
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
 
     @override
@@ -92,7 +90,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_length("token_ids", request.token_ids, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
         check_token_ids("token_ids", request.token_ids, model.vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await model.tokenizer.decode_async(request.token_ids, skip_special_tokens=skip)
+        text = await model.decode(request.token_ids, skip_special_tokens=skip)
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager

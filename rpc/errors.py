@@ -4,6 +4,7 @@ BatonError  <->  gRPC status           between any client and server
 BatonError  <->  baton.v1.WorkerError  of one request in a DecodeService.Connect stream
 """
 
+import math
 from typing import cast
 
 import grpc
@@ -29,11 +30,13 @@ __all__ = [
     "from_worker_error",
     "status_of_number",
     "to_status",
+    "to_trailers",
     "to_worker_error",
 ]
 
 _MOST_MESSAGE_BYTES = 6000
 """gRPC takes 8 KiB of trailers, where a byte that is not ASCII takes three."""
+_RETRY_AFTER = "retry-after-ms"
 _ERRORS: tuple[type[BatonError], ...] = (
     AbortedError,
     DeadlineExceededError,
@@ -69,10 +72,21 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode[error.code], text[:most_bytes].decode(errors="ignore")
 
 
+def to_trailers(error: BatonError) -> tuple[tuple[str, str], ...]:
+    """The metadata that follows the status of `error`."""
+    if error.retry_after_s is None:
+        return ()
+    return ((_RETRY_AFTER, str(math.ceil(error.retry_after_s * 1000))),)
+
+
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The error that a failed call of grpc or grpc.aio stands for, with its message."""
     call = cast("grpc.Call", error)  # grpc raises objects that are both; its types do not say so
-    return _error_of(call.code(), call.details() or "")
+    known = _error_of(call.code(), call.details() or "")
+    for name, value in call.trailing_metadata() or ():
+        if name == _RETRY_AFTER and isinstance(value, str) and value.isdecimal():
+            known.retry_after_s = int(value) / 1000
+    return known
 
 
 def to_worker_error(error: BatonError) -> request_pb2.WorkerError:

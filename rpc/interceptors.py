@@ -26,7 +26,7 @@ import grpc
 
 from baton.errors import BatonError, InvalidArgumentError
 from baton.traceparent import TraceContext, parse_traceparent
-from rpc.errors import status_of_number, to_status
+from rpc.errors import status_of_number, to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["Authorize", "CallInterceptor", "caller_of_call", "name_call", "request_id_of"]
@@ -99,7 +99,7 @@ def name_call(request_id: str) -> None:
 
 def caller_of_call() -> Any:
     """Who makes the present call: what the server's `authorize` returned; None without one."""
-    call = _CURRENT_CALL.get()
+    call = CURRENT_CALL.get()
     return None if call is None else call.caller
 
 
@@ -177,13 +177,12 @@ def _strict(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class _Call:
-    """One call: who makes it, and its log line."""
+    """One call, and its log line."""
 
     def __init__(self, method: str, context: Context) -> None:
         self.method = method
         self.context = context
         self.info = CallInfo(trace=_trace_of(context))
-        self.caller: object = None
         self.status: grpc.StatusCode | None = None
 
     def log(self) -> None:
@@ -218,7 +217,7 @@ async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Cal
     CURRENT_CALL.set(call.info)
     try:
         if authorize is not None:
-            call.caller = authorize(call.method, call.context)
+            call.info.caller = authorize(call.method, call.context)
         yield call
     except asyncio.CancelledError:
         call.status = _cancel_status(call.context)
@@ -226,7 +225,7 @@ async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Cal
     except grpc.aio.AbortError:
         raise  # the method has set a status itself
     except BatonError as error:
-        await call.context.abort(*to_status(error))
+        await call.context.abort(*to_status(error), trailing_metadata=to_trailers(error))
     except Exception:
         request_id = ascii(call.info.request_id)
         _LOGGER.exception("failed method=%s request_id=%s", call.method, request_id)

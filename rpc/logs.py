@@ -42,12 +42,14 @@ class CallInfo:
         trace: the caller's span; None if the caller sent none.
         trace_id: the trace that the request belongs to; empty if it is not traced.
         started_at: `time.monotonic()` at which the call began.
+        caller: who makes the call, as its server found out; None if it did not ask.
     """
 
     request_id: str = ""
     trace: TraceContext | None = None
     trace_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
+    caller: object = None
 
     def __post_init__(self) -> None:
         if self.trace is not None:

@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
-from rpc.channels import SERVER_OPTIONS
+from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import Authorize, CallInterceptor
 from rpc.logs import start_logging
@@ -116,11 +116,13 @@ class ServerAccess:
         credentials: those of the port; None for plain text.
         max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read; None for
             no limit.
+        max_message_bytes: the most bytes of a message that a caller sends.
     """
 
     authorize: Authorize | None = None
     credentials: grpc.ServerCredentials | None = None
     max_concurrent_calls: int | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES
 
 
 class RpcServer:
@@ -148,9 +150,11 @@ class RpcServer:
         self._config = config
         self._health = HealthServicer(service_names)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        options = dict(SERVER_OPTIONS)
+        options["grpc.max_receive_message_length"] = self._access.max_message_bytes
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(self._access.authorize)],
-            options=SERVER_OPTIONS,
+            options=tuple(options.items()),
             maximum_concurrent_rpcs=self._access.max_concurrent_calls,
         )
         self._server.add_generic_rpc_handlers((self._handlers,))

@@ -43,6 +43,7 @@ COMMANDS = {
     "router": _Command(_SERVE, "router.server", "run the router, which clients connect to"),
     "prefill": _Command(_SERVE, "prefill_service.server", "run a prefill worker"),
     "decode": _Command(_SERVE, "decode_service.server", "run a decode worker"),
+    "api-key": _Command(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
     "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
     "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
     "run-batch": _Command(_USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"),

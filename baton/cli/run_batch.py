@@ -29,6 +29,7 @@ from baton.security.client import ClientTls
 from baton.up.background import background_cluster
 from baton.up.plan import plan_cluster
 from router.security_config import ClientTlsConfig
+from router.tenants.config import TenantsConfig
 
 __all__ = ["add_args", "main", "run_batch"]
 
@@ -84,8 +85,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="longest time of one attempt (default: %(default)g)",
     )
     add_flags(parser, ClientTls, "security", omit=HTTP_OMITS)
-    served_tls = [field.name for field in fields(ClientTlsConfig)]
-    add_cluster_args(parser, omit=served_tls, model=None, port=0, grpc_port=None)
+    # The cluster of --model is for this command alone; --api-key is the key that it sends.
+    omit = [one.name for config in (ClientTlsConfig, TenantsConfig) for one in fields(config)]
+    add_cluster_args(parser, omit=omit, model=None, port=0, grpc_port=None)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -127,7 +129,7 @@ def _served(args: argparse.Namespace) -> Generator[str, None, None]:
     if args.model is None:
         yield args.url or DEFAULT_URL
         return
-    with running_config(args) as config:
+    with running_config(argparse.Namespace(**{**vars(args), "api_key": ()})) as config:
         plan = plan_cluster(config)
         with background_cluster(plan, log_writer(args.log_format)):
             yield plan.router.url

@@ -60,6 +60,10 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigurationError(
                 "--demo and --chat have no certificate; leave --ssl-cert-reqs required out"
             )
+        if (args.demo or args.chat) and not config.router.security.tenants.is_open:
+            raise ConfigurationError(
+                "--demo and --chat send no key; leave --api-key, --tenants and --jwks-file out"
+            )
         if args.chat:
             _chat(config, plan)
         else:
@@ -86,8 +90,10 @@ def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
         path = "chat/completions"
         body |= {"messages": [{"role": "user", "content": _TRY_MESSAGE}]}
         body |= {"max_tokens": _TRY_TOKENS}
-    header = "-H 'Content-Type: application/json'"
-    return f"curl {_curl_target(router)}/{path} {header} -d {shlex.quote(json.dumps(body))}"
+    headers = "-H 'Content-Type: application/json'"
+    if not config.router.security.tenants.is_open:
+        headers += ' -H "Authorization: Bearer $BATON_API_KEY"'
+    return f"curl {_curl_target(router)}/{path} {headers} -d {shlex.quote(json.dumps(body))}"
 
 
 def _curl_target(router: Server) -> str:

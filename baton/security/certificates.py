@@ -62,7 +62,6 @@ class Certificates:
         self._lock = threading.Lock()
         self._stamp = self._read_stamp()
         self._loaded = _load(files)
-        self._version = 0
         self._context: ssl.SSLContext | None = None
 
     @property
@@ -70,11 +69,10 @@ class Certificates:
         """When the process's own certificate expires; None if it has none."""
         return self._current().expires
 
-    @property
-    def version(self) -> int:
-        """How often the files were read again with success; reads them if they have changed."""
-        self._current()
-        return self._version
+    def refresh(self) -> bool:
+        """Reads the files again if they have changed; returns whether new ones are in use."""
+        before = self._loaded
+        return self._current() is not before
 
     def server_credentials(self, *, verifies_clients: bool) -> grpc.ServerCredentials:
         """Credentials of a gRPC server, which read changed files at each new connection.
@@ -167,7 +165,6 @@ class Certificates:
                 self._stamp = stamp
                 try:
                     self._loaded = _load(self.files)
-                    self._version += 1
                     _LOGGER.info("certificates read again: %s", self._described())
                 except ConfigurationError as error:
                     _LOGGER.warning("the last good certificates stay in use: %s", error.message)

@@ -7,10 +7,10 @@ worker's port is closed to callers without them, health excepted.
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -112,33 +112,11 @@ class ClusterSecurity:
     def _verifies_certificates(self) -> bool:
         return self.certificates is not None and self.certificates.files.ca_certs is not None
 
-    def check_host(self, flag: str, host: str) -> None:
-        """Refuses an address to listen on that others can reach while they need no credential.
-
-        Args:
-            flag: what names the address in the error.
-            host: the address.
-
-        Raises:
-            ConfigurationError: names the flag, and those of the credentials.
-        """
-        if not self.verifies_callers and not _is_loopback(host):
-            raise ConfigurationError(
-                f"{flag} is {host}, where other machines may call this process without a "
-                "credential; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs "
-                "with a certificate of its own"
-            )
-
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of a port for other processes of the cluster; None for one without TLS."""
         if self.certificates is None or self.certificates.files.certfile is None:
             return None
         return self.certificates.server_credentials(verifies_clients=self._verifies_certificates)
-
-    @property
-    def certificates_version(self) -> int:
-        """Changes when the certificates do: a channel has those with which it was opened."""
-        return 0 if self.certificates is None else self.certificates.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials of a channel to another process; None for one without TLS."""
@@ -194,13 +172,6 @@ class ClusterSecurity:
         return not self._identities.isdisjoint(found)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _is_token(header: str | bytes, tokens: Iterable[str]) -> bool:
     """Whether an authorization header carries one of the tokens. Takes the same time for each
     header of a length.
@@ -218,10 +189,10 @@ def _make_token_file(path: Path) -> None:
     """Makes a file with a new token, unless there is one. Several processes may do so at once."""
     if path.exists():
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Not named by the process's id: in containers that share a volume, ids are the same.
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
@@ -229,7 +200,7 @@ def _make_token_file(path: Path) -> None:
         except FileExistsError:
             pass  # another process was faster
         finally:
-            temporary.unlink()
+            Path(temporary).unlink()
     except OSError as error:
         raise ConfigurationError(
             f"--cluster-token-file {path}: it cannot be made: {error.strerror}"

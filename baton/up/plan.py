@@ -161,7 +161,8 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
 
 
 def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Server:
-    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)), environment)
+    keys = router.security.tenants.environment
+    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)), {**environment, **keys})
     clients = router.security.clients
     return Server(
         spec,

@@ -73,9 +73,7 @@ class ChatService:
         """The tokens of a chat's prompt; errors are those of `count_tokens`."""
         prompt = await self._model.render(conversation)
         check_length("prompt", prompt, self._model.most_prompt_chars)
-        return await self._model.tokenizer.encode_async(
-            prompt, add_special_tokens=add_special_tokens
-        )
+        return await self._model.encode(prompt, add_special_tokens=add_special_tokens)
 
     def _message(
         self, request: ChatRequest, prompt: str, params: Mapping[str, Any]

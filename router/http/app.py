@@ -21,6 +21,7 @@ from router.http.endpoints import EndpointGroup
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.middleware import RequestMiddleware
 from router.models import Models
+from router.tenants.tenants import Tenants
 
 __all__ = ["build_app"]
 
@@ -52,13 +53,17 @@ class _App(FastAPI):
 
 
 def build_app(
-    served: Models, config: HttpConfig, metrics: CollectorRegistry | None = None
+    served: Models,
+    config: HttpConfig,
+    tenants: Tenants,
+    metrics: CollectorRegistry | None = None,
 ) -> FastAPI:
     """The application.
 
     Args:
         served: the models.
         config: the limits.
+        tenants: the clients.
         metrics: what `/metrics` shows; None shows nothing.
     """
     app = _App(
@@ -74,6 +79,7 @@ def build_app(
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
         RequestMiddleware,
+        tenants=tenants,
         max_request_bytes=config.max_request_bytes,
         body_timeout_s=config.body_timeout_s,
         error_body_of=_error_body_of,

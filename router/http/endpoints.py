@@ -51,11 +51,13 @@ class ErrorResponse(BaseModel):
 
 _STATUSES: Mapping[int, str] = {
     400: "The request is wrong; the message names the field, its value and the limit.",
+    401: "The request lacks a valid credential.",
+    403: "The client may not use the model.",
     404: "The model does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "Too many requests are running; see Retry-After.",
+    429: "Too many requests, or more than the client may use; see Retry-After.",
     499: "The client has left.",
     500: "A bug; the log has its cause under the request's id.",
     503: "No replica can take the request now; see Retry-After.",

@@ -6,6 +6,7 @@ with the request's id; the client gets the id alone.
 """
 
 import logging
+import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -77,6 +78,8 @@ def error_response(problem: Problem, error_body: ErrorBody) -> Response:
 _OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
     "INVALID_ARGUMENT": (400, INVALID_REQUEST, None),
     "FAILED_PRECONDITION": (400, INVALID_REQUEST, None),
+    "UNAUTHENTICATED": (401, INVALID_REQUEST, "invalid_api_key"),
+    "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
     "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": (503, "server_error", "service_unavailable"),
@@ -93,7 +96,8 @@ _RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
 # The official clients would send the request twice more: each time up to its deadline, to lose
 # further replicas, or to meet the same bug.
 _NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
-_RETRY_HEADERS: Mapping[str, Mapping[str, str]] = {
+_HEADERS: Mapping[str, Mapping[str, str]] = {
+    "UNAUTHENTICATED": MappingProxyType({"WWW-Authenticate": "Bearer"}),
     "RESOURCE_EXHAUSTED": _RETRY,
     "UNAVAILABLE": _RETRY,
     "ABORTED": _NO_RETRY,
@@ -153,8 +157,18 @@ def _of_baton_error(error: BatonError) -> Problem:
         kind=kind,
         param=param,
         code=code,
-        headers=_RETRY_HEADERS.get(error.code, _NO_HEADERS),
+        headers=_headers_of(error),
     )
+
+
+def _headers_of(error: BatonError) -> Mapping[str, str]:
+    if error.retry_after_s is None:
+        return _HEADERS.get(error.code, _NO_HEADERS)
+    # OpenAI's and Anthropic's clients prefer the exact one.
+    return {
+        "Retry-After": str(max(math.ceil(error.retry_after_s), 1)),
+        "retry-after-ms": str(math.ceil(error.retry_after_s * 1000)),
+    }
 
 
 def _field_of(message: str) -> str | None:

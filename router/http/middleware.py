@@ -1,5 +1,7 @@
 """`RequestMiddleware`: what every request gets before the application sees it.
 
+- the client that it comes from, which must have a credential if the router asks for one, and
+  whose limits are checked before the body is read
 - an id: the client's `X-Request-Id`, if it is fit for one, or a new one; echoed in the answer
 - its body read whole, up to a limit of bytes and time; all bodies that arrive have a limit too
 - a line in the log; an answer 500 without the cause if a bug raises
@@ -10,13 +12,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from router.tenants.tenants import Tenants, credentials_of
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["RequestMiddleware"]
@@ -26,8 +30,12 @@ _FIT_ID = re.compile(rb"[\x21-\x7e]{1,100}")
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """Where OpenAI's and Anthropic's clients read the id."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+_OPEN_PATHS = _QUIET_PATHS
+"""Paths without a client. `/metrics` asks for a credential of its own."""
 _MOST_BODIES = 16
 """How many bodies of the largest size may arrive at once."""
+_LARGE_BODY_BYTES = 64 * 1024
+_CLOSE = {"Connection": "close"}
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -36,6 +44,7 @@ class RequestMiddleware:
 
     Args:
         app: the application.
+        tenants: the clients.
         max_request_bytes: the most bytes of a body.
         body_timeout_s: how long a body may take.
         error_body_of: the shape of errors by path.
@@ -45,15 +54,17 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
+        tenants: Tenants,
         max_request_bytes: int,
         body_timeout_s: float,
         error_body_of: Callable[[str], ErrorBody],
     ) -> None:
         self._app = app
+        self._tenants = tenants
         self._max_request_bytes = max_request_bytes
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
-        self._running_ids: set[str] = set()
+        self._running_ids: set[tuple[str, str]] = set()
         self._num_arriving_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +72,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, send, self._running_ids)
-        self._running_ids.add(call.request_id)
+        call = _Call(scope, send)
         CURRENT_CALL.set(call.info)  # a request runs in a task of its own
         try:
             problem = await self._problem_of_serving(scope, receive, call)
@@ -70,7 +80,6 @@ class RequestMiddleware:
                 answer = error_response(problem, self._error_body_of(scope["path"]))
                 await answer(scope, receive, call.send)
         finally:
-            self._running_ids.discard(call.request_id)
             call.log()
 
     async def _problem_of_serving(
@@ -78,11 +87,36 @@ class RequestMiddleware:
     ) -> Problem | None:
         """Serves one request; returns why it failed, unless the application has answered."""
         try:
-            return await self._serve(scope, receive, call)
+            if scope["path"] in _OPEN_PATHS:
+                await self._app(scope, receive, call.send)  # which does not read a body
+                return None
+            return await self._serve_client(scope, receive, call)
         except asyncio.CancelledError:  # the server stops, and this task with it
             return _closing(503, "the server is stopping; try again")
         except Exception as error:
-            return problem_of(error, call.request_id)
+            problem = problem_of(error, call.request_id)
+            if call.is_body_read or not _has_large_body(scope):
+                return problem
+            return replace(problem, headers={**problem.headers, **_CLOSE})
+
+    async def _serve_client(self, scope: Scope, receive: Receive, call: "_Call") -> Problem | None:
+        """Serves a request of a client, if its credential and its limits allow it.
+
+        Raises:
+            UnauthenticatedError: it has no valid credential.
+            ResourceExhaustedError: a limit of the client is reached.
+        """
+        tenant = self._tenants.find(_credentials_of(scope))
+        with tenant.running():
+            call.info.caller = tenant
+            if (tenant.name, call.request_id) in self._running_ids:
+                call.lengthen_id()
+            key = (tenant.name, call.request_id)
+            self._running_ids.add(key)
+            try:
+                return await self._serve(scope, receive, call)
+            finally:
+                self._running_ids.discard(key)
 
     async def _serve(self, scope: Scope, receive: Receive, call: "_Call") -> Problem | None:
         """Runs the application; returns why it cannot."""
@@ -100,6 +134,7 @@ class RequestMiddleware:
             return _closing(408, f"the body did not arrive within {self._body_timeout_s:g} s")
         if isinstance(body, Problem):
             return body
+        call.is_body_read = True
         if body and not _is_json(headers.get(b"content-type", b"")):
             return http_problem(415, "the body must have the content type application/json")
         await self._app(scope, _replaying(body, receive), call.send)
@@ -129,8 +164,16 @@ class RequestMiddleware:
 
 def _closing(status: int, message: str) -> Problem:
     """A problem after which the connection cannot be used: the body was not read to its end."""
-    headers = {"Connection": "close"} | ({"Retry-After": "1"} if status == 503 else {})
+    headers = _CLOSE | ({"Retry-After": "1"} if status == 503 else {})
     return http_problem(status, message, headers)
+
+
+def _has_large_body(scope: Scope) -> bool:
+    """Whether the body may be so large that a closed connection costs less than to receive it."""
+    if scope["method"] not in _WITH_BODY:
+        return False
+    declared = dict(scope["headers"]).get(b"content-length")
+    return declared is None or int(declared) > _LARGE_BODY_BYTES
 
 
 def _is_json(content_type: bytes) -> bool:
@@ -158,27 +201,34 @@ class _Call:
     Args:
         scope: the request's.
         send: the server's.
-        running_ids: ids of running requests. A client may use one several times at once; the
-            pipeline needs ids that differ, so that such a request gets a longer one.
 
     Attributes:
         request_id: the client's or a new one; also in the scope's state.
         info: what log lines and the pipeline need of it.
         status: of the answer, once it has begun.
+        is_body_read: whether the body has been read to its end.
     """
 
-    def __init__(self, scope: Scope, send: Send, running_ids: Collection[str]) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
         self.status = 0
+        self.is_body_read = False
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self._echoed_id = given if _FIT_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        self.request_id = self._echoed_id.decode()
-        if self.request_id in running_ids:
-            self.request_id += f"-{uuid.uuid4().hex[:12]}"
-        state: dict[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = self.request_id
-        self.info = CallInfo(self.request_id, _trace_of(scope))
+        self.info = CallInfo(trace=_trace_of(scope))
+        self._set_id(self._echoed_id.decode())
+
+    def lengthen_id(self) -> None:
+        """Makes the id differ from that of another running request of the same client: the
+        pipeline needs ids that differ.
+        """
+        self._set_id(f"{self.request_id}-{uuid.uuid4().hex[:12]}")
+
+    def _set_id(self, request_id: str) -> None:
+        self.request_id = self.info.request_id = request_id
+        state: dict[str, Any] = self._scope.setdefault("state", {})
+        state["request_id"] = request_id
 
     async def send(self, message: Message) -> None:
         """Adds the id to the headers of the answer."""
@@ -204,6 +254,15 @@ class _Call:
                 method=method, path=path, status=status, duration_ms=duration_ms, client=client
             ),
         )
+
+
+def _credentials_of(scope: Scope) -> Sequence[str]:
+    """The credentials in the headers."""
+    given: dict[bytes, str] = {}
+    for name, value in scope["headers"]:
+        if name in (b"authorization", b"x-api-key"):
+            given.setdefault(name, value.decode("latin-1"))
+    return credentials_of(given.get(b"authorization"), given.get(b"x-api-key"))
 
 
 def _trace_of(scope: Scope) -> TraceContext | None:

@@ -30,7 +30,11 @@ ENDPOINTS = EndpointGroup(_ROUTER)
 )
 async def list_models(request: Request) -> Response:
     """Lists the served models; each alias is listed too."""
-    data = [_fields(model, name) for model in context_of(request).models for name in model.names]
+    data = [
+        _fields(model, name)
+        for model in context_of(request).models.usable()
+        for name in model.names
+    ]
     return json_response({"object": "list", "data": data})
 
 

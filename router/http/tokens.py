@@ -82,7 +82,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         raise InvalidArgumentError("exactly one of prompt and messages must be set")
     if body.prompt is not None:
         check_length("prompt", body.prompt, MAX_TOKENIZE_CHARS)
-        token_ids = await model.tokenizer.encode_async(
+        token_ids = await model.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
@@ -106,5 +106,5 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     model = context_of(request).models.find(body.model or "")
     check_length("tokens", body.tokens, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
     check_token_ids("tokens", body.tokens, model.vocab_size)
-    text = await model.tokenizer.decode_async(body.tokens, skip_special_tokens=False)
+    text = await model.decode(body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

@@ -8,11 +8,13 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -21,6 +23,8 @@ from baton.cli import main
 from baton.errors import UnavailableError
 from baton.health import wait_until_serving
 from baton.up.run_folder import SHARED_MEMORY
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.certificates import Authority, write_files
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 BATON = Path(sys.executable).with_name("baton")
@@ -100,6 +104,28 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
+def read_private(path: Path) -> str:
+    """Returns the text of a file that only its owner may read."""
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    return path.read_text().strip()
+
+
+async def check_that_workers_need_the_token(served: Served) -> None:
+    shown = dict(line.split() for line in served.seen if re.match(r"(token|decode-0) +\S+$", line))
+    token = read_private(Path(shown["token"]))
+    for child in served.children().values():
+        assert child.environ()["BATON_CLUSTER_TOKEN"] == token
+        assert token not in " ".join(child.cmdline())
+    assert token not in "".join(served.seen)
+    async with grpc.aio.insecure_channel(shown["decode-0"]) as channel:
+        worker, request = worker_pb2_grpc.WorkerServiceStub(channel), worker_pb2.GetInfoRequest()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await worker.GetInfo(request, timeout=30)
+        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with_token = (("authorization", f"Bearer {token}"),)
+        assert (await worker.GetInfo(request, timeout=30, metadata=with_token)).worker_id
+
+
 async def generate_when_back(router: str) -> list[int]:
     """Retries until the cluster serves again; returns the tokens."""
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -124,7 +150,8 @@ async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
             result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=60)
         assert list(result.token_ids) == expected
         assert result.timings.prefill_ms > 0
-        assert len(run_folders(served.process.pid)) == 2
+        assert len(run_folders(served.process.pid)) == 3
+        await check_that_workers_need_the_token(served)
 
         children["decode_service"].send_signal(signal.SIGKILL)
         await served.read_until("decode-0 | starting again")
@@ -157,6 +184,33 @@ async def test_the_demo_prints_a_completion_and_a_command_that_works_when_pasted
         output = await served.read_to_end()
         assert await served.process.wait() == 0, output
         assert run_folders(served.process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cert_reqs", ["none", "required"])
+async def test_a_router_with_tls_is_ready_and_the_printed_command_works(tmp_path, cert_reqs):
+    authority = Authority()
+    leaf = authority.issue("router", dns=["baton.example.com"], addresses=[])
+    own = write_files(tmp_path / "router", leaf, authority.certificate)
+    client = write_files(tmp_path / "client", authority.issue("client"))
+    flags = ["--ssl-certfile", own.certfile, "--ssl-keyfile", own.keyfile]
+    pair = ""
+    if cert_reqs == "required":
+        flags += ["--ssl-ca-certs", own.ca_certs, "--ssl-cert-reqs", "required"]
+        pair = f" --cert {client.certfile} --key {client.keyfile}"
+    else:
+        flags.append("--demo")
+    async with running_serve(*flags) as served:
+        await wait_until_ready(served)
+        assert served.url.startswith("https://")
+        command = next(line for line in "".join(served.seen).splitlines() if " curl " in line)
+        answer = json.loads(await run_in_shell(command + pair))
+        assert answer["choices"][0]["message"]["content"].strip()
+        if not pair:
+            shared = f"--ssl-ca-certs {own.ca_certs} --ssl-server-name baton.example.com"
+            assert await run_in_shell(f"{BATON} health {served.router} {shared}") == "SERVING\n"
+            text = f"{BATON} generate Hello --address {served.router} --max-tokens 4 {shared}"
+            assert await run_in_shell(text)
 
 
 async def run_in_shell(command: str) -> str:

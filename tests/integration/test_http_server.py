@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from baton.errors import ConfigurationError, UnavailableError
-from router.http.app import build_app
 from router.http.config import HttpConfig
 from router.http.server import HttpServer
 from tests.support.bench_requests import completion_body, read_result
@@ -411,6 +410,6 @@ async def test_stopping_cancels_answers_that_do_not_end(streams):
 async def test_an_address_in_use_is_refused():
     async with running_http(FakeDecode([50])) as api:
         config = HttpConfig(port=api.server.port)
-        second = HttpServer(build_app(api.router.service.models, config), config)
+        second = HttpServer(api.server._app, config)
         with pytest.raises(ConfigurationError, match="cannot listen on"):
             await second.start()

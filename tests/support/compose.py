@@ -87,8 +87,9 @@ class ComposeProcesses:
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
         for volume in self._services[name].get("volumes", ()):
             source, target, *_ = volume.split(":")
-            if replaced.endswith(f"={target}"):
-                replaced = replaced.removesuffix(target) + str(self._mounted(source))
+            flag, _, path = replaced.partition("=")
+            if f"{path}/".startswith(f"{target}/"):
+                replaced = f"{flag}={self._mounted(source)}{path.removeprefix(target)}"
         return replaced
 
     def _mounted(self, source: str) -> Path:

@@ -8,6 +8,7 @@ from baton.v1 import generation_pb2_grpc
 from router.models import Models
 from router.server import SERVICE_NAMES
 from router.servicer import GenerationServicer
+from router.tenants.tenant import OPEN_TENANT, Tenant
 from rpc.interceptors import CallInterceptor
 from rpc.server import _HandlerTable
 
@@ -34,7 +35,7 @@ class DirectCalls:
         async def find(details: Any) -> Any:
             return self._table.service(details)
 
-        handler = await CallInterceptor().intercept_service(find, details)
+        handler = await CallInterceptor(_open_tenant).intercept_service(find, details)
         context = _Context()
         try:
             if handler.response_streaming:
@@ -45,6 +46,10 @@ class DirectCalls:
         except grpc.aio.AbortError:
             pass
         return context.status.name
+
+
+def _open_tenant(method: str, context: Any) -> Tenant:
+    return OPEN_TENANT
 
 
 class _Details:
@@ -60,7 +65,7 @@ class _Context:
     def __init__(self) -> None:
         self.status = grpc.StatusCode.OK
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         details.encode()
         self.status = code
         raise grpc.aio.AbortError
@@ -73,6 +78,9 @@ class _Context:
 
     def code(self) -> grpc.StatusCode:
         return self.status
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     def peer(self) -> str:
         return "test"

@@ -17,7 +17,7 @@ from router.config import RouterConfig, ServedModelConfig
 from router.http.config import HttpConfig
 from router.models import Models, RouterFiles
 from router.security import RouterSecurity
-from router.server import SERVICE_NAMES, RouterService
+from router.server import SERVICE_NAMES, RouterService, access_of
 from router.tokenizer import Tokenizer
 from rpc.channels import open_channel
 from rpc.server import RpcServer
@@ -103,7 +103,7 @@ async def running_router(
     }
     router_config = router_config_of({"model": MODEL, **targets, **config})
     security = RouterSecurity(router_config.security)
-    server = RpcServer(router_config.grpc, SERVICE_NAMES, security.grpc_access())
+    server = RpcServer(router_config.grpc, SERVICE_NAMES, access_of(router_config, security))
     await server.listen()
     files = RouterFiles(tokenizer(), default_params or {}, chat_template)
     service = RouterService(router_config, [files] * len(router_config.models), server, security)

@@ -10,6 +10,8 @@ from baton.flag_parser import FlagParser
 from router.config import add_args, router_config_from_args
 from router.http.app import build_app
 from router.http.config import HttpConfig
+from router.tenants.config import TenantsConfig
+from router.tenants.tenants import Tenants
 from scripts import generate_configuration
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +77,7 @@ def test_every_make_target_that_is_named_exists():
 
 def test_every_http_endpoint_is_documented():
     page = (ROOT / "docs" / "http.md").read_text()
-    paths = build_app((), HttpConfig()).openapi()["paths"]
+    paths = build_app((), HttpConfig(), Tenants(TenantsConfig())).openapi()["paths"]
     assert len(paths) >= 13
     assert [path for path in paths if path.replace("{model_id}", "NAME") not in page] == []
 

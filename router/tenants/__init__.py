@@ -1,0 +1,1 @@
+"""Who calls the router, and what they may do."""

@@ -1,0 +1,188 @@
+"""`Tenant`: one client of the router, its limits and what it uses of them."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from baton.errors import PermissionDeniedError, ResourceExhaustedError
+from router.tenants.bucket import TokenBucket
+from router.tenants.config import TenantPolicy
+from rpc.logs import CURRENT_CALL
+
+__all__ = ["OPEN_TENANT", "CountRefusal", "Tenant", "tenant_of_call"]
+
+Clock = Callable[[], float]
+_SHOWN_CHARS = 64
+
+
+class CountRefusal(Protocol):
+    """Counts a call that was refused."""
+
+    def __call__(self, reason: str) -> None:
+        """Counts one.
+
+        Args:
+            reason: credentials, permission, concurrency, request_rate or token_rate.
+        """
+
+
+def count_nothing(reason: str) -> None:
+    """Counts no refusals."""
+
+
+class Tenant:
+    """A client. Used by the event loop alone.
+
+    Args:
+        name: separates its request ids and its cached prompts from those of others; empty for the
+            tenant of a router that asks for no credentials, whose cache salts stay as they are.
+        policy: its limits.
+        clock: seconds, monotonic.
+        count_refusal: called with each refusal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: TenantPolicy,
+        clock: Clock = time.monotonic,
+        count_refusal: CountRefusal = count_nothing,
+    ) -> None:
+        self.name = name
+        self._clock = clock
+        self._count_refusal = count_refusal
+        self._num_running = 0
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.set_policy(policy)
+
+    def set_policy(self, policy: TenantPolicy) -> None:
+        """Changes the limits. What was used stays counted."""
+        self.policy = policy
+        self._requests = self._bucket(self._requests, policy.requests_per_minute)
+        self._tokens = self._bucket(self._tokens, policy.tokens_per_minute)
+
+    @property
+    def max_requests(self) -> float:
+        """The most requests that may run at the same time."""
+        most = self.policy.max_concurrent_requests
+        return math.inf if most is None else most
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing runs and nothing counts against a limit."""
+        now = self._clock()
+        buckets = (self._requests, self._tokens)
+        return self._num_running == 0 and all(one is None or one.is_full(now) for one in buckets)
+
+    @contextmanager
+    def running(self, num_requests: int = 1) -> Iterator[None]:
+        """Counts requests as begun, and as running while the context lasts.
+
+        Raises:
+            ResourceExhaustedError: a limit is reached; states when to try again.
+        """
+        self._check(num_requests)
+        if self._requests is not None:
+            self._requests.take(num_requests, self._clock())
+        self._num_running += num_requests
+        try:
+            yield
+        finally:
+            self._num_running -= num_requests
+
+    def use_prompt(self, num_tokens: int) -> None:
+        """Counts the tokens of a prompt before the tiers compute it.
+
+        Raises:
+            ResourceExhaustedError: earlier tokens have used up the minute's.
+        """
+        self._check_tokens()
+        self.use_tokens(num_tokens)
+
+    def use_tokens(self, num_tokens: int) -> None:
+        """Counts tokens that were generated. More than the limit delays the next request."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, self._clock())
+
+    def cache_salt(self, client_salt: str) -> str:
+        """The salt of a request's cached blocks, which no request of another tenant has.
+
+        Args:
+            client_salt: the request's own, which divides the tenant's cache further.
+        """
+        if not self.name:
+            return client_salt
+        key = hashlib.sha256(self.name.encode(errors="surrogatepass")).digest()
+        salt = client_salt.encode(errors="surrogatepass")
+        return hashlib.blake2b(salt, key=key, person=b"baton.tenant", digest_size=32).hexdigest()
+
+    def priority(self, wanted: int) -> int:
+        """The priority of a request that asks for one: not more urgent than the limit."""
+        most = self.policy.max_priority
+        return wanted if most is None else max(wanted, most)
+
+    def may_use(self, names: tuple[str, ...]) -> bool:
+        """Whether it may use the model with these names."""
+        return not self.policy.models or not set(self.policy.models).isdisjoint(names)
+
+    def check_model(self, names: tuple[str, ...]) -> None:
+        """Refuses a model that the tenant may not use.
+
+        Raises:
+            PermissionDeniedError: names the model.
+        """
+        if not self.may_use(names):
+            self._count_refusal("permission")
+            raise PermissionDeniedError(
+                f"this client may not use model {names[0][:_SHOWN_CHARS]!r}"
+            )
+
+    def _check(self, num_requests: int) -> None:
+        """Refuses requests for which a limit has no room."""
+        most = self.max_requests
+        if self._num_running + num_requests > most:
+            self._count_refusal("concurrency")
+            raise ResourceExhaustedError(
+                f"this client may run at most {most} requests at the same time"
+            )
+        self._check_tokens()
+        bucket = self._requests
+        if bucket is not None and (wait_s := bucket.wait_s(num_requests, self._clock())):
+            self._count_refusal("request_rate")
+            raise ResourceExhaustedError(
+                f"this client may begin at most {bucket.per_minute} requests per minute", wait_s
+            )
+
+    def _check_tokens(self) -> None:
+        bucket = self._tokens
+        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
+            self._count_refusal("token_rate")
+            raise ResourceExhaustedError(
+                f"this client may use at most {bucket.per_minute} tokens per minute", wait_s
+            )
+
+    def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
+        """The bucket of a limit, with what the earlier one held."""
+        if per_minute is None:
+            return None
+        now = self._clock()
+        if bucket is None:
+            return TokenBucket(per_minute, now)
+        bucket.set_rate(per_minute, now)
+        return bucket
+
+
+OPEN_TENANT = Tenant("", TenantPolicy(name="open"))
+"""Every caller of a router that asks for no credentials."""
+
+
+def tenant_of_call() -> Tenant:
+    """The tenant that makes the call which the present task serves."""
+    call = CURRENT_CALL.get()
+    caller = None if call is None else call.caller
+    assert isinstance(caller, Tenant), "both servers find out who calls before they serve a call"
+    return caller

@@ -1,0 +1,127 @@
+"""`Tenants`: finds the tenant that a call's credentials belong to."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from baton.errors import PermissionDeniedError, UnauthenticatedError
+from baton.security.watched_file import WatchedFile
+from router.tenants.config import TenantPolicy, TenantsConfig
+from router.tenants.file import KeyTable, TenantsFile, read_tenants
+from router.tenants.jwt_tokens import JwtVerifier
+from router.tenants.tenant import OPEN_TENANT, Clock, CountRefusal, Tenant, count_nothing
+
+__all__ = ["Tenants", "credentials_of"]
+
+FLAG_TENANT = "default"
+"""The tenant of the keys of `--api-key`. No token can name it."""
+_SCHEME = "bearer "
+_MAX_CREDENTIAL_CHARS = 8192
+_MOST_TENANTS = 10_000
+"""Tenants that nothing counts against are forgotten beyond this number."""
+
+
+class Tenants:
+    """The router's clients. Used by the event loop alone.
+
+    Args:
+        config: the flags.
+        clock: seconds, monotonic.
+        count_refusal: called with each refused call.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or is bad; names the flag.
+    """
+
+    def __init__(
+        self,
+        config: TenantsConfig,
+        clock: Clock = time.monotonic,
+        count_refusal: CountRefusal = count_nothing,
+    ) -> None:
+        self._is_open = config.is_open
+        self._clock = clock
+        self._count_refusal = count_refusal
+        self._flag_keys = KeyTable(dict.fromkeys(config.api_key, FLAG_TENANT))
+        self._file: WatchedFile[TenantsFile] | None = None
+        if config.tenants is not None:
+            self._file = WatchedFile(config.tenants, read_tenants)
+        self._tokens: JwtVerifier | None = None
+        if config.jwks_file is not None:
+            self._tokens = JwtVerifier(
+                config.jwks_file,
+                issuer=config.jwt_issuer or "",
+                audience=config.jwt_audience or "",
+                tenant_claim=config.jwt_tenant_claim,
+            )
+        self._tenants: dict[str, Tenant] = {}
+        self._most_tenants = _MOST_TENANTS
+
+    def find(self, credentials: Iterable[str]) -> Tenant:
+        """Returns the tenant of the first valid credential.
+
+        Args:
+            credentials: keys or tokens, as `credentials_of` returns them.
+
+        Raises:
+            UnauthenticatedError: no credential is valid, for whatever cause.
+            PermissionDeniedError: a valid token names a tenant that may not call the router.
+        """
+        if self._is_open:
+            return OPEN_TENANT
+        file = TenantsFile() if self._file is None else self._file.current()
+        for credential in credentials:
+            name = self._name_of(credential, file)
+            if name is not None:
+                return self._tenant(name, file)
+        self._count_refusal("credentials")
+        raise UnauthenticatedError("the call lacks a valid credential")
+
+    def _name_of(self, credential: str, file: TenantsFile) -> str | None:
+        if len(credential) > _MAX_CREDENTIAL_CHARS:
+            return None
+        name = self._flag_keys.find(credential) or file.keys.find(credential)
+        if name is None and self._tokens is not None:
+            name = self._tokens.tenant_name(credential)
+            name = None if name == FLAG_TENANT else name
+        return name
+
+    def _tenant(self, name: str, file: TenantsFile) -> Tenant:
+        """The tenant with a name, with its limits as they are now."""
+        policy = file.policy_of(name)
+        if policy is None:
+            if self._file is not None and name != FLAG_TENANT:
+                self._count_refusal("permission")
+                raise PermissionDeniedError("this tenant may not call this router")
+            policy = _UNLIMITED
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._forget_unused()
+            tenant = Tenant(name, policy, self._clock, self._count_refusal)
+            self._tenants[name] = tenant
+        elif tenant.policy is not policy:
+            tenant.set_policy(policy)
+        return tenant
+
+    def _forget_unused(self) -> None:
+        if len(self._tenants) >= self._most_tenants:
+            used = {name: one for name, one in self._tenants.items() if not one.is_unused}
+            self._tenants = used
+            self._most_tenants = max(_MOST_TENANTS, 2 * len(used))
+
+
+_UNLIMITED = TenantPolicy(name="unlimited")
+
+
+def credentials_of(authorization: str | None, api_key: str | None) -> Sequence[str]:
+    """The credentials of a call.
+
+    Args:
+        authorization: the header of that name, of the scheme Bearer.
+        api_key: the header `x-api-key`, which Anthropic's clients send.
+    """
+    found = []
+    if authorization is not None and authorization[: len(_SCHEME)].lower() == _SCHEME:
+        found.append(authorization[len(_SCHEME) :].strip())
+    if api_key is not None:
+        found.append(api_key.strip())
+    return [one for one in found if one]
