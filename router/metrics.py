@@ -18,6 +18,8 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready")
+REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate")
+"""Reasons of `baton_router_refused_calls`."""
 
 # Names of counters lack the suffix `_total`, which Prometheus adds.
 METRICS: dict[str, MetricInfo] = {
@@ -69,6 +71,9 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_stream_pause_seconds": MetricInfo(
         "gauge", "How long streams pause after a message, because the event loop is late."
     ),
+    "baton_router_refused_calls": MetricInfo(
+        "counter", "Calls refused because of who calls, or how often.", {"reason": REFUSALS}
+    ),
     "baton_router_calls": MetricInfo(
         "counter",
         "Calls of clients that ended, by gRPC status or HTTP status.",
@@ -119,6 +124,10 @@ class RouterMetrics:
             status: the name of a gRPC status, or the number of an HTTP status.
         """
         self._metrics.add("baton_router_calls", 1, protocol, status)
+
+    def count_refusal(self, reason: str) -> None:
+        """Counts a call that was refused for one of `REFUSALS`."""
+        self._metrics.add("baton_router_refused_calls", 1, reason)
 
     def count_request(self, record: RequestRecord) -> None:
         """Counts a request that has ended."""

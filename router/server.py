@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from router.pace import Pace
 from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
+from rpc.interceptors import CountCall
 from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
 from rpc.tracing import open_tracer
 
@@ -43,6 +45,7 @@ class RouterService(Service):
         files: the files of the config's models, in its order.
         server: gets the servicer, and is set serving while the router can serve.
         security: certificates and credentials, towards clients and workers.
+        metrics: counts requests and calls.
 
     Attributes:
         models: the served models.
@@ -60,6 +63,7 @@ class RouterService(Service):
         files: Sequence[RouterFiles],
         server: RpcServer,
         security: RouterSecurity,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._server = server
         self._security = security
@@ -67,7 +71,7 @@ class RouterService(Service):
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
-        self._metrics = RouterMetrics()
+        self._metrics = metrics or RouterMetrics()
         self.metrics = CollectorRegistry()
         self.metrics.register(MetricsCollector(self._metrics))
         self.log = RequestLog(self._tracer, self._metrics)
@@ -98,6 +102,10 @@ class RouterService(Service):
         """
         if self.http is not None:
             await self.http.start()
+
+    def count_call(self, protocol: str, status: str) -> None:
+        """Counts a call of a client that has ended; see `RouterMetrics`."""
+        self._metrics.count_call(protocol, status)
 
     @override
     async def drain(self, timeout_s: float) -> None:
@@ -138,14 +146,23 @@ def _http_server(
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    app = build_app(service.models, config.http, security.tenants, service.metrics)
+    app = build_app(
+        service.models,
+        config.http,
+        security.tenants,
+        service.metrics,
+        partial(service.count_call, "http"),
+    )
     return HttpServer(app, config.http, security.http_context())
 
 
-def access_of(config: RouterConfig, security: RouterSecurity) -> ServerAccess:
+def access_of(
+    config: RouterConfig, security: RouterSecurity, count_call: CountCall | None = None
+) -> ServerAccess:
     """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
     return replace(
         security.grpc_access(),
+        count_call=count_call,
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,
     )
@@ -157,11 +174,13 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
-    security = RouterSecurity(config.security)
+    metrics = RouterMetrics()
+    security = RouterSecurity(config.security, metrics.count_refusal)
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
-        service = RouterService(config, await asyncio.gather(*loads), server, security)
+        files = await asyncio.gather(*loads)
+        service = RouterService(config, files, server, security, metrics)
         try:
             await service.start_http()
         except BaseException:
@@ -169,7 +188,8 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start, access_of(config, security))
+    access = access_of(config, security, partial(metrics.count_call, "grpc"))
+    await serve(config.grpc, SERVICE_NAMES, start, access)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from router.http.errors import ErrorBody, error_response, openai_error, problem_
 from router.http.middleware import RequestMiddleware
 from router.models import Models
 from router.tenants.tenants import Tenants
+from rpc.interceptors import CountCall
 
 __all__ = ["build_app"]
 
@@ -57,6 +58,7 @@ def build_app(
     config: HttpConfig,
     tenants: Tenants,
     metrics: CollectorRegistry | None = None,
+    count_call: CountCall = lambda status: None,
 ) -> FastAPI:
     """The application.
 
@@ -65,6 +67,7 @@ def build_app(
         config: the limits.
         tenants: the clients.
         metrics: what `/metrics` shows; None shows nothing.
+        count_call: called with the status of each answer.
     """
     app = _App(
         title="Baton",
@@ -79,6 +82,7 @@ def build_app(
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
         RequestMiddleware,
+        count_call=count_call,
         tenants=tenants,
         max_request_bytes=config.max_request_bytes,
         body_timeout_s=config.body_timeout_s,
