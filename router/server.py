@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
 from baton.metrics_collector import MetricsCollector
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
+from router.cluster_servicer import ClusterServicer
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.metrics import FleetCounts, RouterMetrics
 from router.models import Model, Models, RouterFiles
@@ -31,6 +32,7 @@ __all__ = ["SERVICE_NAMES", "RouterService", "access_of", "add_args", "main", "r
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
 )
 
 
@@ -87,6 +89,9 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        server.add_servicer(
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
+        )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
@@ -161,7 +166,7 @@ def access_of(
 ) -> ServerAccess:
     """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
     return replace(
-        security.grpc_access(),
+        security.grpc_access(config.grpc.host),
         count_call=count_call,
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,

@@ -3,13 +3,12 @@
 `cluster_access` closes a port to all others; `open_cluster_channel` calls such a port.
 """
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from baton.errors import ConfigurationError, UnauthenticatedError
+from baton.errors import UnauthenticatedError
 from baton.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
 from rpc.server import ServerAccess
@@ -31,12 +30,7 @@ def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
     Raises:
         ConfigurationError: others could reach the address, and nothing is asked of them.
     """
-    if not security.verifies_callers and not _is_loopback(host):
-        raise ConfigurationError(
-            f"--host is {host}, where other machines may call this worker, and nothing is asked of "
-            "them; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs with a "
-            "certificate of its own"
-        )
+    security.check_host("--host", host)
     return ServerAccess(
         authorize=authorize_cluster(security), credentials=security.server_credentials()
     )
@@ -70,10 +64,3 @@ def open_cluster_channel(
         security.channel_credentials(),
         options=security.channel_options(host),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,12 +1,14 @@
 """`Certificates`: a process's certificate, its key and its CAs, read again when files change."""
 
 import logging
+import os
 import re
 import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,14 @@ class _Loaded:
         chain: the process's certificate chain, PEM; None if it has none.
         key: its private key, PEM.
         cas: CAs, PEM.
-        revoked: serial numbers by the name of the CA that revoked them.
+        revoked: serial numbers, each with the name of the CA that revoked it, in DER.
         expires: when the process's certificate expires.
     """
 
     chain: bytes | None
     key: bytes | None
     cas: bytes | None
-    revoked: frozenset[tuple[x509.Name, int]]
+    revoked: frozenset[tuple[bytes, int]]
     expires: datetime | None
 
 
@@ -60,8 +62,10 @@ class Certificates:
     def __init__(self, files: CertificateFiles) -> None:
         self.files = files
         self._lock = threading.Lock()
+        self._paths = [path for _, path in files.paths]
         self._stamp = self._read_stamp()
         self._loaded = _load(files)
+        self._version = 0
         self._context: ssl.SSLContext | None = None
 
     @property
@@ -69,10 +73,11 @@ class Certificates:
         """When the process's own certificate expires; None if it has none."""
         return self._current().expires
 
-    def refresh(self) -> bool:
-        """Reads the files again if they have changed; returns whether new ones are in use."""
-        before = self._loaded
-        return self._current() is not before
+    @property
+    def version(self) -> int:
+        """How often the files were read again with success; reads them if they have changed."""
+        self._current()
+        return self._version
 
     def server_credentials(self, *, verifies_clients: bool) -> grpc.ServerCredentials:
         """Credentials of a gRPC server, which read changed files at each new connection.
@@ -122,8 +127,7 @@ class Certificates:
         revoked = self._current().revoked
         if not revoked:
             return False
-        certificate = x509.load_pem_x509_certificate(certificate_pem)
-        return (certificate.issuer, certificate.serial_number) in revoked
+        return _issuer_and_number(certificate_pem) in revoked
 
     # Internals.
 
@@ -165,6 +169,7 @@ class Certificates:
                 self._stamp = stamp
                 try:
                     self._loaded = _load(self.files)
+                    self._version += 1
                     _LOGGER.info("certificates read again: %s", self._described())
                 except ConfigurationError as error:
                     _LOGGER.warning("the last good certificates stay in use: %s", error.message)
@@ -173,9 +178,9 @@ class Certificates:
     def _read_stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         """What changes with the files."""
         stamps: list[tuple[int, int, int] | None] = []
-        for _, path in self.files.paths:
+        for path in self._paths:
             try:
-                stat = Path(path).stat()
+                stat = os.stat(path)  # noqa: PTH116 - each call asks; a Path costs more than that
                 stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
             except OSError:
                 stamps.append(None)
@@ -221,15 +226,22 @@ def _check_pair(files: CertificateFiles, chain: bytes, key: bytes) -> datetime:
 
 def _revoked(
     files: CertificateFiles, crl: bytes | None, authorities: Sequence[x509.Certificate]
-) -> frozenset[tuple[x509.Name, int]]:
+) -> frozenset[tuple[bytes, int]]:
     flag = f"{files.prefix}crlfile"
-    revoked: set[tuple[x509.Name, int]] = set()
+    revoked: set[tuple[bytes, int]] = set()
     for found in _parse(flag, _load_crls, crl) or ():
         signers = [one for one in authorities if one.subject == found.issuer]
         if not any(found.is_signature_valid(one.public_key()) for one in signers):
             raise ConfigurationError(f"{flag} is signed by no CA of {files.prefix}ca-certs")
-        revoked.update((found.issuer, entry.serial_number) for entry in found)
+        issuer = found.issuer.public_bytes()
+        revoked.update((issuer, entry.serial_number) for entry in found)
     return frozenset(revoked)
+
+
+@lru_cache(maxsize=1024)
+def _issuer_and_number(certificate_pem: bytes) -> tuple[bytes, int]:
+    certificate = x509.load_pem_x509_certificate(certificate_pem)
+    return certificate.issuer.public_bytes(), certificate.serial_number
 
 
 def _load_crls(pem: bytes) -> Sequence[x509.CertificateRevocationList]:

@@ -7,6 +7,7 @@ worker's port is closed to callers without them, health excepted.
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -112,11 +113,41 @@ class ClusterSecurity:
     def _verifies_certificates(self) -> bool:
         return self.certificates is not None and self.certificates.files.ca_certs is not None
 
+    def guards(self, host: str) -> bool:
+        """Whether no others can call a port: they need a credential, or cannot reach the address.
+
+        Args:
+            host: the address on which the port listens.
+        """
+        return self.verifies_callers or _is_loopback(host)
+
+    def check_host(self, flag: str, host: str) -> None:
+        """Refuses an address to listen on that others can reach while they need no credential.
+
+        Args:
+            flag: what names the address in the error.
+            host: the address.
+
+        Raises:
+            ConfigurationError: names the flag, and those of the credentials.
+        """
+        if not self.guards(host):
+            raise ConfigurationError(
+                f"{flag} is {host}, where other machines may call this process without a "
+                "credential; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs "
+                "with a certificate of its own"
+            )
+
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of a port for other processes of the cluster; None for one without TLS."""
         if self.certificates is None or self.certificates.files.certfile is None:
             return None
         return self.certificates.server_credentials(verifies_clients=self._verifies_certificates)
+
+    @property
+    def certificates_version(self) -> int:
+        """Changes when the certificates do: a channel has those with which it was opened."""
+        return 0 if self.certificates is None else self.certificates.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials of a channel to another process; None for one without TLS."""
@@ -170,6 +201,13 @@ class ClusterSecurity:
             name.decode(errors="replace") for key in names for name in auth_context.get(key, ())
         }
         return not self._identities.isdisjoint(found)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_token(header: str | bytes, tokens: Iterable[str]) -> bool:

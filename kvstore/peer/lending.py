@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from baton.security.cluster import ClusterSecurity
 from kvstore.jobs import ConnectorWork, SaveJob, SaveResult
 from kvstore.layout import LAYOUT_VERSION, KvLayout
 from kvstore.metrics import TransferMetrics
@@ -39,6 +40,7 @@ class LendingSide:
         generation: random id of this process's start.
         transport: reads this process's memory for peers; None for `grpc://`.
         wake: called, from any thread, when `poll` has something to return or to do.
+        security: what readers must show, and the port's certificate.
 
     Attributes:
         address: the address that handoffs carry.
@@ -55,6 +57,7 @@ class LendingSide:
         generation: bytes,
         transport: PeerTransport | None,
         wake: Callable[[], None],
+        security: ClusterSecurity,
     ) -> None:
         self.metrics: TransferMetrics | None = None
         self._transport = transport
@@ -63,7 +66,8 @@ class LendingSide:
         self.lender = Lender(self._leases, wake)
         name = transport.name if transport is not None else "grpc"
         self._servicer = PeerServicer(generation, name, self._leases, url.timeout_s, wake)
-        self._server = PeerServer(join_host_port(url.host, url.port), self._servicer)
+        address = join_host_port(url.host, url.port)
+        self._server = PeerServer(address, self._servicer, security)
         endpoint = join_host_port(url.advertised_host, self._server.port)
         self.address = PeerAddress(endpoint, generation)
         self._sweeper = Sweeper(self._leases, min(url.timeout_s, url.lease_s), self._after_sweep)

@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
 from kvstore.breaker import Breaker, BreakerCounts
@@ -21,7 +22,11 @@ __all__ = ["GenerationGoneError", "Peer", "PeerRefusedError", "Peers"]
 
 _MAX_PEERS = 64
 _IDLE_S = 60.0
-_REFUSALS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
+_REFUSALS = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 
 _Result = TypeVar("_Result")
 
@@ -39,6 +44,7 @@ class Peer:
 
     Args:
         address: of the process.
+        security: what this process shows, and asks of the other.
 
     Attributes:
         stub: its service. Calls go through `ask`, each with a timeout.
@@ -47,13 +53,15 @@ class Peer:
         meeting: held by the thread that finds out how the peer is read.
         is_added: whether the transport can read its memory.
         ranges_per_block: the most ranges that a block of it consisted of; 0 before the first block.
+        certificates_version: that of the certificates with which it was opened.
         num_users: contexts of `Peers.use` that are open; changed under the lock of `Peers`.
         idle_since: when the last one ended, by `time.monotonic`.
     """
 
-    def __init__(self, address: PeerAddress) -> None:
+    def __init__(self, address: PeerAddress, security: ClusterSecurity) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address.endpoint, options=CHANNEL_OPTIONS)
+        self.certificates_version = security.certificates_version
+        self._channel = _open_channel(address.endpoint, security)
         self.stub = kv_peer_pb2_grpc.KvPeerServiceStub(self._channel)
         self.read_blocks = self._channel.unary_stream(
             f"/{SERVICE_NAME}/ReadBlocks",
@@ -102,15 +110,47 @@ def _answer(call: Callable[[], _Result], address: PeerAddress) -> "_Result | Pee
         raise StoreUnavailableError(f"{address.endpoint}: {error}") from None
 
 
+def _open_channel(endpoint: str, security: ClusterSecurity) -> grpc.Channel:
+    options = (*CHANNEL_OPTIONS, *security.channel_options())
+    credentials = security.channel_credentials()
+    if credentials is None:
+        channel = grpc.insecure_channel(endpoint, options)
+    else:
+        channel = grpc.secure_channel(endpoint, credentials, options)
+    return grpc.intercept_channel(channel, _ShowsCredential(security))
+
+
+class _ShowsCredential(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds the cluster's credential to each call."""
+
+    def __init__(self, security: ClusterSecurity) -> None:
+        self._security = security
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Makes a call with the credential."""
+        return continuation(self._with_credential(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Makes a call with the credential."""
+        return continuation(self._with_credential(details), request)
+
+    def _with_credential(self, details: Any) -> Any:
+        return details._replace(metadata=self._security.call_metadata())
+
+
 class Peers:
     """A bounded number of peers, in use or used within the last minute. Thread-safe.
 
     Args:
         transport: knows the peers as well; None if grpc alone does.
+        security: what this process shows to peers, and asks of them.
     """
 
-    def __init__(self, transport: PeerTransport | None = None) -> None:
+    def __init__(
+        self, transport: PeerTransport | None = None, security: ClusterSecurity | None = None
+    ) -> None:
         self._transport = transport
+        self._security = security or ClusterSecurity()
         self._lock = threading.Lock()
         self._peers: dict[PeerAddress, Peer] = {}
         self._num_opened_before = 0  # breakers of peers that are forgotten
@@ -161,14 +201,23 @@ class Peers:
         with self._lock:
             if self._is_closed:
                 raise StoreUnavailableError("the connector is closed")
-            idle = self._take_idle(except_for=address)
+            idle = self._take_idle(except_for=address) + self._take_outdated(address)
             peer = self._peers.get(address)
             if peer is None:
-                peer = self._peers[address] = Peer(address)
+                peer = self._peers[address] = Peer(address, self._security)
             peer.num_users += 1
         for unused in idle:
             self._end(unused)
         return peer
+
+    def _take_outdated(self, address: PeerAddress) -> list[Peer]:
+        """Removes and returns a peer that is not in use and has older certificates than the files:
+        its channel would connect with these.
+        """
+        peer, version = self._peers.get(address), self._security.certificates_version
+        if peer is None or peer.num_users or peer.certificates_version == version:
+            return []
+        return [self._take(address)]
 
     def _take_idle(self, *, except_for: PeerAddress) -> list[Peer]:
         """Removes and returns peers that were not used for a while, or are too many to keep."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
 from kvstore.peer.framing import pack_chunks, to_message
@@ -234,6 +235,7 @@ class PeerServer:
         address: `host:port` to listen on; port 0 for a free one.
         servicer: has the handlers, such as a `PeerServicer`; its `ReadBlocks` yields messages as
             bytes.
+        security: what callers must show, and the port's certificate.
 
     Attributes:
         port: the bound port.
@@ -242,15 +244,23 @@ class PeerServer:
         ConfigurationError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, servicer: Any) -> None:
+    def __init__(
+        self, address: str, servicer: Any, security: ClusterSecurity | None = None
+    ) -> None:
+        security = security or ClusterSecurity()
+        security.check_host("KV peers: the address", _host_of(address))
+        credentials = security.server_credentials()
         self._server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="baton-kv-peer"),
-            handlers=[_handlers_of(servicer)],
+            handlers=[_handlers_of(servicer, security)],
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
         try:
-            self.port = self._server.add_insecure_port(address)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ConfigurationError(
                 f"KV peers: cannot listen on {address}: in use, or not an address of this machine; "
@@ -263,14 +273,40 @@ class PeerServer:
         self._server.stop(grace=0).wait()
 
 
-def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:
-    """Returns the generated handlers, with one for ReadBlocks whose messages are bytes."""
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _handlers_of(servicer: Any, security: ClusterSecurity) -> grpc.GenericRpcHandler:
+    """Returns the generated handlers, with one for ReadBlocks whose messages are bytes. They
+    refuse callers from outside of the cluster before a request is parsed.
+    """
     recorder = _HandlerRecorder()
     kv_peer_pb2_grpc.add_KvPeerServiceServicer_to_server(servicer, cast("grpc.Server", recorder))
     recorder.handlers["ReadBlocks"] = grpc.unary_stream_rpc_method_handler(
         servicer.ReadBlocks, request_deserializer=pb.ReadBlocksRequest.FromString
     )
-    return grpc.method_handlers_generic_handler(SERVICE_NAME, recorder.handlers)
+    closed = {name: _closed(handler, security) for name, handler in recorder.handlers.items()}
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, closed)
+
+
+def _closed(handler: Any, security: ClusterSecurity) -> "grpc.RpcMethodHandler[Any, Any]":
+    """Returns a handler for callers that the cluster admits alone."""
+
+    def admit(data: bytes, context: Any) -> Any:
+        if not security.admits(context.invocation_metadata(), context.auth_context()):
+            _abort(context, grpc.StatusCode.UNAUTHENTICATED, "no valid credential of this cluster")
+        return handler.request_deserializer(data)
+
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            lambda data, context: handler.unary_stream(admit(data, context), context),
+            response_serializer=handler.response_serializer,
+        )
+    return grpc.unary_unary_rpc_method_handler(
+        lambda data, context: handler.unary_unary(admit(data, context), context),
+        response_serializer=handler.response_serializer,
+    )
 
 
 class _HandlerRecorder:

@@ -60,16 +60,18 @@ class PeerConnectorWorker(KvConnectorWorker):
         url: PeerUrl,
         transport: PeerTransport | None = None,
         make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
+        security: ClusterSecurity | None = None,
     ) -> None:
+        security = security or ClusterSecurity()
         self._wake: Callable[[], None] = lambda: None
         self._transport = transport
         self._metrics: TransferMetrics | None = None
         self._answers: list[LookupResult] = []
         self._kept: Any = None  # this worker's entry in `_still_written_to`
         self._lending = LendingSide(
-            url, os.urandom(_GENERATION_BYTES), transport, self._wake_engine
+            url, os.urandom(_GENERATION_BYTES), transport, self._wake_engine, security
         )
-        self._peers = Peers(transport)
+        self._peers = Peers(transport, security)
         self._renewals = Renewals(self._peers, url.timeout_s)
         self._settlements = SettlementWatch(self._wake_engine)
         self._closer = ReadCloser(self._peers)
@@ -169,7 +171,7 @@ class PeerConnectorWorker(KvConnectorWorker):
 
 
 def open_peer_connector(
-    url: str, security: ClusterSecurity
+    url: str, security: ClusterSecurity | None = None
 ) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
     """Opens both halves, and listens.
 
@@ -183,7 +185,7 @@ def open_peer_connector(
     peer_url = PeerUrl.parse(url)
     transport = _open_transport(peer_url.scheme)
     try:
-        worker = PeerConnectorWorker(peer_url, transport)
+        worker = PeerConnectorWorker(peer_url, transport, security=security)
     except BaseException:
         if transport is not None:
             transport.close()

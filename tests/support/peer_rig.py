@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from baton.security.cluster import ClusterSecurity
 from kvstore.connector import KvConnectorScheduler
 from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
@@ -47,8 +48,9 @@ class PeerRig(ConnectorDriver):
         transport: PeerTransport | None = None,
         form: TransferForm | None = None,
         pool: torch.Tensor | None = None,
+        security: ClusterSecurity | None = None,
     ) -> None:
-        opened = open_peer_connector(url) if transport is None else _open(url, transport)
+        opened = open_peer_connector(url, security) if transport is None else _open(url, transport)
         if pool is None:
             pool = random_pool(num_blocks, layout)
         super().__init__(opened, pool, layout, form, timeout_s=TIMEOUT_S)

@@ -23,6 +23,12 @@ def leaves(authority):
     return [authority.issue(f"leaf {i}", expires_in=timedelta(days=i + 1)) for i in range(2)]
 
 
+def refresh(certificates):
+    """Whether changed files are in use now."""
+    before = certificates._version
+    return certificates.version != before
+
+
 def days_left(certificates):
     return round((certificates.expires - datetime.now(UTC)) / timedelta(days=1))
 
@@ -30,21 +36,21 @@ def days_left(certificates):
 def test_a_renewed_certificate_is_read_again(tmp_path, leaves):
     certificates = Certificates(write_files(tmp_path, leaves[0]))
     assert days_left(certificates) == 1
-    assert not certificates.refresh()
+    assert not refresh(certificates)
     write_files(tmp_path, leaves[1])
-    assert certificates.refresh()
+    assert refresh(certificates)
     assert days_left(certificates) == 2
-    assert not certificates.refresh()
+    assert not refresh(certificates)
 
 
 def test_the_last_good_pair_stays_while_certificate_and_key_do_not_fit(tmp_path, leaves, caplog):
     certificates = Certificates(write_files(tmp_path, leaves[0]))
     (tmp_path / "cert.pem").write_bytes(leaves[1].certificate)
-    assert not certificates.refresh()
+    assert not refresh(certificates)
     assert days_left(certificates) == 1
     assert "last good certificates stay in use: --ssl-keyfile is not the key" in caplog.text
     (tmp_path / "key.pem").write_bytes(leaves[1].key)
-    assert certificates.refresh()
+    assert refresh(certificates)
     assert days_left(certificates) == 2
 
 
@@ -56,12 +62,12 @@ def test_the_last_good_files_stay_while_new_ones_are_unreadable(tmp_path, leaves
         path.unlink()
     else:
         path.write_bytes(b"" if spoil == "empty" else b"-----BEGIN CERTIFICATE-----\n!\n")
-    assert not certificates.refresh()
-    assert not certificates.refresh()
+    assert not refresh(certificates)
+    assert not refresh(certificates)
     assert len(caplog.records) == 1  # one warning per change
     assert days_left(certificates) == 1
     write_files(tmp_path, leaves[1])
-    assert certificates.refresh()
+    assert refresh(certificates)
 
 
 def test_revoked_certificates_are_known_and_the_list_is_read_again(tmp_path, authority, leaves):
@@ -106,7 +112,7 @@ def test_no_key_is_logged(tmp_path, leaves, caplog):
     caplog.set_level(logging.DEBUG)
     certificates = Certificates(write_files(tmp_path, leaves[0]))
     write_files(tmp_path, leaves[1])
-    certificates.refresh()
+    refresh(certificates)
     assert "certificates read again" in caplog.text
     assert "PRIVATE" not in caplog.text
 
@@ -166,7 +172,7 @@ def test_a_tls_server_keeps_its_context_when_files_change_as_they_are_read(
     certificates = Certificates(write_files(tmp_path, leaves[0]))
     context = certificates.server_context(verify_mode=ssl.CERT_NONE)
     write_files(tmp_path, leaves[1])
-    assert certificates.refresh()
+    assert refresh(certificates)
     (tmp_path / "cert.pem").write_bytes(leaves[0].certificate)  # does not fit the key
     # As if that had happened after the files were checked.
     monkeypatch.setattr(certificates, "_read_stamp", lambda: certificates._stamp)
