@@ -25,7 +25,7 @@ class RouterSecurity:
 
     Args:
         config: the paths.
-        count_refusal: called with each refused call of a client.
+        count_refusal: called with each call of a client that is refused.
 
     Attributes:
         cluster: for calls to workers.

@@ -17,7 +17,6 @@ from baton.cli import serve
 from baton.cli.serve_config import cluster_config_from_args, running_config
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
-from baton.flag_sources import without_flag_variables
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
@@ -102,7 +101,7 @@ def test_no_command_line_of_a_child_has_a_key(monkeypatch):
     spec = plan_cluster(config(security=RouterSecurityConfig(tenants=tenants))).router.spec
     assert "sk-" not in f"{spec}"
     assert "sha256:" not in f"{spec.arguments}"
-    for name, value in without_flag_variables(spec.environment).items():
+    for name, value in spec.environment.items():
         monkeypatch.setenv(name, value)
     parser = FlagParser.of_command("python -m router", serve.main, add_router_args)
     parsed = router_config_from_args(parser.parse_args(list(spec.arguments)))
