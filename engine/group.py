@@ -95,7 +95,7 @@ class Sequence:
     @property
     def has_rules(self) -> bool:
         """Whether its next token is drawn by logit rules, once it has drawn one."""
-        return bool(self.draws) and self.draws[0].rules is not None
+        return any(draw.rules is not None for draw in (self.draws or ())[:1])
 
     @property
     def finish_reason(self) -> FinishReason | None:

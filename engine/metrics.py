@@ -12,7 +12,7 @@ from typing import Literal
 
 from baton.metrics import MetricInfo, Metrics, Snapshot, buckets_between
 from engine.batch import ScheduledBatch
-from engine.request import EngineOutput, FinishReason, StageTimings
+from engine.request import EngineOutput, FinishReason
 
 __all__ = ["METRICS", "WAITS", "EngineMetrics", "Phase", "StepTimer"]
 
@@ -143,18 +143,24 @@ class EngineMetrics:
         self._metrics.add("baton_engine_cached_prompt_tokens", num_local, "local")
         self._metrics.add("baton_engine_cached_prompt_tokens", num_loaded, "loaded")
 
-    def first_token(self, timings: StageTimings, seconds: float) -> None:
-        """Counts the stages of a request until its first token, which took `seconds`."""
+    def first_token(
+        self, arrived_at: float, loaded_at: float | None, scheduled_at: float, now: float
+    ) -> None:
+        """Counts the stages of a request that draws its first token.
+
+        Args:
+            arrived_at: when it arrived.
+            loaded_at: when its load ended; None if it loaded nothing.
+            scheduled_at: when its first step began.
+            now: when the token was drawn.
+        """
         observe = self._metrics.observe
-        for name, start, end in timings.stages:
-            match name:
-                case "load":
-                    observe("baton_engine_load_seconds", end - start)
-                case "queue":
-                    observe("baton_engine_queue_seconds", end - start)
-                case "prefill":
-                    observe("baton_engine_prefill_seconds", end - start)
-        observe("baton_engine_first_token_seconds", seconds)
+        if loaded_at is not None:
+            observe("baton_engine_load_seconds", loaded_at - arrived_at)
+        queued_at = arrived_at if loaded_at is None else loaded_at
+        observe("baton_engine_queue_seconds", scheduled_at - queued_at)
+        observe("baton_engine_prefill_seconds", now - scheduled_at)
+        observe("baton_engine_first_token_seconds", now - arrived_at)
 
     def request_ended(self, reason: FinishReason, seconds: float) -> None:
         """Counts a request that has ended, `seconds` after its arrival."""

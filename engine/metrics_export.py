@@ -105,13 +105,10 @@ _HISTOGRAMS = {
 
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-
 
 def _vllm_infos() -> Iterator[tuple[str, MetricInfo]]:
     for name, (series, *_) in _VALUES.items():
-        kind, text = ("gauge" if name in _GAUGES else "counter"), f"vLLM's name of {series[0]}."
-        yield name, MetricInfo(kind, text, _LABELS)
+        yield name, MetricInfo(METRICS[series[0]].kind, f"vLLM's name of {series[0]}.", _LABELS)
     for name, ours in _HISTOGRAMS.items():
         buckets = METRICS[ours].buckets
         yield name, MetricInfo("histogram", f"vLLM's name of {ours}.", _LABELS, buckets)

@@ -1,4 +1,7 @@
-"""`Activity`: sums over the requests of a router, for operators."""
+"""`Activity`: errors and recent times of a router's requests, for operators.
+
+`router.metrics` has the other counts.
+"""
 
 import time
 from collections import Counter, deque
@@ -53,21 +56,17 @@ class RecentTimes:
 
 
 class Activity:
-    """Counts what became of requests.
+    """Keeps the errors of requests, and the times of the last minute.
 
     Args:
         clock: monotonic seconds.
 
     Attributes:
-        finished: requests that ran to their end, by finish reason, and those whose client left.
-        failed: requests that were refused or failed, by status name.
-        num_resumes: how often a request continued on another decode replica.
+        failed: requests that were refused or failed, by status name; refused ones have no record.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        self.num_resumes = 0
         self._clock = clock
         self._started_at = clock()
         self._errors: deque[RequestError] = deque(maxlen=_MAX_ERRORS)
@@ -108,13 +107,7 @@ class Activity:
             raise
 
     def ended(self, record: RequestRecord) -> None:
-        """Counts a request that has its end. `watching` counts its error."""
-        if not record.error:
-            self.finished.update(record.finish_reasons[:1])
-        elif record.error == "CANCELLED":
-            self.finished[record.error] += 1
-        num_calls = sum(attempt.tier == "decode" for attempt in record.attempts)
-        self.num_resumes += max(num_calls - 1, 0)
+        """Notes the times of a request that has its end. `watching` counts its error."""
         if record.first_token_at is None:
             return
         self._first_token.add(record.ms_since_arrival(record.first_token_at))

@@ -72,7 +72,7 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Requests that run now."""
+        """Number of running requests."""
         return len(self._running)
 
     @contextmanager

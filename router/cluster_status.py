@@ -1,14 +1,16 @@
 """`ClusterStatus`: the state of a router and of its replicas, as ClusterService returns it."""
 
 import asyncio
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import grpc
 
+from baton.metrics import Series
 from baton.v1 import cluster_pb2, worker_pb2
 from baton.version import __version__
 from router.activity import Activity, RecentTimes
-from router.admission import Admission
+from router.metrics import RouterMetrics
 from router.models import Model, Models
 from router.replica import Replica
 from router.tier import Tier
@@ -28,13 +30,13 @@ class ClusterStatus:
 
     Args:
         models: the served models.
-        admission: counts the running requests.
-        activity: sums over the requests.
+        metrics: counts the requests.
+        activity: their errors and recent times.
     """
 
-    def __init__(self, models: Models, admission: Admission, activity: Activity) -> None:
+    def __init__(self, models: Models, metrics: RouterMetrics, activity: Activity) -> None:
         self._models = models
-        self._admission = admission
+        self._metrics = metrics
         self._activity = activity
 
     async def describe(self) -> cluster_pb2.GetClusterResponse:
@@ -53,12 +55,14 @@ class ClusterStatus:
         )
 
     def _describe_activity(self) -> cluster_pb2.RouterActivity:
-        activity = self._activity
+        activity, values = self._activity, self._metrics.snapshot().values
+        finished = _sums(values, "baton_router_requests", label=1)
         return cluster_pb2.RouterActivity(
-            num_running=self._admission.num_running,
-            finished=activity.finished,
+            num_running=int(values["baton_router_running_requests",]),
+            finished={name: n for name, n in finished.items() if not _is_failure(name)},
             failed=activity.failed,
-            num_resumes=activity.num_resumes,
+            refused=_sums(values, "baton_router_refused_calls", label=0),
+            num_resumes=_sums(values, "baton_router_resumes").total(),
             first_token=_times_to_proto(activity.first_token),
             token=_times_to_proto(activity.token),
             errors=[
@@ -71,6 +75,20 @@ class ClusterStatus:
                 for error in activity.errors
             ],
         )
+
+
+def _sums(values: Mapping[Series, float], metric: str, *, label: int = 0) -> Counter[str]:
+    """Sums a counter over all labels but one."""
+    sums: Counter[str] = Counter()
+    for (name, *labels), value in values.items():
+        if name == metric:
+            sums[labels[label]] += int(value)
+    return sums
+
+
+def _is_failure(outcome: str) -> bool:
+    """Whether an outcome is an error's status name; clients that leave cause no error."""
+    return outcome.isupper() and outcome != "CANCELLED"
 
 
 async def _replicas_of(model: Model, tier: Tier) -> Iterable[cluster_pb2.ReplicaStatus]:

@@ -6,6 +6,7 @@ from itertools import islice
 
 from baton.traceparent import TraceContext
 from router.activity import Activity
+from router.metrics import RouterMetrics
 from router.request_record import RequestRecord
 from router.request_spans import spans_of
 from rpc.logs import CURRENT_CALL, CallInfo
@@ -21,14 +22,21 @@ class RequestLog:
 
     Args:
         tracer: sends spans; None sends none.
+        metrics: counts each request that has ended; None counts none.
         capacity: how many records are kept.
 
     Attributes:
-        activity: sums over all requests.
+        activity: their errors and recent times.
     """
 
-    def __init__(self, tracer: Tracer | None = None, capacity: int = _CAPACITY) -> None:
+    def __init__(
+        self,
+        tracer: Tracer | None = None,
+        metrics: RouterMetrics | None = None,
+        capacity: int = _CAPACITY,
+    ) -> None:
         self._tracer = tracer
+        self._metrics = metrics
         self._capacity = capacity
         self._ended: dict[str, RequestRecord] = {}
         self.activity = Activity()
@@ -81,6 +89,8 @@ class RequestLog:
         return list(islice(reversed(self._ended.values()), count))
 
     def _keep(self, record: RequestRecord) -> None:
+        if self._metrics is not None:
+            self._metrics.count_request(record)
         self.activity.ended(record)
         self._ended.pop(record.request_id, None)  # so that the new one is the last
         self._ended[record.request_id] = record

@@ -190,7 +190,8 @@ def _totals(rates: _Rates) -> Iterator[Line]:
     )
     yield Line(
         f"errors    {_short(rates.of_router(_num_failed))}/s  {_short(_num_failed(activity))} in "
-        f"all{''.join(f'  {count} {code}' for code, count in _most_common(activity.failed))}",
+        f"all{''.join(f'  {count} {code}' for code, count in _most_common(activity.failed))}"
+        f"  {_short(sum(activity.refused.values()))} calls refused",
         Style.BAD if rates.of_router(_num_failed) else Style.PLAIN,
     )
     yield Line(

@@ -298,6 +298,23 @@ class RouterActivity(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+    @typing.final
+    class RefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     NUM_RUNNING_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
@@ -305,6 +322,7 @@ class RouterActivity(google.protobuf.message.Message):
     FIRST_TOKEN_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     ERRORS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Requests that run now."""
     num_resumes: builtins.int
@@ -318,9 +336,7 @@ class RouterActivity(google.protobuf.message.Message):
 
     @property
     def failed(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Requests that were refused or failed, by the name of a gRPC status. Those
-        of clients without a valid credential do not count.
-        """
+        """Requests that were refused or failed, by the name of a gRPC status."""
 
     @property
     def first_token(self) -> Global___RecentTimes:
@@ -336,6 +352,10 @@ class RouterActivity(google.protobuf.message.Message):
         (INVALID_ARGUMENT, NOT_FOUND) are not among them.
         """
 
+    @property
+    def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Calls refused because of who called, or how often, by the reason."""
+
     def __init__(
         self,
         *,
@@ -346,10 +366,11 @@ class RouterActivity(google.protobuf.message.Message):
         first_token: Global___RecentTimes | None = ...,
         token: Global___RecentTimes | None = ...,
         errors: collections.abc.Iterable[Global___RecentError] | None = ...,
+        refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_token", b"first_token", "token", b"token"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["errors", b"errors", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "num_resumes", b"num_resumes", "num_running", b"num_running", "token", b"token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["errors", b"errors", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "num_resumes", b"num_resumes", "num_running", b"num_running", "refused", b"refused", "token", b"token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterActivity: typing_extensions.TypeAlias = RouterActivity

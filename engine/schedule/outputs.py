@@ -156,7 +156,8 @@ class OutputProcessor:
             return self._leave_root(group) if is_whole and sequence is group.root else []
         if group.first_token_at is None:
             group.first_token_at = now
-            self._metrics.first_token(group.timings(now), now - group.arrived_at)
+            scheduled_at = now if group.scheduled_at is None else group.scheduled_at
+            self._metrics.first_token(group.arrived_at, group.loaded_at, scheduled_at, now)
         if group.beams is not None:
             return self._take_tops(sequence, result)
         try:

@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from router.activity import Activity, RecentTimes
-from router.request_record import Attempt, RequestRecord
+from router.request_record import RequestRecord
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def record(*, tokens=11, error="", first_ms=50.0, token_ms=10.0, num_decode=1, reasons=("stop",)):
+def record(*, tokens=11, error="", first_ms=50.0, token_ms=10.0, reasons=("stop",)):
     made = RequestRecord(
         arrived_at=0.0,
         first_token_at=first_ms / 1000,
@@ -23,34 +23,12 @@ def record(*, tokens=11, error="", first_ms=50.0, token_ms=10.0, num_decode=1, r
         finish_reasons=list(reasons),
     )
     made.usage.completion_tokens = tokens
-    made.attempts = [
-        Attempt(tier=tier, where="a:1", traceparent="", trace=None)
-        for tier in ("prefill", *["decode"] * num_decode)
-    ]
     return made
 
 
 def fail(activity, error, request_id="r"):
     with pytest.raises(type(error)), activity.watching(request_id):
         raise error
-
-
-def test_requests_count_by_how_they_ended():
-    activity = Activity()
-    activity.ended(record())
-    activity.ended(record(reasons=["stop", "length"]))
-    activity.ended(record(reasons=["length"]))
-    activity.ended(record(error="CANCELLED", reasons=[]))
-    activity.ended(record(error="UNAVAILABLE", reasons=[]))
-    assert activity.finished == {"stop": 2, "length": 1, "CANCELLED": 1}
-    assert not activity.failed, "errors are counted where they leave the router"
-
-
-def test_further_decode_calls_of_a_request_are_resumes():
-    activity = Activity()
-    for num_decode in (0, 1, 3):
-        activity.ended(record(num_decode=num_decode))
-    assert activity.num_resumes == 2
 
 
 def test_times_are_those_of_the_last_minute():

@@ -79,6 +79,7 @@ NOW = sample(
     num_running=7,
     finished={"stop": 16, "length": 2, "CANCELLED": 4},
     failed={"UNAVAILABLE": 1, "RESOURCE_EXHAUSTED": 4},
+    refused={"credentials": 12, "token_rate": 8},
     num_resumes=3,
     first_token={"count": 9, "p50_ms": 120.4, "p99_ms": 12_000},
     token={"count": 9, "p50_ms": 11.5, "p99_ms": 30.0},
@@ -87,7 +88,7 @@ NOW = sample(
 GOLDEN = """\
 router 127.0.0.1:50051  baton 0.9.0  up 1h 3m
 requests  7 running  5/s  22 finished  4 cancelled  3 resumed
-errors    2/s  5 in all  4 RESOURCE_EXHAUSTED  1 UNAVAILABLE
+errors    2/s  5 in all  4 RESOURCE_EXHAUSTED  1 UNAVAILABLE  20 calls refused
 tokens    1.2k/s generated  2k/s of prompts  25% prefix hits  0% loaded
 times     first token 120 ms (p99 12 s)  per token 12 ms (p99 30 ms)
 transfer  1.5MB/s saved  1.5MB/s loaded  2 failed
