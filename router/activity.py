@@ -116,16 +116,15 @@ class Activity:
             self._token.add((record.ended_at - record.first_token_at) * 1000 / num_more)
 
     def _note(self, request_id: str, error: Exception) -> None:
-        is_typed = isinstance(error, BatonError)
-        code = error.code if is_typed else "INTERNAL"
+        code, message = "INTERNAL", type(error).__name__
+        if isinstance(error, BatonError):
+            code, message = error.code, error.message
         self.failed[code] += 1
         if not isinstance(error, _CLIENTS_MISTAKES):
-            message = error.message if is_typed else type(error).__name__
-            self._errors.append(
-                RequestError(
-                    time.time(), code, message[:_MAX_MESSAGE_CHARS], request_id[:_MAX_ID_CHARS]
-                )
+            found = RequestError(
+                time.time(), code, message[:_MAX_MESSAGE_CHARS], request_id[:_MAX_ID_CHARS]
             )
+            self._errors.append(found)
 
 
 class _Window:
