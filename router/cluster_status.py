@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import grpc
 
@@ -91,7 +92,7 @@ def _is_failure(outcome: str) -> bool:
     return outcome.isupper() and outcome != "CANCELLED"
 
 
-async def _replicas_of(model: Model, tier: Tier) -> Iterable[cluster_pb2.ReplicaStatus]:
+async def _replicas_of(model: Model, tier: Tier[Any]) -> Iterable[cluster_pb2.ReplicaStatus]:
     role = _ROLES[tier.name]
     found = await asyncio.gather(
         *(_connected_replica(model.name, role, replica) for replica in tier.connected)
