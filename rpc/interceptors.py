@@ -109,6 +109,14 @@ def request_id_of(message: Any) -> str:
     return str(request_id)[:_LONGEST_LOGGED_ID]
 
 
+def _note_trace(info: CallInfo, message: Any) -> None:
+    """Takes the trace of a router's message to a worker, which is in the request's spec."""
+    header = getattr(getattr(message, "spec", None), "traceparent", "")
+    trace = parse_traceparent(header) if header else None
+    if trace is not None:
+        info.trace_id = trace.trace_id
+
+
 def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> Any:
     kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
@@ -136,6 +144,7 @@ def _guard_unary(
         async with _guard(_Call(method, context), authorize) as call:
             request = deserialize(request_bytes)
             call.info.request_id = request_id_of(request)
+            _note_trace(call.info, request)
             return await function(request, context)
 
     return guarded
