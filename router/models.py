@@ -140,26 +140,19 @@ class Model:
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text, for a call that wants nothing else.
-
-        Raises:
-            InvalidArgumentError: the text has no UTF-8 form.
-            ResourceExhaustedError: too many such calls wait.
-        """
-        async with self._admission.tokenizing.turn():
-            return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, for a call that wants nothing else.
+    async def encode(self, text: str, **options: bool) -> list[int]:
+        """`Tokenizer.encode_async`, for a call that wants the tokens alone.
 
         Raises:
             ResourceExhaustedError: too many such calls wait.
         """
         async with self._admission.tokenizing.turn():
-            return await self.tokenizer.decode_async(
-                token_ids, skip_special_tokens=skip_special_tokens
-            )
+            return await self.tokenizer.encode_async(text, **options)
+
+    async def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        """`Tokenizer.decode_async`; errors are those of `encode`."""
+        async with self._admission.tokenizing.turn():
+            return await self.tokenizer.decode_async(token_ids, **options)
 
     @property
     def most_prompt_chars(self) -> int:
@@ -280,11 +273,9 @@ class Models:
         usable = self.usable()
         model = self._by_name.get(name) if name else next(iter(usable), self._models[0])
         if model is None:
-            names = [repr(each) for one in usable for each in one.names]
-            raise NotFoundError(
-                f"model {name[:_SHOWN_CHARS]!r} does not exist; this router serves "
-                f"{', '.join(names)}"
-            )
+            names = ", ".join(repr(each) for one in usable for each in one.names)
+            shown = repr(name[:_SHOWN_CHARS])
+            raise NotFoundError(f"model {shown} does not exist; this router serves {names}")
         tenant_of_call().check_model(model.names)
         return model
 

@@ -1,6 +1,6 @@
 """`CallInterceptor`: callers, error statuses and log lines of the calls of every Baton server.
 
-- A server may ask who calls, before a message is parsed. Health is open to all.
+- A server may ask who calls, before a message is received. Health is open to all.
 - A request that is no valid message (torn bytes, invalid UTF-8) gets
   INVALID_ARGUMENT; grpc.aio alone would answer UNKNOWN.
 - A `BatonError` becomes its status. Any other exception is logged with the
@@ -18,8 +18,9 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ from baton.traceparent import TraceContext, parse_traceparent
 from rpc.errors import status_of_number, to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
-__all__ = ["Authorize", "CallInterceptor", "caller_of_call", "name_call", "request_id_of"]
+__all__ = ["Authorize", "CallInterceptor", "CountCall", "name_call", "request_id_of"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
@@ -47,19 +48,24 @@ _LONGEST_LOGGED_ID = 128
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
 Authorize = Callable[[str, Context], object]
-"""Returns who makes a call, for `caller_of_call`, given the method's full name.
+"""Returns who makes a call, the caller in `CURRENT_CALL`, given the method's full name.
 
 Raises:
     UnauthenticatedError: the caller has no valid credential.
     PermissionDeniedError: the caller may not call this method.
 """
 
+CountCall = Callable[[str], None]
+"""Counts a call that has ended, given the name of its status."""
+Guard = Callable[[Context], AbstractAsyncContextManager["_Call"]]
+"""What surrounds a call: `_guard`, for one method."""
+
 # By (request is a stream, response is a stream).
-_HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+_KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
 }
 
 
@@ -68,10 +74,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         authorize: finds out who calls; None lets all callers in.
+        count_call: called when a call ends, with the name of its status; not for calls that poll.
     """
 
-    def __init__(self, authorize: Authorize | None = None) -> None:
+    def __init__(
+        self, authorize: Authorize | None = None, count_call: CountCall | None = None
+    ) -> None:
         self._authorize = authorize
+        self._count_call = count_call
 
     async def intercept_service(
         self,
@@ -84,7 +94,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method)
         authorize = None if method.startswith(_OPEN_SERVICES) else self._authorize
-        return _guarded_handler(handler, method, authorize)
+        count_call = None if method.startswith(_QUIET_METHODS) else self._count_call
+        return _guarded_handler(handler, partial(_guard, method, authorize, count_call))
 
 
 def name_call(request_id: str) -> None:
@@ -95,12 +106,6 @@ def name_call(request_id: str) -> None:
     call = _CURRENT_CALL.get()
     if call is not None:
         call.info.request_id = request_id[:_LONGEST_LOGGED_ID]
-
-
-def caller_of_call() -> Any:
-    """Who makes the present call: what the server's `authorize` returned; None without one."""
-    call = CURRENT_CALL.get()
-    return None if call is None else call.caller
 
 
 def request_id_of(message: Any) -> str:
@@ -117,32 +122,32 @@ def _note_trace(info: CallInfo, message: Any) -> None:
         info.trace_id = trace.trace_id
 
 
-def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> Any:
-    kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
+def _guarded_handler(handler: Any, guard: Guard) -> Any:
+    kind = _KINDS[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
+    # Parsing errors are raised where the method, or its guard, reads the requests.
     deserialize = _strict(handler.request_deserializer)
-    if handler.request_streaming:
-        # Parsing errors are raised where the method reads its requests.
-        guarded, deserializer = _guard_stream(function, method, authorize), deserialize
-    else:
-        # Without a deserializer grpc.aio passes the bytes on, and does not answer bad ones itself.
-        guarded, deserializer = _guard_unary(function, method, authorize, deserialize), None
+    surround = _guard_stream if handler.request_streaming else _guard_unary
+    # On the wire a single request is a stream of one. As a stream, it is not received before the
+    # call's guard has let the caller in.
+    factory = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
     return factory(
-        guarded,
-        request_deserializer=deserializer,
+        surround(function, guard),
+        request_deserializer=deserialize,
         response_serializer=handler.response_serializer,
     )
 
 
-def _guard_unary(
-    function: Method,
-    method: str,
-    authorize: Authorize | None,
-    deserialize: Callable[[bytes], Any],
-) -> Any:
-    async def guarded(request_bytes: bytes, context: Context) -> Any:
-        async with _guard(_Call(method, context), authorize) as call:
-            request = deserialize(request_bytes)
+def _guard_unary(function: Method, guard: Guard) -> Any:
+    async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
+        async with guard(context) as call:
+            request = await anext(requests, None)
+            if request is None:
+                raise InvalidArgumentError("the call has no request")
             call.info.request_id = request_id_of(request)
             _note_trace(call.info, request)
             return await function(request, context)
@@ -150,9 +155,9 @@ def _guard_unary(
     return guarded
 
 
-def _guard_stream(function: Method, method: str, authorize: Authorize | None) -> Any:
+def _guard_stream(function: Method, guard: Guard) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _guard(_Call(method, context), authorize):
+        async with guard(context):
             return await function(requests, context)
 
     return guarded
@@ -194,11 +199,16 @@ class _Call:
         self.info = CallInfo(trace=_trace_of(context))
         self.status: grpc.StatusCode | None = None
 
+    @property
+    def code(self) -> str:
+        """The name of its status, once it has ended."""
+        return (self.status or status_of_number(_number(self.context.code()))).name
+
     def log(self) -> None:
         level = logging.DEBUG if self.method.startswith(_QUIET_METHODS) else logging.INFO
         if not _LOGGER.isEnabledFor(level):
             return
-        code = (self.status or status_of_number(_number(self.context.code()))).name
+        code = self.code
         duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
         peer, request_id = self.context.peer(), self.info.request_id
         _LOGGER.log(
@@ -221,7 +231,10 @@ _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=Non
 
 
 @asynccontextmanager
-async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Call]:
+async def _guard(
+    method: str, authorize: Authorize | None, count_call: CountCall | None, context: Context
+) -> AsyncIterator[_Call]:
+    call = _Call(method, context)
     _CURRENT_CALL.set(call)  # a call runs in a task of its own
     CURRENT_CALL.set(call.info)
     try:
@@ -243,6 +256,8 @@ async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Cal
         )
     finally:
         call.log()
+        if count_call is not None:
+            count_call(call.code)
 
 
 def _cancel_status(context: Context) -> grpc.StatusCode:
