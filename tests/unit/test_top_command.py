@@ -1,7 +1,7 @@
 """The terminal of `baton top`: its screen, resizes, lost routers and pipes."""
 
+import io
 import signal
-import sys
 import time
 from types import SimpleNamespace
 
@@ -33,18 +33,27 @@ def looks(monkeypatch):
     return answers
 
 
+class Terminal(io.StringIO):
+    """Keeps what is written to it."""
+
+    def isatty(self):
+        return True
+
+
 @pytest.fixture
-def terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+def terminal(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(top, "sys", SimpleNamespace(stdout=stream))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    return stream
 
 
-def test_a_terminal_gets_its_other_screen_and_has_its_own_again(looks, terminal, capsys):
+def test_a_terminal_gets_its_other_screen_and_has_its_own_again(looks, terminal):
     before = signal.getsignal(signal.SIGWINCH)
     looks += [BEFORE, NOW]
     top._follow(None, FLAGS)
-    text = capsys.readouterr().out
+    text = terminal.getvalue()
     assert text.startswith("\x1b[?1049h\x1b[?25l\x1b[H\x1b[1mrouter router:1")
     assert text.endswith("\x1b[?25h\x1b[?1049l")
     assert text.count("\x1b[H") == 2
@@ -52,37 +61,37 @@ def test_a_terminal_gets_its_other_screen_and_has_its_own_again(looks, terminal,
     assert signal.getsignal(signal.SIGWINCH) is before
 
 
-def test_no_color(looks, terminal, capsys, monkeypatch):
+def test_no_color(looks, terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     looks += [BEFORE]
     top._follow(None, FLAGS)
-    assert "\x1b[1m" not in capsys.readouterr().out
+    assert "\x1b[1m" not in terminal.getvalue()
 
 
-def test_a_router_that_does_not_answer_is_asked_again(looks, terminal, capsys):
+def test_a_router_that_does_not_answer_is_asked_again(looks, terminal):
     looks += [UnavailableError("connection refused"), BEFORE, UnavailableError("gone"), NOW]
     top._follow(None, FLAGS)
-    frames = capsys.readouterr().out.split("\x1b[H")[1:]
+    frames = terminal.getvalue().split("\x1b[H")[1:]
     assert ["NO ANSWER" in frame for frame in frames] == [True, False, True, False]
     assert "12 finished" in frames[2], "the last state is still shown"
     assert "5/s  22 finished" in frames[3]
 
 
-def test_a_refusal_ends_it_and_gives_the_terminal_back(looks, terminal, capsys):
+def test_a_refusal_ends_it_and_gives_the_terminal_back(looks, terminal):
     looks += [UnauthenticatedError("the call lacks a valid credential of this cluster")]
     with pytest.raises(UnauthenticatedError):
         top._follow(None, FLAGS)
-    assert capsys.readouterr().out.endswith("\x1b[?25h\x1b[?1049l")
+    assert terminal.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 
-def test_a_resize_draws_the_screen_again_at_once(looks, terminal, capsys, monkeypatch):
+def test_a_resize_draws_the_screen_again_at_once(looks, terminal, monkeypatch):
     looks += [NOW]
     screen = top._Screen("router:1")
     with screen.shown():
         screen.take(None)
         monkeypatch.setattr(screen._resized, "wait", resizing(screen, monkeypatch))
         screen.draw_until(time.monotonic() + 60)
-    first, second = capsys.readouterr().out.split("\x1b[H")[1:]
+    first, second = terminal.getvalue().split("\x1b[H")[1:]
     assert "loaded/s" not in first
     assert "loaded/s" in second
 
