@@ -333,28 +333,33 @@ class SequenceGroup:
 
     def timings(self, now: float) -> StageTimings:
         """Returns the time spent in each stage so far; 0 for stages not passed."""
-        stages = tuple(self._stages(now))
-        spent_ms = {name: (end - start) * 1000 for name, start, end in stages}
+
+        def between(start: float | None, end: float | None) -> float:
+            return max(0.0, end - start) * 1000 if start is not None and end is not None else 0.0
+
         return StageTimings(
-            queue_ms=spent_ms.get("queue", 0.0),
-            prefill_ms=spent_ms.get("prefill", 0.0),
-            transfer_ms=spent_ms.get("transfer", 0.0),
-            load_ms=spent_ms.get("load", 0.0),
-            stages=stages,
+            queue_ms=between(self.loaded_at or self.arrived_at, self.scheduled_at),
+            prefill_ms=between(self.scheduled_at, self.first_token_at),
+            transfer_ms=between(
+                self.first_token_at, now if self.state is GroupState.SAVING else None
+            ),
+            load_ms=between(self.arrived_at, self.loaded_at),
+            stages=tuple(self._stages(now)),
         )
 
     def _stages(self, now: float) -> abc.Iterator[tuple[str, float, float]]:
         """The stages passed so far, each with its start and end."""
-        after_first = "transfer" if self.hands_over else "decode"
-        has_next = not self.hands_over or self.state is GroupState.SAVING
+        decodes_from = self.first_token_at
+        if not self.hands_over and self.num_prompt - (self.num_cached or 0) <= 1:
+            decodes_from = self.scheduled_at  # there was no prompt to compute
         for name, start, end in (
             ("load", self.arrived_at, self.loaded_at),
             ("queue", self.loaded_at or self.arrived_at, self.scheduled_at),
-            ("prefill", self.scheduled_at, self.first_token_at),
-            (after_first, self.first_token_at, now if has_next else None),
+            ("prefill", self.scheduled_at, decodes_from),
+            ("transfer" if self.hands_over else "decode", decodes_from, now),
         ):
-            if start is not None and end is not None:
-                yield name, start, max(start, end)
+            if start is not None and end is not None and end > start:
+                yield name, start, end
 
     def _new_sequence(
         self, index: int, token_ids: list[int], keys: BlockKeyChain | None = None

@@ -140,26 +140,19 @@ class Model:
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text, for a call that wants nothing else.
-
-        Raises:
-            InvalidArgumentError: the text has no UTF-8 form.
-            ResourceExhaustedError: too many such calls wait.
-        """
-        async with self._admission.tokenizing.turn():
-            return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, for a call that wants nothing else.
+    async def encode(self, text: str, **options: bool) -> list[int]:
+        """`Tokenizer.encode_async`, for a call that wants the tokens alone.
 
         Raises:
             ResourceExhaustedError: too many such calls wait.
         """
         async with self._admission.tokenizing.turn():
-            return await self.tokenizer.decode_async(
-                token_ids, skip_special_tokens=skip_special_tokens
-            )
+            return await self.tokenizer.encode_async(text, **options)
+
+    async def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        """`Tokenizer.decode_async`; errors are those of `encode`."""
+        async with self._admission.tokenizing.turn():
+            return await self.tokenizer.decode_async(token_ids, **options)
 
     @property
     def most_prompt_chars(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
-from baton.traceparent import TraceContext
+from baton.traceparent import TraceContext, parse_traceparent
 from baton.v1 import common_pb2, request_pb2
 
 __all__ = ["Attempt", "RequestRecord"]
@@ -105,6 +105,12 @@ class RequestRecord:
     is_over: bool = False
     error: str = ""
     attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that the request belongs to; empty if it is not traced."""
+        sent = self.trace or parse_traceparent(self.traceparent)
+        return sent.trace_id if sent else ""
 
     @property
     def outcome(self) -> str:

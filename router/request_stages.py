@@ -65,8 +65,8 @@ def _parts_of(attempt: Attempt, num_prompt: int) -> Iterator[_Part]:
     if attempt.first_output_at is None:
         yield f"{attempt.tier} failed", attempt.where, attempt.started_at, ended_at
         return
-    worker = list(_worker_stages(attempt, num_prompt))
     call_s = attempt.first_output_at - attempt.started_at
+    worker = list(_worker_stages(attempt, num_prompt, call_s))
     rest_s = max(call_s - sum(duration_s for _, duration_s in worker), 0.0)
     moment = attempt.started_at
     for name, duration_s in (("rpc", rest_s / 2), *worker, ("rpc", rest_s / 2)):
@@ -81,11 +81,17 @@ def _parts_of(attempt: Attempt, num_prompt: int) -> Iterator[_Part]:
     yield "rpc", attempt.where, max(saved_at, attempt.first_output_at), ended_at
 
 
-def _worker_stages(attempt: Attempt, num_prompt: int) -> Iterator[tuple[str, float]]:
-    """The worker's stages up to its first output, with their durations in seconds."""
+def _worker_stages(attempt: Attempt, num_prompt: int, call_s: float) -> Iterator[tuple[str, float]]:
+    """The worker's stages up to its first output, with their durations in seconds, which `call_s`
+    limits.
+    """
     timings = attempt.timings
-    if timings.load_ms:
-        yield "load", timings.load_ms / 1000
-    yield f"{attempt.tier} queue", timings.queue_ms / 1000
     computes_prompt = attempt.tier == "prefill" or num_prompt - attempt.cached_tokens > 1
-    yield "prefill" if computes_prompt else "decode", timings.prefill_ms / 1000
+    for name, duration_ms in (
+        ("load", timings.load_ms),
+        (f"{attempt.tier} queue", timings.queue_ms),
+        ("prefill" if computes_prompt else "decode", timings.prefill_ms),
+    ):
+        duration_s = min(duration_ms / 1000, call_s)
+        call_s -= duration_s
+        yield name, duration_s

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from baton.errors import UnauthenticatedError
+from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.certificates import Certificates
 from baton.security.cluster import ClusterSecurity
 from router.security_config import RouterSecurityConfig
 from router.tenants.tenant import Tenant
 from router.tenants.tenants import Tenants, credentials_of
+from rpc.cluster_calls import authorize_cluster
 from rpc.interceptors import Authorize
 from rpc.server import ServerAccess
 
 __all__ = ["RouterSecurity", "authorize_tenants"]
+
+_OPERATORS_SERVICE = "/baton.v1.ClusterService/"
 
 
 class RouterSecurity:
@@ -39,9 +42,13 @@ class RouterSecurity:
         self.tenants = Tenants(config.tenants)
         self._verify_mode = config.clients.verify_mode
 
-    def grpc_access(self) -> ServerAccess:
-        """How the gRPC port is encrypted, and who may call it."""
-        authorize = authorize_tenants(self.tenants)
+    def grpc_access(self, host: str) -> ServerAccess:
+        """How the gRPC port is encrypted, and who may call it.
+
+        Args:
+            host: the address on which it listens.
+        """
+        authorize = _operators_apart(self.cluster, host, authorize_tenants(self.tenants))
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
         is_required = self._verify_mode == ssl.CERT_REQUIRED
@@ -55,6 +62,25 @@ class RouterSecurity:
         if self.certificates is None:
             return None
         return self.certificates.server_context(verify_mode=self._verify_mode)
+
+
+def _operators_apart(cluster: ClusterSecurity, host: str, authorize: Authorize) -> Authorize:
+    """Returns an `Authorize` that lets operators, who have the cluster's credential, and no others
+    call ClusterService.
+    """
+    authorize_operator = authorize_cluster(cluster)
+
+    def authorize_any(method: str, context: Any) -> object:
+        if not method.startswith(_OPERATORS_SERVICE):
+            return authorize(method, context)
+        if not cluster.guards(host):
+            raise PermissionDeniedError(
+                "this router has no credential for operators: set --cluster-token-file, or listen "
+                "on a loopback address"
+            )
+        return authorize_operator(method, context)
+
+    return authorize_any
 
 
 def authorize_tenants(tenants: Tenants) -> Authorize:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
+from router.cluster_servicer import ClusterServicer
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
@@ -26,6 +27,7 @@ __all__ = ["SERVICE_NAMES", "RouterService", "access_of", "add_args", "main", "r
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
 )
 
 
@@ -72,6 +74,9 @@ class RouterService(Service):
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
+        )
+        server.add_servicer(
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -127,7 +132,7 @@ def _http_server(models: Models, config: RouterConfig, security: RouterSecurity)
 def access_of(config: RouterConfig, security: RouterSecurity) -> ServerAccess:
     """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
     return replace(
-        security.grpc_access(),
+        security.grpc_access(config.grpc.host),
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,
     )

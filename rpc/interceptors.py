@@ -1,6 +1,6 @@
 """`CallInterceptor`: callers, error statuses and log lines of the calls of every Baton server.
 
-- A server may ask who calls, before a message is parsed. Health is open to all.
+- A server may ask who calls, before a message is received. Health is open to all.
 - A request that is no valid message (torn bytes, invalid UTF-8) gets
   INVALID_ARGUMENT; grpc.aio alone would answer UNKNOWN.
 - A `BatonError` becomes its status. Any other exception is logged with the
@@ -29,7 +29,7 @@ from baton.traceparent import TraceContext, parse_traceparent
 from rpc.errors import status_of_number, to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
-__all__ = ["Authorize", "CallInterceptor", "caller_of_call", "name_call", "request_id_of"]
+__all__ = ["Authorize", "CallInterceptor", "name_call", "request_id_of"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
@@ -47,7 +47,7 @@ _LONGEST_LOGGED_ID = 128
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
 Authorize = Callable[[str, Context], object]
-"""Returns who makes a call, for `caller_of_call`, given the method's full name.
+"""Returns who makes a call, the caller in `CURRENT_CALL`, given the method's full name.
 
 Raises:
     UnauthenticatedError: the caller has no valid credential.
@@ -55,11 +55,11 @@ Raises:
 """
 
 # By (request is a stream, response is a stream).
-_HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+_KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
 }
 
 
@@ -97,12 +97,6 @@ def name_call(request_id: str) -> None:
         call.info.request_id = request_id[:_LONGEST_LOGGED_ID]
 
 
-def caller_of_call() -> Any:
-    """Who makes the present call: what the server's `authorize` returned; None without one."""
-    call = CURRENT_CALL.get()
-    return None if call is None else call.caller
-
-
 def request_id_of(message: Any) -> str:
     """The request id in a message or in its `spec`; "" if it has none."""
     request_id = getattr(getattr(message, "spec", message), "request_id", "")
@@ -110,31 +104,31 @@ def request_id_of(message: Any) -> str:
 
 
 def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> Any:
-    kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
+    kind = _KINDS[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
+    # Parsing errors are raised where the method, or its guard, reads the requests.
     deserialize = _strict(handler.request_deserializer)
-    if handler.request_streaming:
-        # Parsing errors are raised where the method reads its requests.
-        guarded, deserializer = _guard_stream(function, method, authorize), deserialize
-    else:
-        # Without a deserializer grpc.aio passes the bytes on, and does not answer bad ones itself.
-        guarded, deserializer = _guard_unary(function, method, authorize, deserialize), None
+    guard = _guard_stream if handler.request_streaming else _guard_unary
+    # On the wire a single request is a stream of one. As a stream, it is not received before the
+    # call's guard has let the caller in.
+    factory = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
     return factory(
-        guarded,
-        request_deserializer=deserializer,
+        guard(function, method, authorize),
+        request_deserializer=deserialize,
         response_serializer=handler.response_serializer,
     )
 
 
-def _guard_unary(
-    function: Method,
-    method: str,
-    authorize: Authorize | None,
-    deserialize: Callable[[bytes], Any],
-) -> Any:
-    async def guarded(request_bytes: bytes, context: Context) -> Any:
+def _guard_unary(function: Method, method: str, authorize: Authorize | None) -> Any:
+    async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
         async with _guard(_Call(method, context), authorize) as call:
-            request = deserialize(request_bytes)
+            request = await anext(requests, None)
+            if request is None:
+                raise InvalidArgumentError("the call has no request")
             call.info.request_id = request_id_of(request)
             return await function(request, context)
 

@@ -88,6 +88,14 @@ class ClusterSecurity:
     def _verifies_certificates(self) -> bool:
         return self.certificates is not None and self.certificates.files.ca_certs is not None
 
+    def guards(self, host: str) -> bool:
+        """Whether no others can call a port: they need a credential, or cannot reach the address.
+
+        Args:
+            host: the address on which the port listens.
+        """
+        return self.verifies_callers or _is_loopback(host)
+
     def check_host(self, flag: str, host: str) -> None:
         """Refuses an address to listen on that others can reach while they need no credential.
 
@@ -98,7 +106,7 @@ class ClusterSecurity:
         Raises:
             ConfigurationError: names the flag, and those of the credentials.
         """
-        if not self.verifies_callers and not _is_loopback(host):
+        if not self.guards(host):
             raise ConfigurationError(
                 f"{flag} is {host}, where other machines may call this process without a "
                 "credential; set --cluster-token-file or BATON_CLUSTER_TOKEN, or --ssl-ca-certs "

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,8 @@ _OPEN_PATHS = _QUIET_PATHS
 """Paths without a client. `/metrics` asks for a credential of its own."""
 _MOST_BODIES = 16
 """How many bodies of the largest size may arrive at once."""
+_MOST_BODIES_OF_TENANT = 4
+"""The same of one client, if there are several."""
 _LARGE_BODY_BYTES = 64 * 1024
 _CLOSE = {"Connection": "close"}
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -65,7 +68,7 @@ class RequestMiddleware:
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
         self._running_ids: set[tuple[str, str]] = set()
-        self._num_arriving_bytes = 0
+        self._arriving_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -114,11 +117,13 @@ class RequestMiddleware:
             key = (tenant.name, call.request_id)
             self._running_ids.add(key)
             try:
-                return await self._serve(scope, receive, call)
+                return await self._serve(scope, receive, call, tenant.name)
             finally:
                 self._running_ids.discard(key)
 
-    async def _serve(self, scope: Scope, receive: Receive, call: "_Call") -> Problem | None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, call: "_Call", client: str
+    ) -> Problem | None:
         """Runs the application; returns why it cannot."""
         if scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, call.send)
@@ -129,7 +134,7 @@ class RequestMiddleware:
             return self._too_large()
         try:
             async with asyncio.timeout(self._body_timeout_s):
-                body = await self._read(receive)
+                body = await self._read(receive, client)
         except TimeoutError:
             return _closing(408, f"the body did not arrive within {self._body_timeout_s:g} s")
         if isinstance(body, Problem):
@@ -140,7 +145,7 @@ class RequestMiddleware:
         await self._app(scope, _replaying(body, receive), call.send)
         return None
 
-    async def _read(self, receive: Receive) -> bytes | Problem:
+    async def _read(self, receive: Receive, client: str) -> bytes | Problem:
         """The body, or why it is not read to its end. It ends early if the client leaves."""
         body, more = bytearray(), True
         try:
@@ -149,14 +154,25 @@ class RequestMiddleware:
                 part = message.get("body", b"")
                 more = message.get("more_body", False)
                 body += part
-                self._num_arriving_bytes += len(part)
+                self._arriving_bytes[client] += len(part)
                 if len(body) > self._max_request_bytes:
                     return self._too_large()
-                if self._num_arriving_bytes > _MOST_BODIES * self._max_request_bytes:
+                if self._has_too_much(client):
                     return _closing(503, "too many large bodies arrive at once; try again")
             return bytes(body)
         finally:
-            self._num_arriving_bytes -= len(body)
+            self._arriving_bytes[client] -= len(body)
+            if not self._arriving_bytes[client]:
+                del self._arriving_bytes[client]
+
+    def _has_too_much(self, client: str) -> bool:
+        """Whether the bodies that arrive are too large together, all or those of a client."""
+        own = self._arriving_bytes[client] if client else 0
+        largest = self._max_request_bytes
+        return (
+            own > _MOST_BODIES_OF_TENANT * largest
+            or self._arriving_bytes.total() > _MOST_BODIES * largest
+        )
 
     def _too_large(self) -> Problem:
         return _closing(413, f"the body has more than {self._max_request_bytes} bytes")

@@ -68,6 +68,12 @@ async def error_of(call: Any) -> grpc.aio.AioRpcError:
     return raised.value
 
 
+async def never() -> AsyncIterator[bytes]:
+    """Requests that do not come."""
+    await asyncio.Event().wait()
+    yield b""
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Lets other tasks run until a condition holds, which they do not report."""
     async with asyncio.timeout(20):
@@ -126,6 +132,10 @@ async def test_grpc_asks_for_a_key_everywhere_but_for_health(tmp_path: Path):
         await api.router.stub.GetModel(model, metadata=metadata(KEY))
         await api.router.stub.GetModel(model, metadata=metadata(KEY, "x-api-key"))
         assert (await generate(api, KEY)).usage.completion_tokens == 2
+        # The refusal does not wait for the request.
+        silent = api.router.channel.stream_unary("/baton.v1.GenerationService/Generate")
+        error = await error_of(silent(never(), metadata=metadata("wrong"), timeout=20))
+        assert error.code().name == "UNAUTHENTICATED"
         reflection = reflection_pb2_grpc.ServerReflectionStub(api.router.channel)
         asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
         call = reflection.ServerReflectionInfo(iter(asked))
@@ -234,6 +244,23 @@ async def test_a_large_message_is_refused_before_it_is_parsed(tmp_path: Path):
         error = await error_of(generate(api, KEY, request("x" * 20_000)))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "larger than max" in (error.details() or "")
+
+
+async def test_the_bodies_of_one_tenant_leave_room_for_those_of_others(tmp_path: Path):
+    async with closed_router(tmp_path, http={"max_request_bytes": 2**20}) as api:
+        writers = []
+        for _ in range(5):
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head += f"authorization: Bearer {KEY}\r\ncontent-length: {2**20}\r\n\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+            writer.write(head.encode() + b"x" * (2**20 - 1))
+            writers.append(writer)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        assert answer.startswith(b"HTTP/1.1 503")
+        client = openai_client(api, OTHER_KEY)
+        assert (await client.completions.create(**COMPLETION)).usage.completion_tokens == 2
+        for writer in writers:
+            writer.close()
 
 
 # Priorities, caches and ids.

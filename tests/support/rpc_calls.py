@@ -1,5 +1,6 @@
 """Calls of a router's gRPC methods with any bytes, by a channel or without one."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -39,9 +40,9 @@ class DirectCalls:
         context = _Context()
         try:
             if handler.response_streaming:
-                await handler.unary_stream(data, context)
+                await handler.stream_stream(_requests(handler, data), context)
             else:
-                response = await handler.unary_unary(data, context)
+                response = await handler.stream_unary(_requests(handler, data), context)
                 handler.response_serializer(response)
         except grpc.aio.AbortError:
             pass
@@ -50,6 +51,10 @@ class DirectCalls:
 
 def _open_tenant(method: str, context: Any) -> Tenant:
     return OPEN_TENANT
+
+
+async def _requests(handler: Any, data: bytes) -> AsyncIterator[Any]:
+    yield handler.request_deserializer(data)
 
 
 class _Details:

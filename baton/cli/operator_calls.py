@@ -1,0 +1,88 @@
+"""Calls of a router's ClusterService: the flags of the commands for operators."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.cli.generate import DEFAULT_ADDRESS
+from baton.errors import ConfigurationError
+from baton.flags import add_flags, config_from_args, flag
+from baton.security.client import ClientTls
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig
+from baton.v1 import cluster_pb2_grpc
+from rpc.channels import open_blocking_channel
+from rpc.errors import from_rpc_error
+
+__all__ = ["CALL_TIMEOUT_S", "Operator", "add_operator_args", "calling_router"]
+
+CALL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    """The flag of the cluster's credential."""
+
+    token_file: str | None = flag(
+        None,
+        "file of the cluster's token, which `baton serve` prints; the variable "
+        "BATON_CLUSTER_TOKEN holds a token instead",
+        name="cluster-token-file",
+        metavar="FILE",
+        is_main=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Makes calls.
+
+    Attributes:
+        stub: of the router's ClusterService.
+        metadata: the credential that each call shows.
+    """
+
+    stub: cluster_pb2_grpc.ClusterServiceStub
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def add_operator_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the router's address and of what it asks of operators."""
+    parser.add_argument(
+        "--address",
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help="the router's gRPC address (default: %(default)s)",
+    )
+    add_flags(parser, _Token, "security")
+    add_flags(parser, ClientTls, "security")
+
+
+@contextmanager
+def calling_router(args: argparse.Namespace) -> Iterator[Operator]:
+    """Opens a channel to the router; errors of calls become those of `baton.errors`.
+
+    Args:
+        args: flags that `add_operator_args` added.
+
+    Raises:
+        ConfigurationError: a file cannot be read; names the flag.
+        BatonError: a call failed.
+    """
+    tls = config_from_args(ClientTls, args)
+    token_file = config_from_args(_Token, args).token_file
+    if token_file is not None and not Path(token_file).is_file():
+        raise ConfigurationError(f"--cluster-token-file {token_file}: there is no such file")
+    security = ClusterSecurity.from_environment(ClusterConfig(token_file=token_file))
+    credentials, options = tls.channel_credentials(), tls.channel_options()
+    with open_blocking_channel(args.address, credentials, options=options) as channel:
+        try:
+            yield Operator(
+                cluster_pb2_grpc.ClusterServiceStub(channel), tuple(security.call_metadata())
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

@@ -1,0 +1,271 @@
+"""Records of requests: which are kept, their stages and outcomes, and `baton trace`'s text."""
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+
+from baton.cli.trace import format_trace, format_traces
+from baton.errors import UnavailableError
+from baton.traceparent import TraceContext, parse_traceparent
+from baton.v1 import cluster_pb2, common_pb2, request_pb2
+from router import request_record
+from router.cluster_servicer import ClusterServicer
+from router.request_log import RequestLog
+from router.request_record import RequestRecord
+from router.request_spans import spans_of
+from router.request_stages import Stage, stages_of
+from rpc.logs import CURRENT_CALL, CallInfo
+
+PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of `time.monotonic()` in records, which the test sets."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(request_record, "time", clock)
+    return clock
+
+
+def begin(log, name="r", **options):
+    return log.begin(name, "tiny", "chat", **options)
+
+
+def ended(log, name, error=None, deadline=1e9):
+    record = begin(log, name)
+    raised = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with raised, log.recording(record, deadline):
+        if error is not None:
+            raise error
+    return record
+
+
+def output(**timings):
+    return request_pb2.CandidateOutput(timings=common_pb2.Timings(**timings))
+
+
+def record_of(clock, *attempts, ended_at, routed_at=0.002):
+    """A record that arrived at 0 ms and had these attempts: (tier, start, first, end, timings)."""
+    start = clock.now
+    record = RequestRecord(arrived_at=start, accepted_at=start + 0.001)
+    record.routed_at = start + routed_at
+    record.usage.prompt_tokens = 40
+    for tier, started_at, first_at, attempt_end, timings in attempts:
+        clock.now = start + started_at
+        try:
+            with record.attempt(tier, f"{tier}:1") as attempt:
+                attempt.started_at = start + started_at
+                if first_at is not None:
+                    clock.now = start + first_at
+                    attempt.take(output(**timings))
+                clock.now = start + attempt_end
+                if first_at is None:
+                    raise UnavailableError("lost")
+        except UnavailableError:
+            pass
+    record.ended_at = start + ended_at
+    return record
+
+
+def rounded(stages):
+    return [
+        (stage.name, stage.where, round(stage.start_ms, 3), round(stage.end_ms, 3))
+        for stage in stages
+    ]
+
+
+def test_the_log_keeps_the_last_records_and_the_last_of_an_id():
+    log = RequestLog(capacity=3)
+    for name in "abcab":
+        ended(log, name)
+    assert [record.request_id for record in log.latest(10)] == ["b", "a", "c"]
+    assert [record.request_id for record in log.latest(1)] == ["b"]
+    ended(log, "d")
+    assert log.find("c") is None
+    assert log.find("d").request_id == "d"
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline", "outcome"),
+    [
+        (UnavailableError("none is ready"), 1e9, "UNAVAILABLE"),
+        (asyncio.CancelledError(), 1e9, "CANCELLED"),
+        (asyncio.CancelledError(), 0.0, "DEADLINE_EXCEEDED"),
+        (GeneratorExit(), 1e9, "CANCELLED"),
+        (ZeroDivisionError(), 1e9, "INTERNAL"),
+    ],
+)
+def test_errors_are_outcomes(error, deadline, outcome):
+    assert ended(RequestLog(), "r", error, deadline).outcome == outcome
+
+
+def test_a_client_that_leaves_with_the_whole_answer_has_not_cancelled():
+    log = RequestLog()
+    record = begin(log)
+    record.add_end(common_pb2.FINISH_REASON_STOP, is_over=False)
+    record.add_end(common_pb2.FINISH_REASON_LENGTH, is_over=True)
+    with pytest.raises(GeneratorExit), log.recording(record, 1e9):
+        raise GeneratorExit
+    assert record.outcome == "stop,length"
+
+
+def test_without_a_tracer_the_callers_span_goes_to_the_workers():
+    token = CURRENT_CALL.set(CallInfo("r", PARENT))
+    try:
+        record = begin(RequestLog())
+    finally:
+        CURRENT_CALL.reset(token)
+    with record.attempt("decode", "d:1") as attempt:
+        assert attempt.traceparent == PARENT.header
+    assert record.trace_id == PARENT.trace_id
+    assert not list(spans_of(record))
+
+
+def test_without_a_trace_workers_get_none():
+    record = begin(RequestLog())
+    with record.attempt("decode", "d:1") as attempt:
+        assert attempt.traceparent == ""
+
+
+def test_the_stages_of_a_split_request(clock):
+    prefill = ("prefill", 0.002, 0.022, 0.032, {"queue_ms": 4, "prefill_ms": 10, "transfer_ms": 8})
+    decode = ("decode", 0.033, 0.043, 0.060, {"queue_ms": 2, "load_ms": 3, "prefill_ms": 1})
+    record = record_of(clock, prefill, decode, ended_at=0.061)
+    record.attempts[1].cached_tokens = 40
+    assert rounded(stages_of(record)) == [
+        ("receive", "router", 0, 1),
+        ("route", "router", 1, 2),
+        ("rpc", "prefill:1", 2, 5),
+        ("prefill queue", "prefill:1", 5, 9),
+        ("prefill", "prefill:1", 9, 19),
+        ("rpc", "prefill:1", 19, 22),
+        ("transfer", "prefill:1", 19, 27),
+        ("rpc", "prefill:1", 27, 32),
+        ("wait for a replica", "router", 32, 33),
+        ("rpc", "decode:1", 33, 35),
+        ("load", "decode:1", 35, 38),
+        ("decode queue", "decode:1", 38, 40),
+        ("decode", "decode:1", 40, 41),
+        ("rpc", "decode:1", 41, 43),
+        ("decode", "decode:1", 43, 60),
+        ("send", "router", 60, 61),
+    ]
+
+
+def test_a_failed_call_and_a_wait_are_stages(clock):
+    failed = ("decode", 0.002, None, 0.010, {})
+    again = ("decode", 0.020, 0.030, 0.040, {"prefill_ms": 9})
+    record = record_of(clock, failed, again, ended_at=0.040)
+    assert record.attempts[0].error == "UNAVAILABLE"
+    names = [stage.name for stage in stages_of(record)]
+    assert names[2:4] == ["decode failed", "wait for a replica"]
+    assert "prefill" in names[4:]
+
+
+def test_a_worker_that_says_more_than_its_call_took_moves_no_stage_out_of_it(clock):
+    odd = ("decode", 0.002, 0.004, 0.006, {"queue_ms": 9e9, "prefill_ms": 9e9})
+    record = record_of(clock, odd, ended_at=0.006)
+    assert all(stage.end_ms <= 6.001 for stage in stages_of(record))
+
+
+def test_a_request_that_was_refused_has_stages_too(clock):
+    record = RequestRecord(arrived_at=clock.now, accepted_at=clock.now + 0.001)
+    record.ended_at = clock.now + 0.003
+    assert rounded(stages_of(record)) == [
+        ("receive", "router", 0, 1),
+        ("route", "router", 1, 3),
+    ]
+
+
+async def test_the_service_checks_its_request():
+    log = RequestLog()
+    servicer = ClusterServicer(log)
+    for number in range(30):
+        ended(log, f"r{number}")
+    answer = await servicer.GetTrace(cluster_pb2.GetTraceRequest(), None)
+    assert len(answer.traces) == 20
+    for limit in (0, 1001):
+        with pytest.raises(Exception, match=f"limit is {limit}"):
+            await servicer.GetTrace(cluster_pb2.GetTraceRequest(limit=limit), None)
+    with pytest.raises(Exception, match="no record of request 'x'"):
+        await servicer.GetTrace(cluster_pb2.GetTraceRequest(request_id="x"), None)
+
+
+def message_of(stages, **fields):
+    return cluster_pb2.RequestTrace(
+        **{"request_id": "r-1", "model": "tiny", "outcome": "stop", "total_ms": 100.0} | fields,
+        stages=[
+            cluster_pb2.TraceStage(
+                name=stage.name, where=stage.where, start_ms=stage.start_ms, end_ms=stage.end_ms
+            )
+            for stage in stages
+        ],
+    )
+
+
+def test_a_waterfall_fits_into_80_columns():
+    where = ("router", "127.0.0.1:50061", "[2001:db8::1]:50061", "decode-7.ns.svc.example:50062")
+    stages = [
+        Stage("wait for a replica", place, start, start + took)
+        for place, start, took in itertools.product(
+            where, (0.0, 49.9, 99.99), (0.0, 0.001, 50.0, 1e6)
+        )
+    ]
+    trace = message_of(stages, request_id="x" * 300, tenant="t", trace_id="0" * 32)
+    trace.first_token_ms = 12.5
+    lines = list(format_trace(trace))
+    table = lines[lines.index("") + 1 :]
+    assert len(table) == len(stages) + 1
+    assert all(len(line) <= 80 for line in table)
+    assert all("#" in line for line in table[1:])
+    assert "first token after 12.5 ms" in "\n".join(lines)
+
+
+def test_bars_are_where_the_time_was():
+    trace = message_of([Stage("route", "router", 0, 50), Stage("decode", "d:1", 50, 100)])
+    first, second = (line[35:61] for line in list(format_trace(trace))[-2:])
+    assert (first, second) == ("#" * 13 + " " * 13, " " * 13 + "#" * 13)
+
+
+def test_text_of_others_cannot_change_the_terminal():
+    trace = message_of([Stage("a\x1b[31m", "b\n", 0, 1)], request_id="\x1b[2J\u202e")
+    lines = [*format_trace(trace), *format_traces(cluster_pb2.GetTraceResponse(traces=[trace]))]
+    assert all(line.isascii() and line.isprintable() for line in lines)
+
+
+def test_a_list_has_a_line_per_request():
+    response = cluster_pb2.GetTraceResponse(
+        traces=[message_of([], request_id="y" * 100, outcome="DEADLINE_EXCEEDED")]
+    )
+    head, line = format_traces(response)
+    assert line.endswith("         -     100.0")
+    assert max(map(len, (head, line))) <= 80
+
+
+def test_a_new_trace_is_sampled_or_not_and_its_id_is_logged():
+    class Tracer:
+        sample_rate = 1.0
+        sent = ()
+
+        def send(self, spans):
+            self.sent = list(spans)
+
+    tracer, call = Tracer(), CallInfo("r")
+    token = CURRENT_CALL.set(call)
+    try:
+        record = ended(RequestLog(tracer), "r")
+    finally:
+        CURRENT_CALL.reset(token)
+    assert isinstance(record.trace, TraceContext)
+    assert record.trace.is_sampled
+    assert call.trace_id == record.trace.trace_id
+    assert [span.name for span in tracer.sent] == ["chat tiny", "route"]
