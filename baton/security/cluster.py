@@ -8,12 +8,10 @@ worker's port is closed to callers without them, health excepted.
 import hashlib
 import hmac
 import ipaddress
-import logging
 import os
 import secrets
 import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,6 +19,7 @@ import grpc
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles, ClusterConfig
+from baton.security.watched_file import WatchedFile
 
 __all__ = ["TOKEN_VARIABLE", "ClusterSecurity"]
 
@@ -31,35 +30,6 @@ _LEAST_TOKEN_CHARS = 16
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
-
-
-class _Token:
-    """The cluster's tokens, read again when their file changes. Any thread may use it."""
-
-    def __init__(self, path: str | None, own: str | None) -> None:
-        self._path = Path(path) if path is not None else None
-        self._lock = threading.Lock()
-        self._stamp: object = None
-        self._tokens: tuple[str, ...] = (_checked(own, TOKEN_VARIABLE),) if own else ()
-        if self._path is not None:
-            _make_token_file(self._path)
-            self._stamp, self._tokens = _stamp_of(self._path), _read_tokens(self._path)
-
-    def all(self) -> tuple[str, ...]:
-        """The accepted tokens; the first one is sent."""
-        if self._path is None:
-            return self._tokens
-        with self._lock:
-            stamp = _stamp_of(self._path)
-            if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._tokens = _read_tokens(self._path)
-                except ConfigurationError as error:
-                    logging.getLogger("baton.security").warning(
-                        "the last good token stays in use: %s", error.message
-                    )
-            return self._tokens
 
 
 class ClusterSecurity:
@@ -87,7 +57,12 @@ class ClusterSecurity:
         token: str | None = None,
     ) -> None:
         config = config or ClusterConfig()
-        self._tokens = _Token(config.token_file, token)
+        own = (_checked(token, TOKEN_VARIABLE),) if token else ()
+        self._read_tokens: Callable[[], tuple[str, ...]] = lambda: own
+        if config.token_file is not None:
+            path = config.token_file
+            _make_token_file(Path(path))
+            self._read_tokens = WatchedFile(path, _read_tokens).current
         self._identities = frozenset(config.identities)
         self.server_name = config.server_name
         self.certificates = Certificates(files) if files is not None and files.paths else None
@@ -102,12 +77,12 @@ class ClusterSecurity:
     @property
     def token(self) -> str | None:
         """The token that this process sends; None without one."""
-        return next(iter(self._tokens.all()), None)
+        return next(iter(self._read_tokens()), None)
 
     @property
     def verifies_callers(self) -> bool:
         """Whether callers need a credential: a token, or a certificate that a CA signed."""
-        return bool(self._tokens.all()) or self._verifies_certificates
+        return bool(self._read_tokens()) or self._verifies_certificates
 
     @property
     def _verifies_certificates(self) -> bool:
@@ -139,9 +114,20 @@ class ClusterSecurity:
             )
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of a port for other processes of the cluster; None for one without TLS."""
-        if self.certificates is None or self.certificates.files.certfile is None:
+        """Credentials of a port for other processes of the cluster; None for one without TLS.
+
+        Raises:
+            ConfigurationError: callers need a certificate, which they show over TLS alone, and
+                there is none for this port; names the flags.
+        """
+        if self.certificates is None:
             return None
+        files = self.certificates.files
+        if files.certfile is None:
+            raise ConfigurationError(
+                f"{files.prefix}ca-certs is set; a worker that asks for certificates needs "
+                f"{files.prefix}certfile and {files.prefix}keyfile, too"
+            )
         return self.certificates.server_credentials(verifies_clients=self._verifies_certificates)
 
     @property
@@ -182,7 +168,7 @@ class ClusterSecurity:
         return self._has_token(metadata) and self._has_certificate(auth_context)
 
     def _has_token(self, metadata: Metadata) -> bool:
-        tokens = self._tokens.all()
+        tokens = self._read_tokens()
         if not tokens:
             return True
         given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
@@ -245,18 +231,10 @@ def _make_token_file(path: Path) -> None:
         ) from None
 
 
-def _stamp_of(path: Path) -> object:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def _read_tokens(path: Path) -> tuple[str, ...]:
+def _read_tokens(path: str) -> tuple[str, ...]:
     where = f"--cluster-token-file {path}"
     try:
-        lines = path.read_text().split()
+        lines = Path(path).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise ConfigurationError(f"{where}: {reason}") from None
