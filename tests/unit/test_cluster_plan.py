@@ -31,6 +31,7 @@ from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
+from rpc.tracing import TracingConfig
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -95,6 +96,20 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert plan.router.http_address == f"127.0.0.1:{router.http.port}"
     ports = {"grpc": replace(router.grpc, port=0), "http": replace(router.http, port=0)}
     assert replace(router, **ports) == given.router
+
+
+def test_all_processes_log_and_trace_as_the_command_does():
+    grpc = ServerConfig(log_level="error", log_format="json")
+    tracing = TracingConfig(otlp_traces_endpoint="http://c:4317", trace_sample_rate=0.25)
+    plan = plan_cluster(config(grpc=grpc, tracing=tracing))
+    for add_args, server in (
+        (add_prefill_args, plan.prefill[0]),
+        (add_decode_args, plan.decode[0]),
+        (add_router_args, plan.router),
+    ):
+        args = parse(add_args, server.spec.arguments)
+        assert (args.log_level, args.log_format) == ("error", "json")
+        assert config_from_args(TracingConfig, args) == tracing
 
 
 def test_no_command_line_of_a_child_has_a_key(monkeypatch):
