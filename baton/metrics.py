@@ -79,7 +79,7 @@ class MetricInfo:
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts values in buckets.
+    """The numbers of values in buckets.
 
     Attributes:
         bounds: upper bounds of the buckets, inclusive.
@@ -95,11 +95,6 @@ class Histogram:
     def empty(cls, bounds: tuple[float, ...]) -> "Histogram":
         """Returns a histogram without values."""
         return cls(bounds, [0] * (len(bounds) + 1))
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Counts a value `count` times."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
 
     def copy(self) -> "Histogram":
         """Returns a copy that further values do not change."""
@@ -175,9 +170,11 @@ class Metrics:
         """Adds a value to a histogram, `count` times; see `add`."""
         series = (name, *labels)
         with self._lock:
-            if series not in self._histograms:
-                series = self._create(series)
-            self._histograms[series].add(value, count)
+            found = self._histograms.get(series)
+            if found is None:
+                found = self._histograms[self._create(series)]
+            found.counts[bisect_left(found.bounds, value)] += count
+            found.total += value * count
 
     def snapshot(self) -> Snapshot:
         """Returns all values and histograms."""

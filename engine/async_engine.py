@@ -52,6 +52,7 @@ class AsyncEngine:
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
+        metrics: counts of requests and steps.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -61,6 +62,7 @@ class AsyncEngine:
         self.form = core.form
         self.num_blocks = core.num_blocks
         self.kv_metrics = core.kv_metrics
+        self.metrics = core.metrics
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, OutputHandler] = {}

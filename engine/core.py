@@ -24,6 +24,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
 from engine.kv_cache.events import KvEvent
+from engine.metrics import EngineMetrics, StepTimer
 from engine.request import EngineLoad, EngineOutput, EngineRequest
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.schedule.scheduler import Scheduler
@@ -65,6 +66,7 @@ class EngineCore:
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
+        metrics: counts of requests and steps.
         is_stalled: whether the last step found nothing to run, so that `wait` sleeps.
     """
 
@@ -83,6 +85,8 @@ class EngineCore:
         self.form = _form_of(config, runner.info)
         self.namespace = self.form.namespace(runner.info.fingerprint)
         self.kv_metrics = KvMetrics()
+        self.metrics = EngineMetrics()
+        self._timer = StepTimer(self.metrics, clock)
         self._runner = runner
         self._clock = clock
         self._woken = threading.Event()
@@ -91,7 +95,7 @@ class EngineCore:
         self._early_error: Exception | None = None
         self._num_failed_steps = 0
         self._in_flight: _SubmittedStep | None = None
-        self._grammars = Grammars(config, runner.info, self.wake)
+        self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
         self.scheduler = Scheduler(
             config,
@@ -103,6 +107,7 @@ class EngineCore:
             connector=connector_scheduler,
             grammars=self._grammars,
             metrics=self._connect(connector) if connector else None,
+            engine_metrics=self.metrics,
             clock=clock,
         )
 
@@ -177,7 +182,7 @@ class EngineCore:
             The outputs of candidates that end at once because of the tokens they have.
         """
         self.is_stalled = False
-        return self.scheduler.add(request)
+        return self._counted(self.scheduler.add(request))
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests and frees what they hold; returns their last outputs."""
@@ -252,14 +257,18 @@ class EngineCore:
             Exception: what the runner raised, if several steps in a row have failed; the engine
                 cannot be used any more. Or what `on_outputs` raised.
         """
+        self._timer.start()
         outputs = self._poll() + self.scheduler.take_compiled() + self.scheduler.expire()
+        self._timer.end_phase("transfers")
         if outputs:
             self.is_stalled = False
         else:
             outputs = self._compute_step(on_outputs)
         if outputs:
-            on_outputs(outputs)
+            on_outputs(self._counted(outputs))
+        self._timer.end_phase("commit")
         self._start_transfers()
+        self._timer.end()
 
     def wait(self) -> None:
         """Sleeps while nothing can run: until a transfer ends, a grammar is compiled, a deadline
@@ -288,6 +297,7 @@ class EngineCore:
 
     def _compute_step(self, on_outputs: OnOutputs) -> list[EngineOutput]:
         batch = self.scheduler.schedule()
+        self._timer.end_phase("schedule")
         self._start_transfers()  # loads run beside the forward pass
         self.is_stalled = batch is None and self._in_flight is None
         if self.is_stalled:
@@ -300,6 +310,12 @@ class EngineCore:
     def _start_transfers(self) -> None:
         if work := self.scheduler.build_work():
             self._connector.start(work)
+        self._timer.end_phase("transfers")
+
+    def _counted(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Counts the tokens of outputs and returns them."""
+        self.metrics.outputs_made(outputs)
+        return outputs
 
     def _run(self, batch: ScheduledBatch, on_outputs: OnOutputs) -> list[EngineOutput]:
         """The readable loop: execute, then commit."""
@@ -315,6 +331,7 @@ class EngineCore:
         """The overlapped loop: submit this step, then commit the one before it."""
         before, self._in_flight = self._in_flight, None
         error = self._submit(batch) if batch is not None else None
+        self._timer.end_phase("execute")
         outputs = self._finish(before.batch, before.output.result) if before else []
         if batch is not None and error is not None:
             # Now, as the next step must not build on KV that this one has not computed.
@@ -336,6 +353,8 @@ class EngineCore:
             output = get_output()
         except Exception as error:
             return self._fail(batch, error)
+        finally:
+            self._timer.end_phase("execute")
         self._num_failed_steps = 0
         self._connector.step_ended(batch.step, computed=True)
         return self.scheduler.commit(batch, output)
@@ -344,6 +363,7 @@ class EngineCore:
         """Ends the requests of a failed step; raises the error if several in a row have failed."""
         self._connector.step_ended(batch.step, computed=False)
         self._num_failed_steps += 1
+        self.metrics.step_failed()
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
@@ -368,7 +388,7 @@ class EngineCore:
             return
         try:
             if outputs := self._poll():
-                self._on_outputs(outputs)
+                self._on_outputs(self._counted(outputs))
         except Exception as error:  # raised after the step, which has not failed itself
             self._early_error = error
 

@@ -60,6 +60,7 @@ class Sequence:
             of its steps is a chunk of known tokens.
         num_saved: leading blocks that its save jobs cover; see `engine.kv_transfer.saves`.
         is_given_up: whether it ends as soon as its KV is back from the host.
+        token_at: clock time of its newest token; not up to date while it decodes.
         due: the step at which `DecodeSet` looks at it next.
         offset: `num_scheduled` minus the step number while it decodes.
     """
@@ -82,6 +83,7 @@ class Sequence:
     guide: Guide | None = None
     num_saved: int = 0
     is_given_up: bool = False
+    token_at: float | None = None
     due: int = -1
     offset: int = 0
 
@@ -89,6 +91,11 @@ class Sequence:
     def num_unscheduled(self) -> int:
         """Known tokens that no step has computed or is computing."""
         return len(self.token_ids) - self.num_scheduled
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether its next token is drawn by logit rules, once it has drawn one."""
+        return any(draw.rules is not None for draw in (self.draws or ())[:1])
 
     @property
     def finish_reason(self) -> FinishReason | None:

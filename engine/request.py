@@ -170,6 +170,11 @@ class EngineLoad:
         prefix_cache_hits: the tokens found by these look-ups.
         num_preemptions: running requests preempted since the start.
         num_swapped_blocks: blocks in the host pool now.
+        num_swap_preemptions: of the preemptions, those that copied KV to the host.
+        num_loading: of the waiting requests, those whose KV is being loaded.
+        num_compiling: of the waiting requests, those whose grammars are not compiled yet.
+        num_swapped: of the waiting requests, those whose KV is on the host.
+        num_cached_blocks: blocks in the prefix cache, free or not.
     """
 
     num_running: int
@@ -182,3 +187,8 @@ class EngineLoad:
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
+    num_swap_preemptions: int = 0
+    num_loading: int = 0
+    num_compiling: int = 0
+    num_swapped: int = 0
+    num_cached_blocks: int = 0

@@ -12,6 +12,8 @@ from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
+from engine.metrics_export import EngineDescription, EngineExport, VllmExport
+from engine.stats_log import StatsLog
 from engine.wire import kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
@@ -20,7 +22,10 @@ __all__ = ["EngineWorker", "register_metrics"]
 
 
 class EngineWorker:
-    """Describes and controls one engine. Implements the protocol `rpc.worker.Worker`.
+    """Describes and controls one engine, and logs its statistics while it works. Implements the
+    protocol `rpc.worker.Worker`.
+
+    An event loop must run.
 
     Args:
         engine: the engine.
@@ -33,6 +38,8 @@ class EngineWorker:
     def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:
         self.info = _describe(engine, role)
         self._engine = engine
+        self._stats = StatsLog(EngineExport(engine.metrics, engine.load, _labels_of(engine)))
+        self._stats.start()
 
     def load(self) -> worker_pb2.WorkerLoad:
         """The engine's load as of its last step."""
@@ -74,6 +81,7 @@ class EngineWorker:
 
     async def close(self) -> None:
         """Stops the engine."""
+        self._stats.close()
         await self._engine.close()
 
 
@@ -106,4 +114,17 @@ def _describe(
 
 def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
     """Adds a started engine's metrics to a registry."""
-    registry.register(MetricsCollector(engine.kv_metrics))
+    labels = _labels_of(engine)
+    export = EngineExport(engine.metrics, engine.load, labels)
+    for source in (engine.kv_metrics, export, VllmExport(export, labels)):
+        registry.register(MetricsCollector(source))
+
+
+def _labels_of(engine: AsyncEngine) -> EngineDescription:
+    return EngineDescription(
+        model=engine.config.model_name,
+        role=engine.config.role,
+        block_size=engine.config.block_size,
+        kv_dtype=engine.form.dtype,
+        caches_prefixes=engine.config.enable_prefix_caching,
+    )

@@ -70,6 +70,11 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_running(self) -> int:
+        """Number of running requests."""
+        return len(self._running)
+
     @contextmanager
     def admit(self, request_id: str, client: str = "") -> Iterator[None]:
         """Counts a request as running while the context lasts.

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from baton.traceparent import TraceContext
+from router.metrics import RouterMetrics
 from router.request_record import RequestRecord
 from router.request_spans import spans_of
 from rpc.logs import CURRENT_CALL, CallInfo
@@ -20,11 +21,18 @@ class RequestLog:
 
     Args:
         tracer: sends spans; None sends none.
+        metrics: counts each request that has ended; None counts none.
         capacity: how many records are kept.
     """
 
-    def __init__(self, tracer: Tracer | None = None, capacity: int = _CAPACITY) -> None:
+    def __init__(
+        self,
+        tracer: Tracer | None = None,
+        metrics: RouterMetrics | None = None,
+        capacity: int = _CAPACITY,
+    ) -> None:
         self._tracer = tracer
+        self._metrics = metrics
         self._capacity = capacity
         self._ended: dict[str, RequestRecord] = {}
 
@@ -76,6 +84,8 @@ class RequestLog:
         return list(islice(reversed(self._ended.values()), count))
 
     def _keep(self, record: RequestRecord) -> None:
+        if self._metrics is not None:
+            self._metrics.count_request(record)
         self._ended.pop(record.request_id, None)  # so that the new one is the last
         self._ended[record.request_id] = record
         if len(self._ended) > self._capacity:

@@ -9,7 +9,7 @@ from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.certificates import Certificates
 from baton.security.cluster import ClusterSecurity
 from router.security_config import RouterSecurityConfig
-from router.tenants.tenant import Tenant
+from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.cluster_calls import authorize_cluster
 from rpc.interceptors import Authorize
@@ -25,6 +25,7 @@ class RouterSecurity:
 
     Args:
         config: the paths.
+        count_refusal: called with each call of a client that is refused.
 
     Attributes:
         cluster: for calls to workers.
@@ -35,11 +36,13 @@ class RouterSecurity:
         ConfigurationError: a file cannot be read, or is bad; names the flag.
     """
 
-    def __init__(self, config: RouterSecurityConfig) -> None:
+    def __init__(
+        self, config: RouterSecurityConfig, count_refusal: CountRefusal = count_nothing
+    ) -> None:
         files = config.clients.files
         self.certificates = Certificates(files) if files.certfile is not None else None
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
-        self.tenants = Tenants(config.tenants)
+        self.tenants = Tenants(config.tenants, count_refusal=count_refusal)
         self._verify_mode = config.clients.verify_mode
 
     def grpc_access(self, host: str) -> ServerAccess:

@@ -2,21 +2,26 @@
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
+from baton.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.cluster_servicer import ClusterServicer
 from router.config import RouterConfig, add_args, router_config_from_args
+from router.metrics import FleetCounts, RouterMetrics
 from router.models import Model, Models, RouterFiles
 from router.pace import Pace
 from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
+from rpc.interceptors import CountCall
 from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
 from rpc.tracing import open_tracer
 
@@ -42,10 +47,12 @@ class RouterService(Service):
         files: the files of the config's models, in its order.
         server: gets the servicer, and is set serving while the router can serve.
         security: certificates and credentials, towards clients and workers.
+        metrics: counts requests and calls.
 
     Attributes:
         models: the served models.
         log: the records of the last requests.
+        metrics: what Prometheus reads.
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
@@ -58,6 +65,7 @@ class RouterService(Service):
         files: Sequence[RouterFiles],
         server: RpcServer,
         security: RouterSecurity,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._server = server
         self._security = security
@@ -65,7 +73,10 @@ class RouterService(Service):
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
-        self.log = RequestLog(self._tracer)
+        self._metrics = metrics or RouterMetrics()
+        self.metrics = CollectorRegistry()
+        self.metrics.register(MetricsCollector(self._metrics))
+        self.log = RequestLog(self._tracer, self._metrics)
         pace = Pace()
         self.models = Models(
             Model(model, config, own_files, self._admission, pace, security.cluster, self.log)
@@ -75,6 +86,9 @@ class RouterService(Service):
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
         )
+        self._metrics.read_running = lambda: self._admission.num_running
+        self._metrics.read_pause_s = lambda: pace.pause_s
+        self._metrics.read_fleets = lambda: _fleet_counts(self.models)
         server.add_servicer(
             cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
         )
@@ -83,7 +97,7 @@ class RouterService(Service):
         self._tasks.append(asyncio.create_task(pace.run()))
         self.http: HttpServer | None = None
         if config.http.port is not None:
-            self.http = _http_server(self.models, config, security)
+            self.http = _http_server(self, config, security)
 
     async def start_http(self) -> None:
         """Begins to answer HTTP, if the config has a port for it.
@@ -93,6 +107,10 @@ class RouterService(Service):
         """
         if self.http is not None:
             await self.http.start()
+
+    def count_call(self, protocol: str, status: str) -> None:
+        """Counts a call of a client that has ended; see `RouterMetrics`."""
+        self._metrics.count_call(protocol, status)
 
     @override
     async def drain(self, timeout_s: float) -> None:
@@ -120,19 +138,36 @@ def _names(config: RouterConfig) -> Sequence[str]:
     return [model.names[0] for model in config.models]
 
 
-def _http_server(models: Models, config: RouterConfig, security: RouterSecurity) -> "HttpServer":
+def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
+    for model in models:
+        for tier in (model.fleet.prefill, model.fleet.decode):
+            yield FleetCounts(model.name, tier.name, len(tier.connected), len(tier.candidates))
+
+
+def _http_server(
+    service: RouterService, config: RouterConfig, security: RouterSecurity
+) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
     from router.http.server import HttpServer
 
-    app = build_app(models, config.http, security.tenants)
+    app = build_app(
+        service.models,
+        config.http,
+        security.tenants,
+        service.metrics,
+        partial(service.count_call, "http"),
+    )
     return HttpServer(app, config.http, security.http_context())
 
 
-def access_of(config: RouterConfig, security: RouterSecurity) -> ServerAccess:
+def access_of(
+    config: RouterConfig, security: RouterSecurity, count_call: CountCall | None = None
+) -> ServerAccess:
     """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
     return replace(
         security.grpc_access(config.grpc.host),
+        count_call=count_call,
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,
     )
@@ -144,11 +179,13 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
-    security = RouterSecurity(config.security)
+    metrics = RouterMetrics()
+    security = RouterSecurity(config.security, metrics.count_refusal)
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
-        service = RouterService(config, await asyncio.gather(*loads), server, security)
+        files = await asyncio.gather(*loads)
+        service = RouterService(config, files, server, security, metrics)
         try:
             await service.start_http()
         except BaseException:
@@ -156,7 +193,8 @@ async def run(config: RouterConfig) -> None:
             raise
         return service
 
-    await serve(config.grpc, SERVICE_NAMES, start, access_of(config, security))
+    access = access_of(config, security, partial(metrics.count_call, "grpc"))
+    await serve(config.grpc, SERVICE_NAMES, start, access)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,8 +18,9 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ from baton.traceparent import TraceContext, parse_traceparent
 from rpc.errors import status_of_number, to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
-__all__ = ["Authorize", "CallInterceptor", "name_call", "request_id_of"]
+__all__ = ["Authorize", "CallInterceptor", "CountCall", "name_call", "request_id_of"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
@@ -54,6 +55,11 @@ Raises:
     PermissionDeniedError: the caller may not call this method.
 """
 
+CountCall = Callable[[str], None]
+"""Counts a call that has ended, given the name of its status."""
+Guard = Callable[[Context], AbstractAsyncContextManager["_Call"]]
+"""What surrounds a call: `_guard`, for one method."""
+
 # By (request is a stream, response is a stream).
 _KINDS = {
     (False, False): "unary_unary",
@@ -68,10 +74,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         authorize: finds out who calls; None lets all callers in.
+        count_call: called when a call ends, with the name of its status; not for calls that poll.
     """
 
-    def __init__(self, authorize: Authorize | None = None) -> None:
+    def __init__(
+        self, authorize: Authorize | None = None, count_call: CountCall | None = None
+    ) -> None:
         self._authorize = authorize
+        self._count_call = count_call
 
     async def intercept_service(
         self,
@@ -84,7 +94,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method)
         authorize = None if method.startswith(_OPEN_SERVICES) else self._authorize
-        return _guarded_handler(handler, method, authorize)
+        count_call = None if method.startswith(_QUIET_METHODS) else self._count_call
+        return _guarded_handler(handler, partial(_guard, method, authorize, count_call))
 
 
 def name_call(request_id: str) -> None:
@@ -103,12 +114,12 @@ def request_id_of(message: Any) -> str:
     return str(request_id)[:_LONGEST_LOGGED_ID]
 
 
-def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> Any:
+def _guarded_handler(handler: Any, guard: Guard) -> Any:
     kind = _KINDS[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
     # Parsing errors are raised where the method, or its guard, reads the requests.
     deserialize = _strict(handler.request_deserializer)
-    guard = _guard_stream if handler.request_streaming else _guard_unary
+    surround = _guard_stream if handler.request_streaming else _guard_unary
     # On the wire a single request is a stream of one. As a stream, it is not received before the
     # call's guard has let the caller in.
     factory = (
@@ -117,15 +128,15 @@ def _guarded_handler(handler: Any, method: str, authorize: Authorize | None) -> 
         else grpc.stream_unary_rpc_method_handler
     )
     return factory(
-        guard(function, method, authorize),
+        surround(function, guard),
         request_deserializer=deserialize,
         response_serializer=handler.response_serializer,
     )
 
 
-def _guard_unary(function: Method, method: str, authorize: Authorize | None) -> Any:
+def _guard_unary(function: Method, guard: Guard) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _guard(_Call(method, context), authorize) as call:
+        async with guard(context) as call:
             request = await anext(requests, None)
             if request is None:
                 raise InvalidArgumentError("the call has no request")
@@ -135,9 +146,9 @@ def _guard_unary(function: Method, method: str, authorize: Authorize | None) -> 
     return guarded
 
 
-def _guard_stream(function: Method, method: str, authorize: Authorize | None) -> Any:
+def _guard_stream(function: Method, guard: Guard) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _guard(_Call(method, context), authorize):
+        async with guard(context):
             return await function(requests, context)
 
     return guarded
@@ -179,11 +190,16 @@ class _Call:
         self.info = CallInfo(trace=_trace_of(context))
         self.status: grpc.StatusCode | None = None
 
+    @property
+    def code(self) -> str:
+        """The name of its status, once it has ended."""
+        return (self.status or status_of_number(_number(self.context.code()))).name
+
     def log(self) -> None:
         level = logging.DEBUG if self.method.startswith(_QUIET_METHODS) else logging.INFO
         if not _LOGGER.isEnabledFor(level):
             return
-        code = (self.status or status_of_number(_number(self.context.code()))).name
+        code = self.code
         duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
         peer, request_id = self.context.peer(), self.info.request_id
         _LOGGER.log(
@@ -206,7 +222,10 @@ _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=Non
 
 
 @asynccontextmanager
-async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Call]:
+async def _guard(
+    method: str, authorize: Authorize | None, count_call: CountCall | None, context: Context
+) -> AsyncIterator[_Call]:
+    call = _Call(method, context)
     _CURRENT_CALL.set(call)  # a call runs in a task of its own
     CURRENT_CALL.set(call.info)
     try:
@@ -228,6 +247,8 @@ async def _guard(call: _Call, authorize: Authorize | None) -> AsyncIterator[_Cal
         )
     finally:
         call.log()
+        if count_call is not None:
+            count_call(call.code)
 
 
 def _cancel_status(context: Context) -> grpc.StatusCode:

@@ -29,7 +29,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.errors import ConfigurationError, UnavailableError
 from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.interceptors import Authorize, CallInterceptor
+from rpc.interceptors import Authorize, CallInterceptor, CountCall
 from rpc.logs import start_logging
 from rpc.server_config import ServerConfig, join_host_port
 
@@ -113,6 +113,7 @@ class ServerAccess:
 
     Attributes:
         authorize: finds out who calls; None lets all callers in.
+        count_call: called when a call ends, unless it polls; None counts none.
         credentials: those of the port; None for plain text.
         max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read; None for
             no limit.
@@ -120,6 +121,7 @@ class ServerAccess:
     """
 
     authorize: Authorize | None = None
+    count_call: CountCall | None = None
     credentials: grpc.ServerCredentials | None = None
     max_concurrent_calls: int | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -153,7 +155,7 @@ class RpcServer:
         options = dict(SERVER_OPTIONS)
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
         self._server = grpc.aio.server(
-            interceptors=[CallInterceptor(self._access.authorize)],
+            interceptors=[CallInterceptor(self._access.authorize, self._access.count_call)],
             options=tuple(options.items()),
             maximum_concurrent_rpcs=self._access.max_concurrent_calls,
         )

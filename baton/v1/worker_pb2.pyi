@@ -167,6 +167,11 @@ class WorkerLoad(google.protobuf.message.Message):
     PREFIX_CACHE_HITS_FIELD_NUMBER: builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
     NUM_SWAPPED_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_SWAP_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NUM_LOADING_FIELD_NUMBER: builtins.int
+    NUM_COMPILING_FIELD_NUMBER: builtins.int
+    NUM_SWAPPED_FIELD_NUMBER: builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -187,6 +192,16 @@ class WorkerLoad(google.protobuf.message.Message):
     """Running requests preempted since the start."""
     num_swapped_blocks: builtins.int
     """Blocks swapped to the host now."""
+    num_swap_preemptions: builtins.int
+    """Of the preemptions, those that copied KV to the host."""
+    num_loading: builtins.int
+    """Of the waiting requests, those whose KV is being loaded."""
+    num_compiling: builtins.int
+    """Of the waiting requests, those whose grammars are not compiled yet."""
+    num_swapped: builtins.int
+    """Of the waiting requests, those whose KV is on the host."""
+    num_cached_blocks: builtins.int
+    """Blocks in the prefix cache, whether a request holds them or not."""
     def __init__(
         self,
         *,
@@ -200,8 +215,13 @@ class WorkerLoad(google.protobuf.message.Message):
         prefix_cache_hits: builtins.int = ...,
         num_preemptions: builtins.int = ...,
         num_swapped_blocks: builtins.int = ...,
+        num_swap_preemptions: builtins.int = ...,
+        num_loading: builtins.int = ...,
+        num_compiling: builtins.int = ...,
+        num_swapped: builtins.int = ...,
+        num_cached_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad

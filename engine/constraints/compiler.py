@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from baton.errors import (
     BatonError,
@@ -24,6 +25,7 @@ from engine.constraints.compile_process import CompileProcess, JobLostError, Job
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
+from engine.metrics import EngineMetrics
 
 __all__ = ["CompileLimits", "GrammarCompiler"]
 
@@ -66,6 +68,7 @@ class GrammarCompiler:
         backend: "xgrammar", "llguidance", or "auto", which is xgrammar for all that it can
             express and llguidance for the rest. `check_installed` must have accepted it.
         limits: bounds.
+        metrics: counts the grammars; None discards them.
         clock: monotonic seconds.
     """
 
@@ -75,6 +78,7 @@ class GrammarCompiler:
         *,
         backend: str = "auto",
         limits: CompileLimits = CompileLimits(),
+        metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = installed_backends() if backend == "auto" else (backend,)
@@ -82,6 +86,7 @@ class GrammarCompiler:
         is_double = backend == "auto" and "llguidance" in names
         self._choices = ("auto", "llguidance") if is_double else (backend,)
         self._limits = limits
+        self._metrics = metrics or EngineMetrics()
         self._clock = clock
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Constraint] = OrderedDict()
@@ -106,17 +111,20 @@ class GrammarCompiler:
         UnavailableError if the compile process does not start or after `close`, or an
         InternalError for a bug.
         """
-        key, future = outputs.key, Future[Constraint]()
+        key, future, found = outputs.key, Future[Constraint](), False
         with self._lock:
             if (pending := self._pending.get(key)) is not None:
                 pending.append(future)
+                found = True
             elif self._is_closed:
                 future.set_exception(UnavailableError("the worker is stopping"))
             elif (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 future.set_result(cached)
+                found = True
             elif (refusal := self._refusal_of(key)) is not None:
                 future.set_exception(refusal)
+                found = True
             elif len(self._pending) >= self._limits.max_waiting:
                 limit = self._limits.max_waiting
                 future.set_exception(
@@ -125,6 +133,7 @@ class GrammarCompiler:
             else:
                 self._pending[key] = [future]
                 self._workers.submit(self._compile, key, outputs)
+        self._metrics.grammar_looked_up(found=found)
         return future
 
     def close(self) -> None:
@@ -140,15 +149,19 @@ class GrammarCompiler:
             if all(future.cancelled() for future in self._pending[key]):
                 del self._pending[key]
                 return
+        start, result = self._clock(), self._compiled(outputs)
+        self._metrics.grammar_compiled(self._clock() - start, _outcome_of(result))
+        self._end(key, result)
+
+    def _compiled(self, outputs: StructuredOutputs) -> Constraint | BatonError:
+        """Returns the constraint, or the error of its futures."""
         try:
-            constraint = self._compile_in_process(outputs)
+            return self._compile_in_process(outputs)
         except BatonError as error:
-            self._end(key, error)
+            return error
         except BaseException:
             _logger.exception("compiling a grammar failed")
-            self._end(key, InternalError("the grammar could not be compiled"))
-        else:
-            self._end(key, constraint)
+            return InternalError("the grammar could not be compiled")
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
         """Compiles with each choice of backend in turn until one has neither run out of time
@@ -243,3 +256,9 @@ class GrammarCompiler:
             del self._refusals[key]
             return None
         return error
+
+
+def _outcome_of(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:
+    if isinstance(result, Constraint):
+        return "compiled"
+    return "refused" if isinstance(result, InvalidArgumentError) else "failed"

@@ -11,6 +11,7 @@ from engine.constraints.compiler import CompileLimits, GrammarCompiler
 from engine.constraints.matcher import Constraint
 from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import Vocabulary
+from engine.metrics import EngineMetrics
 from engine.runner import ModelInfo
 from engine.runtime.checkpoint import open_checkpoint
 
@@ -27,10 +28,15 @@ class Grammars:
         config: the engine's; names the model and the backend.
         info: the model's facts.
         on_compiled: called by any thread when a future of `compile` has ended.
+        metrics: counts the grammars; None discards them.
     """
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, on_compiled: Callable[[], None]
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        on_compiled: Callable[[], None],
+        metrics: EngineMetrics | None = None,
     ) -> None:
         self._config, self._info = config, info
         self._on_compiled = on_compiled
@@ -39,7 +45,10 @@ class Grammars:
             timeout_s=config.grammar_timeout_s, cache_bytes=config.grammar_cache_bytes
         )
         self._compiler = GrammarCompiler(
-            self._load_vocabulary, backend=config.structured_outputs_backend, limits=limits
+            self._load_vocabulary,
+            backend=config.structured_outputs_backend,
+            limits=limits,
+            metrics=metrics,
         )
 
     @property

@@ -57,6 +57,11 @@ class BlockPool:
         """Blocks without an owner, cached ones included."""
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the index, of all layer groups."""
+        return sum(len(block_of) for block_of in self._block_of)
+
     def can_allocate(self, num_blocks: int, num_reserved: int = 0) -> Allocation:
         """Whether `num_blocks` can be allocated while `num_reserved` others stay free."""
         if num_blocks > self.num_blocks:
@@ -164,7 +169,7 @@ class BlockPool:
         The free ones are allocated next, as after `forget`, and so before blocks that were
         never used: the system has yet to back those with memory.
         """
-        num_cached = sum(len(block_of) for block_of in self._block_of)
+        num_cached = self.num_cached
         for block_id in [block_id for block_id in self._free if self.is_cached(block_id)]:
             self._free.remove(block_id)
             self._free.push(block_id, first=True)

@@ -44,6 +44,7 @@ class Admission:
 
     Attributes:
         num_preemptions: preemptions since the start.
+        num_swap_preemptions: of them, those that copied KV to the host.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Admission:
         self._costs = costs
         self._clock = clock
         self.num_preemptions = 0
+        self.num_swap_preemptions = 0
 
     # Running groups.
 
@@ -168,6 +170,7 @@ class Admission:
         if prefers and self._kv.can_swap_out(tables):
             group.swapped = self._kv.swap_out(tables, plan.step)
             plan.swapped.append(group)
+            self.num_swap_preemptions += 1
             self._queues.wait_swapped(group)
         else:
             self._queues.wait_again(group)

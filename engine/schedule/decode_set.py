@@ -17,9 +17,16 @@ class DecodeSet:
 
     Args:
         block_size: tokens per block.
+
+    Attributes:
+        committed_at: clock time at which the newest step was committed; all members have a token
+            of that step.
+        num_ruled: members whose tokens are drawn by logit rules.
     """
 
     def __init__(self, block_size: int) -> None:
+        self.committed_at = 0.0
+        self.num_ruled = 0
         self._block_size = block_size
         self._members: dict[Sequence, None] = {}
         self._due: dict[int, list[Sequence]] = {}
@@ -35,6 +42,7 @@ class DecodeSet:
     def enter(self, sequence: Sequence, step: int) -> None:
         """Makes a sequence decode from `step` on, when it is also due."""
         self._members[sequence] = None
+        self.num_ruled += sequence.has_rules
         sequence.offset = sequence.num_scheduled - step
         self._set_due(sequence, step)
         self._sequences = None
@@ -44,6 +52,8 @@ class DecodeSet:
         if sequence not in self._members:
             return False
         del self._members[sequence]
+        self.num_ruled -= sequence.has_rules
+        sequence.token_at = self.committed_at
         self._sequences = None
         return True
 

@@ -13,6 +13,7 @@ from engine.constraints.matcher import Constraint
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.transfers import Transfers
+from engine.metrics import EngineMetrics
 from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
 from engine.schedule.guides import Guides
@@ -32,6 +33,7 @@ class OutputProcessor:
         transfers: loads, saves and handoffs.
         guides: what may follow sequences.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
+        metrics: counts requests and the time between tokens.
         clock: monotonic seconds.
     """
 
@@ -42,6 +44,7 @@ class OutputProcessor:
         transfers: Transfers,
         guides: Guides,
         load_failure_policy: str,
+        metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._queues = queues
@@ -49,6 +52,7 @@ class OutputProcessor:
         self._transfers = transfers
         self._guides = guides
         self._load_failure_policy = load_failure_policy
+        self._metrics = metrics
         self._clock = clock
         # Of prompts that are being computed; the group's first output takes them.
         self._prompt_logprobs: dict[SequenceGroup, list[TokenLogprobs]] = {}
@@ -130,12 +134,13 @@ class OutputProcessor:
                 known += found
         return outputs
 
-    def take_chunk(self, sequence: Sequence, result: ChunkOutput | None) -> Outputs:
+    def take_chunk(self, sequence: Sequence, result: ChunkOutput | None, now: float) -> Outputs:
         """Processes a computed chunk.
 
         Args:
             sequence: the chunk's.
             result: the tokens drawn at the chunk's end; None if it draws none.
+            now: clock time at which the step is committed.
         """
         group = sequence.group
         if result is not None and min(result.token_ids) < 0:
@@ -150,12 +155,17 @@ class OutputProcessor:
             is_whole = sequence.num_computed == len(sequence.token_ids)
             return self._leave_root(group) if is_whole and sequence is group.root else []
         if group.first_token_at is None:
-            group.first_token_at = self._clock()
+            group.first_token_at = now
+            scheduled_at = now if group.scheduled_at is None else group.scheduled_at
+            self._metrics.first_token(group.arrived_at, group.loaded_at, scheduled_at, now)
         if group.beams is not None:
             return self._take_tops(sequence, result)
         try:
             if sequence is group.root:
                 return self._take_first_tokens(sequence, result)
+            if sequence.token_at is not None:
+                self._metrics.drew(now - sequence.token_at)
+            sequence.token_at = now
             return self._take_token(sequence, result)
         except BatonError as error:  # of the sequence's guide
             return [self.end(group, FinishReason.ERROR, error)]
@@ -250,6 +260,7 @@ class OutputProcessor:
         branches = [group.fork_of(root, index) for index in range(len(result.token_ids))]
         for branch, token_id in zip(branches, result.token_ids, strict=True):
             branch.token_ids.append(token_id)
+            branch.token_at = group.first_token_at
         for branch, logprob in zip(branches, result.logprobs, strict=False):
             branch.logprob = logprob
         newest = [self._guides.advance(branch) for branch in branches]
@@ -316,7 +327,7 @@ class OutputProcessor:
         """Ends a request, with all candidates that have not ended."""
         self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
-        self._forget(group)
+        self._forget(group, reason)
         return output
 
     def _end_handed_over(self, group: SequenceGroup) -> EngineOutput:
@@ -327,7 +338,7 @@ class OutputProcessor:
             is_last=True,
             handoff=self._transfers.saves.commit_handoff(group),
         )
-        self._forget(group)
+        self._forget(group, FinishReason.HANDOFF)
         return output
 
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
@@ -389,7 +400,7 @@ class OutputProcessor:
             is_last=is_last,
         )
         if is_last:
-            self._forget(group)
+            self._forget(group, reason)
         return [output]
 
     def _end_ranked(
@@ -410,7 +421,7 @@ class OutputProcessor:
             )
             for index, candidate in enumerate(best)
         ]
-        self._forget(group)
+        self._forget(group, best[-1].reason)
         return outputs
 
     def _end_without_token(self, group: SequenceGroup, token_id: int) -> EngineOutput:
@@ -459,8 +470,9 @@ class OutputProcessor:
         group.state = GroupState.SAVING
         return [first, *self.report_saved(group)]
 
-    def _forget(self, group: SequenceGroup) -> None:
+    def _forget(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Removes a request that has its last output."""
+        self._metrics.request_ended(reason, self._clock() - group.arrived_at)
         self._guides.forget(group)
         self._queues.forget(group)
 

@@ -7,6 +7,7 @@ from collections import abc
 from engine.group import GroupState, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.transfers import Transfers
+from engine.metrics import EngineMetrics
 from engine.schedule.branches import Branches
 
 __all__ = ["GroupQueues"]
@@ -21,6 +22,7 @@ class GroupQueues:
         kv: the block tables.
         transfers: what groups load and save.
         branches: rows of sequences.
+        metrics: counts the requests.
 
     Attributes:
         groups: all groups, by request id.
@@ -29,10 +31,13 @@ class GroupQueues:
         num_seats: the most sequences that running and loading groups run at once.
     """
 
-    def __init__(self, kv: KvCacheManager, transfers: Transfers, branches: Branches) -> None:
+    def __init__(
+        self, kv: KvCacheManager, transfers: Transfers, branches: Branches, metrics: EngineMetrics
+    ) -> None:
         self._kv = kv
         self._transfers = transfers
         self._branches = branches
+        self._metrics = metrics
         self.groups: dict[str, SequenceGroup] = {}
         self.chunking: dict[SequenceGroup, None] = {}
         self.num_seats = 0
@@ -64,6 +69,16 @@ class GroupQueues:
     def num_waiting(self) -> int:
         """Requests that wait for blocks or for a load."""
         return len(self._waiting) + self._num_loading
+
+    @property
+    def num_loading(self) -> int:
+        """Of the waiting requests, those that wait for a load."""
+        return self._num_loading
+
+    @property
+    def num_swapped(self) -> int:
+        """Of the waiting requests, those whose KV is on the host."""
+        return sum(group.swapped is not None for group in self._waiting)
 
     @property
     def num_awaited_blocks(self) -> int:
@@ -116,6 +131,8 @@ class GroupQueues:
         group.state = GroupState.RUNNING
         if group.num_cached is None:
             group.num_cached = min(group.lead.num_computed, group.num_prompt)
+            num_local = min(group.num_matched * self._kv.spec.block_size, group.num_cached)
+            self._metrics.admitted(group.num_prompt, num_local, group.num_cached - num_local)
         insort(self._running, group, key=order_of)
         self.chunking[group] = None
 

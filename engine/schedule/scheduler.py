@@ -16,18 +16,20 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 from baton.errors import BatonError, DeadlineExceededError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
-from engine.group import GroupState, Sequence, SequenceGroup, order_of
+from engine.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import KvCacheSpec, spec_of
 from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.saves import SavePolicy
 from engine.kv_transfer.transfers import Transfers
+from engine.metrics import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission
@@ -44,6 +46,8 @@ from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.metrics import TransferMetrics
 
 __all__ = ["Deadlines", "Scheduler"]
+
+_row_of = attrgetter("row")
 
 # Deadlines of ended requests are removed when they outnumber the live requests by this.
 _MAX_STALE = 64
@@ -106,6 +110,7 @@ class Scheduler:
         connector: scheduler half of the KV connector; a null connector if there is none.
         grammars: compiles constraints.
         metrics: counts transfers; None discards them.
+        engine_metrics: counts requests and steps; None discards them.
         clock: monotonic seconds.
 
     Attributes:
@@ -124,6 +129,7 @@ class Scheduler:
         connector: KvConnectorScheduler,
         grammars: GrammarSource,
         metrics: TransferMetrics | None = None,
+        engine_metrics: EngineMetrics | None = None,
         clock: Callable[[], float],
     ) -> None:
         spec = spec_of(config, info.windows)
@@ -131,6 +137,7 @@ class Scheduler:
         self._info = info
         self._namespace = namespace
         self._clock = clock
+        self._metrics = engine_metrics or EngineMetrics()
         self.kv = KvCacheManager(
             num_blocks,
             spec,
@@ -150,7 +157,7 @@ class Scheduler:
         )
         self._decoding = DecodeSet(config.block_size)
         self._branches = Branches(self.kv, self._decoding, config.max_running)
-        self._queues = GroupQueues(self.kv, self._transfers, self._branches)
+        self._queues = GroupQueues(self.kv, self._transfers, self._branches, self._metrics)
         self._admission = Admission(
             config,
             self.kv,
@@ -168,6 +175,7 @@ class Scheduler:
             self._transfers,
             self._guides,
             config.kv_load_failure_policy,
+            self._metrics,
             clock,
         )
         self._groups = self._queues.groups
@@ -204,6 +212,11 @@ class Scheduler:
             prefix_cache_hits=self.kv.num_hits,
             num_preemptions=self._admission.num_preemptions,
             num_swapped_blocks=self.kv.num_host_used,
+            num_swap_preemptions=self._admission.num_swap_preemptions,
+            num_loading=self._queues.num_loading,
+            num_compiling=self._guides.num_compiling,
+            num_swapped=self._queues.num_swapped,
+            num_cached_blocks=self.kv.pool.num_cached,
         )
 
     # Requests.
@@ -232,6 +245,7 @@ class Scheduler:
         """Ends a request that `add` has failed to add, at whatever point; returns its output."""
         group = self._groups.get(request_id)
         if group is None:
+            self._metrics.request_ended(FinishReason.ERROR, 0.0)
             return EngineOutput(
                 request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
             )
@@ -310,7 +324,8 @@ class Scheduler:
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""
-        record = self._end_step(batch)
+        record, now = self._end_step(batch), self._clock()
+        self._count_decoded(record, now)
         outputs: list[EngineOutput] = []
         if output.prompt_details:
             outputs += self._outputs.take_prompt_logprobs(
@@ -320,7 +335,7 @@ class Scheduler:
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile
             sequence.num_computed = chunk.start_position + chunk.num_tokens
-            outputs += self._outputs.take_chunk(sequence, result)
+            outputs += self._outputs.take_chunk(sequence, result, now)
         self._outputs.take_decoded(
             record.decoding,
             output.decoded,
@@ -328,6 +343,7 @@ class Scheduler:
             output.decoded_details,
             outputs,
         )
+        self._metrics.step_committed()
         self.kv.step_reported(batch.step)
         return outputs
 
@@ -357,6 +373,7 @@ class Scheduler:
         if record is None:
             return None
         self._num_steps = plan.step
+        self._metrics.step_scheduled(record.batch, self._decoding.num_ruled)
         for sequence in plan.entering:
             self._decoding.enter(sequence, plan.step + 1)
         self._in_flight.append(record)
@@ -365,6 +382,13 @@ class Scheduler:
                 self._transfers.saves.save_ahead(sequence.group, plan.step)
         self.kv.step_started(plan.step)
         return record.batch
+
+    def _count_decoded(self, record: StepRecord, now: float) -> None:
+        """Counts the time since the step before for the rows that decoded."""
+        rows = list(map(_row_of, record.decoding))
+        num_live = len(rows) - rows.count(NO_ROW)  # others ended or were preempted meanwhile
+        self._metrics.decoded(now - self._decoding.committed_at, num_live)
+        self._decoding.committed_at = now
 
     def _end_step(self, batch: ScheduledBatch) -> StepRecord:
         """Returns the record of a step that is over."""

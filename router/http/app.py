@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from baton.errors import BatonError
 from baton.version import __version__
-from router.http import anthropic, chat, completions, health, models, responses, tokens
+from router.http import anthropic, chat, completions, health, models, responses, scraping, tokens
 from router.http.config import HttpConfig
 from router.http.context import HttpContext
 from router.http.endpoints import EndpointGroup
@@ -21,6 +22,7 @@ from router.http.errors import ErrorBody, error_response, openai_error, problem_
 from router.http.middleware import RequestMiddleware
 from router.models import Models
 from router.tenants.tenants import Tenants
+from rpc.interceptors import CountCall
 
 __all__ = ["build_app"]
 
@@ -32,6 +34,7 @@ _GROUPS: Sequence[EndpointGroup] = (
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     health.ENDPOINTS,
+    scraping.ENDPOINTS,
 )
 """The endpoints. A new group needs a line here."""
 
@@ -50,13 +53,21 @@ class _App(FastAPI):
         return document
 
 
-def build_app(served: Models, config: HttpConfig, tenants: Tenants) -> FastAPI:
+def build_app(
+    served: Models,
+    config: HttpConfig,
+    tenants: Tenants,
+    metrics: CollectorRegistry | None = None,
+    count_call: CountCall = lambda status: None,
+) -> FastAPI:
     """The application.
 
     Args:
         served: the models.
         config: the limits.
         tenants: the clients.
+        metrics: what `/metrics` shows; None shows nothing.
+        count_call: called with the status of each answer.
     """
     app = _App(
         title="Baton",
@@ -64,13 +75,14 @@ def build_app(served: Models, config: HttpConfig, tenants: Tenants) -> FastAPI:
         description="LLM serving with OpenAI's API",
         openapi_url="/openapi.json",
     )
-    app.state.context = HttpContext(served, config)
+    app.state.context = HttpContext(served, config, metrics or CollectorRegistry())
     for group in _GROUPS:
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
         RequestMiddleware,
+        count_call=count_call,
         tenants=tenants,
         max_request_bytes=config.max_request_bytes,
         body_timeout_s=config.body_timeout_s,

@@ -2,6 +2,7 @@
 
 from typing import cast
 
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from baton.errors import UnavailableError
@@ -19,14 +20,16 @@ class HttpContext:
     Args:
         models: the served models.
         config: the limits.
+        metrics: what Prometheus reads.
 
     Attributes:
         is_draining: whether the router takes no more requests.
     """
 
-    def __init__(self, models: Models, config: HttpConfig) -> None:
+    def __init__(self, models: Models, config: HttpConfig, metrics: CollectorRegistry) -> None:
         self.models = models
         self.config = config
+        self.metrics = metrics
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}
         self._chats = {model.name: ChatService(model) for model in models}

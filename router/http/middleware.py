@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 from router.tenants.tenants import Tenants, credentials_of
+from rpc.interceptors import CountCall
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["RequestMiddleware"]
@@ -51,6 +52,7 @@ class RequestMiddleware:
         max_request_bytes: the most bytes of a body.
         body_timeout_s: how long a body may take.
         error_body_of: the shape of errors by path.
+        count_call: called with the status of each answer.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class RequestMiddleware:
         max_request_bytes: int,
         body_timeout_s: float,
         error_body_of: Callable[[str], ErrorBody],
+        count_call: CountCall,
     ) -> None:
         self._app = app
         self._tenants = tenants
         self._max_request_bytes = max_request_bytes
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
+        self._count_call = count_call
         self._running_ids: set[tuple[str, str]] = set()
         self._arriving_bytes: Counter[str] = Counter()
 
@@ -84,6 +88,8 @@ class RequestMiddleware:
                 await answer(scope, receive, call.send)
         finally:
             call.log()
+            if scope["path"] not in _QUIET_PATHS:
+                self._count_call(str(call.status or 499))
 
     async def _problem_of_serving(
         self, scope: Scope, receive: Receive, call: "_Call"

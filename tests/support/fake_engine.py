@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
+from engine.metrics import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
@@ -31,6 +32,7 @@ class FakeEngine:
         self.namespace = NAMESPACE
         self.form = TransferForm(block_size=16, dtype="float32")
         self.num_blocks = 64
+        self.metrics = EngineMetrics()
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []

@@ -47,7 +47,7 @@ def test_a_failed_build_closes_the_runner_and_the_connector(
         return ClosedRunner(closed)
 
     connector = (KvConnectorScheduler("fake", lease_s=1), RefusingWorker(closed))
-    monkeypatch.setattr(kvstore.registry, "open_connector", lambda _: connector)
+    monkeypatch.setattr(kvstore.registry, "open_connector", lambda *_: connector)
     monkeypatch.setattr(engine.runtime.model_runner, "ModelRunner", load_model)
     with pytest.raises(ConfigurationError, match="no"):
         EngineCore.build(fake_config(block_size=4, device="cpu", kv_connector="fake://"))

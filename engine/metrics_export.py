@@ -1,0 +1,176 @@
+"""An engine's metrics for Prometheus: `EngineExport`, and `VllmExport` by the names of vLLM."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from baton.metrics import Histogram, MetricInfo, MetricsSource, Series, Snapshot
+from engine.metrics import METRICS, WAITS, EngineMetrics
+from engine.request import EngineLoad
+
+__all__ = ["VLLM_METRICS", "EngineDescription", "EngineExport", "VllmExport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """The constants that are exported as labels."""
+
+    model: str
+    role: str
+    block_size: int
+    kv_dtype: str
+    caches_prefixes: bool
+
+
+class EngineExport:
+    """What an engine has counted, and its load.
+
+    Args:
+        metrics: the counts.
+        read_load: returns the load now. Any thread may call it.
+        description: of the engine.
+
+    Attributes:
+        infos: the table of metrics.
+    """
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        read_load: Callable[[], EngineLoad],
+        description: EngineDescription,
+    ) -> None:
+        self.infos: Mapping[str, MetricInfo] = METRICS
+        self._metrics = metrics
+        self._read_load = read_load
+        self._about = description
+
+    def snapshot(self) -> Snapshot:
+        """Returns the metrics as of now."""
+        values, histograms = self._metrics.snapshot()
+        values |= _values_of(self._read_load())
+        values["baton_engine_info", self._about.model, self._about.role] = 1
+        return Snapshot(values, histograms)
+
+
+def _values_of(load: EngineLoad) -> dict[Series, float]:
+    num_elsewhere = load.num_loading + load.num_compiling + load.num_swapped
+    waits = (
+        load.num_waiting - num_elsewhere,
+        load.num_loading,
+        load.num_compiling,
+        load.num_swapped,
+    )
+    return {
+        ("baton_engine_running_sequences",): load.num_running,
+        **{
+            ("baton_engine_waiting_requests", reason): number
+            for reason, number in zip(WAITS, waits, strict=True)
+        },
+        ("baton_engine_queued_prompt_tokens",): load.num_queued_tokens,
+        ("baton_engine_draining",): load.draining,
+        ("baton_engine_kv_blocks",): load.num_blocks,
+        ("baton_engine_used_kv_blocks",): load.num_blocks - load.num_free_blocks,
+        ("baton_engine_cached_kv_blocks",): load.num_cached_blocks,
+        ("baton_engine_swapped_kv_blocks",): load.num_swapped_blocks,
+        ("baton_engine_prefix_cache_queries",): load.prefix_cache_queries,
+        ("baton_engine_prefix_cache_hits",): load.prefix_cache_hits,
+        ("baton_engine_preemptions", "recompute"): load.num_preemptions - load.num_swap_preemptions,
+        ("baton_engine_preemptions", "swap"): load.num_swap_preemptions,
+    }
+
+
+# The metrics of vLLM, each with the series of ours that it is the sum of.
+
+_LABELS: dict[str, None] = {"model_name": None, "engine": None}
+
+_VALUES: dict[str, tuple[Series, ...]] = {
+    "vllm:num_requests_running": (("baton_engine_running_sequences",),),
+    "vllm:num_requests_waiting": tuple(("baton_engine_waiting_requests", wait) for wait in WAITS),
+    "vllm:prompt_tokens": (("baton_engine_prompt_tokens",),),
+    "vllm:generation_tokens": (("baton_engine_generated_tokens",),),
+    "vllm:prefix_cache_queries": (("baton_engine_prefix_cache_queries",),),
+    "vllm:prefix_cache_hits": (("baton_engine_prefix_cache_hits",),),
+    "vllm:num_preemptions": (
+        ("baton_engine_preemptions", "recompute"),
+        ("baton_engine_preemptions", "swap"),
+    ),
+}
+
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": "baton_engine_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "baton_engine_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "baton_engine_request_seconds",
+    "vllm:request_queue_time_seconds": "baton_engine_queue_seconds",
+}
+
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+def _vllm_infos() -> Iterator[tuple[str, MetricInfo]]:
+    for name, (series, *_) in _VALUES.items():
+        yield name, MetricInfo(METRICS[series[0]].kind, f"vLLM's name of {series[0]}.", _LABELS)
+    for name, ours in _HISTOGRAMS.items():
+        buckets = METRICS[ours].buckets
+        yield name, MetricInfo("histogram", f"vLLM's name of {ours}.", _LABELS, buckets)
+    yield (
+        "vllm:kv_cache_usage_perc",
+        MetricInfo("gauge", "Share of the KV blocks that requests hold; 1 is all.", _LABELS),
+    )
+    yield (
+        "vllm:request_success",
+        MetricInfo(
+            "counter",
+            "vLLM's name of baton_engine_requests, without those handed over.",
+            {**_LABELS, "finished_reason": _FINISHED_REASONS},
+        ),
+    )
+    constants = dict.fromkeys(
+        ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+    )
+    yield (
+        "vllm:cache_config_info",
+        MetricInfo("gauge", "1; the labels describe the KV cache.", {**_LABELS, **constants}),
+    )
+
+
+VLLM_METRICS: dict[str, MetricInfo] = dict(_vllm_infos())
+"""The metrics of vLLM that mean the same here."""
+
+
+class VllmExport:
+    """An engine's metrics by the names of vLLM, from the same counts.
+
+    Args:
+        source: the engine's `EngineExport`.
+        description: of the engine.
+
+    Attributes:
+        infos: the table of metrics.
+    """
+
+    def __init__(self, source: MetricsSource, description: EngineDescription) -> None:
+        self.infos: Mapping[str, MetricInfo] = VLLM_METRICS
+        self._source = source
+        self._about = description
+
+    def snapshot(self) -> Snapshot:
+        """Returns the metrics as of now."""
+        values, found = self._source.snapshot()
+        labels = (self._about.model, "0")
+        named: dict[Series, float] = {
+            (name, *labels): sum(values[one] for one in series) for name, series in _VALUES.items()
+        }
+        for reason in _FINISHED_REASONS:
+            named["vllm:request_success", *labels, reason] = values["baton_engine_requests", reason]
+        num_blocks = values["baton_engine_kv_blocks",]
+        used = values["baton_engine_used_kv_blocks",] / num_blocks
+        named["vllm:kv_cache_usage_perc", *labels] = used
+        named["vllm:cache_config_info", *labels, *self._constants(int(num_blocks))] = 1
+        histograms: dict[Series, Histogram] = {
+            (name, *labels): found[ours,] for name, ours in _HISTOGRAMS.items()
+        }
+        return Snapshot(named, histograms)
+
+    def _constants(self, num_blocks: int) -> Series:
+        about = self._about
+        return str(about.block_size), str(num_blocks), about.kv_dtype, str(about.caches_prefixes)

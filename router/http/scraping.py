@@ -1,0 +1,31 @@
+"""The router's metrics, for Prometheus."""
+
+import asyncio
+
+from fastapi import APIRouter
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.http.context import context_of
+from router.http.endpoints import WITHOUT_BODY, EndpointGroup, declared_responses
+
+__all__ = ["ENDPOINTS"]
+
+_ROUTER = APIRouter()
+ENDPOINTS = EndpointGroup(_ROUTER)
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
+
+
+@_ROUTER.get(
+    "/metrics",
+    responses={
+        **declared_responses("The metrics.", errors=WITHOUT_BODY),
+        200: {"description": "The metrics, in Prometheus' text format.", "content": _TEXT},
+    },
+)
+async def metrics(request: Request) -> Response:
+    """Returns the router's metrics; docs/metrics.md lists them."""
+    text = await asyncio.to_thread(generate_latest, context_of(request).metrics)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

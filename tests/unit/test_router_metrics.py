@@ -1,0 +1,79 @@
+"""What the router counts of a request, a call and its replicas."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from baton.metrics_collector import MetricsCollector
+from baton.v1 import common_pb2, request_pb2
+from router.metrics import FleetCounts, RouterMetrics
+from router.request_log import RequestLog
+from router.request_record import RequestRecord
+
+STOP = common_pb2.FINISH_REASON_STOP
+
+
+def ended_record(**fields: object) -> RequestRecord:
+    record = RequestRecord(model="m", tenant="acme", **fields)
+    record.usage.MergeFrom(common_pb2.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5))
+    record.arrived_at, record.routed_at, record.first_token_at = 100.0, 100.25, 101.0
+    with record.attempt("prefill", "p:1") as prefill:
+        prefill.take(request_pb2.CandidateOutput(timings={"queue_ms": 250, "prefill_ms": 500}))
+    for error in ("UNAVAILABLE", ""):
+        with record.attempt("decode", "d:1") as decode:
+            decode.take(request_pb2.CandidateOutput(token_ids=[1]))
+            decode.error = error
+    record.add_end(STOP, is_over=True)
+    record.ended_at = 103.0
+    return record
+
+
+def text_of(metrics: RouterMetrics) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(metrics))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_an_ended_request_is_counted_once():
+    metrics = RouterMetrics()
+    metrics.count_request(ended_record())
+    lines = text_of(metrics)
+    for line in (
+        'baton_router_requests_total{model="m",outcome="stop"} 1.0',
+        'baton_router_prompt_tokens_total{model="m",tenant="acme"} 10.0',
+        'baton_router_cached_prompt_tokens_total{model="m",tenant="acme"} 4.0',
+        'baton_router_generated_tokens_total{model="m",tenant="acme"} 5.0',
+        'baton_router_request_seconds_sum{model="m"} 3.0',
+        'baton_router_first_token_seconds_sum{model="m"} 1.0',
+        'baton_router_time_per_output_token_seconds_sum{model="m"} 0.5',
+        'baton_router_route_seconds_sum{model="m"} 0.25',
+        'baton_router_stage_seconds_sum{stage="queue"} 0.25',
+        'baton_router_stage_seconds_sum{stage="prefill"} 0.5',
+        'baton_router_prompts_total{model="m",tier="prefill"} 1.0',
+        'baton_router_attempts_total{result="ok",tier="decode"} 1.0',
+        'baton_router_attempts_total{result="UNAVAILABLE",tier="decode"} 1.0',
+        'baton_router_resumes_total{model="m"} 1.0',
+    ):
+        assert line in lines
+
+
+def test_a_failed_request_has_its_error_as_outcome():
+    metrics = RouterMetrics()
+    log = RequestLog(metrics=metrics)
+    record = log.begin("id", "m", "chat")
+    try:
+        with log.recording(record, deadline=1e12):
+            raise GeneratorExit
+    except GeneratorExit:
+        pass
+    assert 'baton_router_requests_total{model="m",outcome="CANCELLED"} 1.0' in text_of(metrics)
+
+
+def test_gauges_are_read_when_they_are_exported():
+    metrics = RouterMetrics()
+    metrics.read_running = lambda: 3
+    metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=2, ready=1)]
+    metrics.count_call("http", "429")
+    lines = text_of(metrics)
+    assert "baton_router_running_requests 3.0" in lines
+    assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 2.0' in lines
+    assert 'baton_router_replicas{model="m",state="ready",tier="decode"} 1.0' in lines
+    assert 'baton_router_calls_total{protocol="http",status="429"} 1.0' in lines
