@@ -16,6 +16,7 @@ import pytest
 from baton.cli import serve
 from baton.cli.serve_config import cluster_config_from_args, running_config
 from baton.errors import ConfigurationError
+from baton.flag_parser import FlagParser
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
@@ -26,6 +27,8 @@ from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
 from router.http.config import HttpConfig
+from router.security_config import RouterSecurityConfig
+from router.tenants.config import TenantsConfig
 from rpc.server_config import ServerConfig
 
 ENGINE = EngineConfig(
@@ -105,6 +108,18 @@ def test_secrets_are_in_the_environment_of_the_processes_and_not_on_their_comman
         assert server.spec.environment["BATON_KV_CONNECTOR"] == url
         assert "pass-word" not in " ".join((*server.spec.arguments, repr(server)))
     assert "BATON_KV_CONNECTOR" not in plan.router.spec.environment
+
+
+def test_no_command_line_of_a_child_has_a_key(monkeypatch):
+    tenants = TenantsConfig(api_key=("sk-one-key", "sk-two-keys"), tenants="clients.yaml")
+    spec = plan_cluster(config(security=RouterSecurityConfig(tenants=tenants))).router.spec
+    assert "sk-" not in f"{spec}"
+    assert "sha256:" not in f"{spec.arguments}"
+    for name, value in spec.environment.items():
+        monkeypatch.setenv(name, value)
+    parser = FlagParser.of_command("python -m router", serve.main, add_router_args)
+    parsed = router_config_from_args(parser.parse_args(list(spec.arguments)))
+    assert parsed.security.tenants == tenants
 
 
 def test_defaults_need_no_flags():
