@@ -5,8 +5,6 @@ together: a token, which all of them share, and certificates that a CA of the cl
 worker's port is closed to callers without them, health excepted.
 """
 
-import hashlib
-import hmac
 import ipaddress
 import os
 import secrets
@@ -19,14 +17,12 @@ import grpc
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles, ClusterConfig
-from baton.security.watched_file import WatchedFile
+from baton.security.tokens import bearer, carries_token, checked_token, watched_tokens
 
 __all__ = ["TOKEN_VARIABLE", "ClusterSecurity"]
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"  # noqa: S105 - a name, not a token
 _AUTHORIZATION = "authorization"
-_SCHEME = "Bearer "
-_LEAST_TOKEN_CHARS = 16
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
@@ -57,12 +53,12 @@ class ClusterSecurity:
         token: str | None = None,
     ) -> None:
         config = config or ClusterConfig()
-        own = (_checked(token, TOKEN_VARIABLE),) if token else ()
+        own = (checked_token(token, TOKEN_VARIABLE),) if token else ()
         self._read_tokens: Callable[[], tuple[str, ...]] = lambda: own
         if config.token_file is not None:
             path = config.token_file
             _make_token_file(Path(path))
-            self._read_tokens = WatchedFile(path, _read_tokens).current
+            self._read_tokens = watched_tokens("--cluster-token-file", path)
         self._identities = frozenset(config.identities)
         self.server_name = config.server_name
         self.certificates = Certificates(files) if files is not None and files.paths else None
@@ -80,9 +76,18 @@ class ClusterSecurity:
         return next(iter(self._read_tokens()), None)
 
     @property
+    def has_token(self) -> bool:
+        """Whether the cluster has a token."""
+        return bool(self._read_tokens())
+
+    def admits_header(self, header: str | bytes) -> bool:
+        """Whether an authorization header carries the cluster's token."""
+        return carries_token(header, self._read_tokens())
+
+    @property
     def verifies_callers(self) -> bool:
         """Whether callers need a credential: a token, or a certificate that a CA signed."""
-        return bool(self._read_tokens()) or self._verifies_certificates
+        return self.has_token or self._verifies_certificates
 
     @property
     def _verifies_certificates(self) -> bool:
@@ -155,7 +160,7 @@ class ClusterSecurity:
     def call_metadata(self) -> Sequence[tuple[str, str]]:
         """The metadata of a call to another process."""
         token = self.token
-        return () if token is None else ((_AUTHORIZATION, _SCHEME + token),)
+        return () if token is None else ((_AUTHORIZATION, bearer(token)),)
 
     def admits(self, metadata: Metadata, auth_context: AuthContext) -> bool:
         """Whether a caller belongs to the cluster: it has the token if there is one, and a
@@ -168,11 +173,8 @@ class ClusterSecurity:
         return self._has_token(metadata) and self._has_certificate(auth_context)
 
     def _has_token(self, metadata: Metadata) -> bool:
-        tokens = self._read_tokens()
-        if not tokens:
-            return True
         given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
-        return _is_token(given, tokens)
+        return not self.has_token or self.admits_header(given)
 
     def _has_certificate(self, auth_context: AuthContext) -> bool:
         if not self._verifies_certificates or self.certificates is None:
@@ -196,19 +198,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_token(header: str | bytes, tokens: Iterable[str]) -> bool:
-    """Whether an authorization header carries one of the tokens. Takes the same time for each
-    header of a length.
-    """
-    given = header.encode() if isinstance(header, str) else header
-    digest = hashlib.sha256(given).digest()
-    matches = [
-        hmac.compare_digest(digest, hashlib.sha256((_SCHEME + token).encode()).digest())
-        for token in tokens
-    ]
-    return any(matches)
-
-
 def _make_token_file(path: Path) -> None:
     """Makes a file with a new token, unless there is one. Several processes may do so at once."""
     if path.exists():
@@ -229,23 +218,3 @@ def _make_token_file(path: Path) -> None:
         raise ConfigurationError(
             f"--cluster-token-file {path}: it cannot be made: {error.strerror}"
         ) from None
-
-
-def _read_tokens(path: str) -> tuple[str, ...]:
-    where = f"--cluster-token-file {path}"
-    try:
-        lines = Path(path).read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
-        raise ConfigurationError(f"{where}: {reason}") from None
-    if not lines:
-        raise ConfigurationError(f"{where}: it has no token")
-    return tuple(_checked(line, where) for line in lines)
-
-
-def _checked(token: str, where: str) -> str:
-    if len(token) < _LEAST_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
-        raise ConfigurationError(
-            f"{where}: a token needs {_LEAST_TOKEN_CHARS} printable ASCII characters or more"
-        )
-    return token

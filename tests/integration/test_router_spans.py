@@ -26,7 +26,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 @pytest.fixture
 def exporter(monkeypatch):
     exporter = InMemorySpanExporter()
-    tracer = Tracer(SimpleSpanProcessor(exporter), Resource({}), sample_rate=1.0)
+    tracer = Tracer(SimpleSpanProcessor(exporter), exporter, Resource({}), sample_rate=1.0)
     monkeypatch.setattr(router.server, "open_tracer", lambda *arguments: tracer)
     return exporter
 
