@@ -139,6 +139,9 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
         print(f"{server.spec.name:<10} {server.address}")
+    for server in (router, *plan.workers):
+        if server.metrics_url:
+            print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")
     if config.token_file is not None:
         print(f"{'token':<10} {config.token_file}")
     print(f"\nTry it:\n  {example_command(config, plan)}")

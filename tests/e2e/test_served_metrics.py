@@ -15,14 +15,16 @@ PROMPT_TOKENS = 100  # six full blocks of 16, and a tail
 
 
 async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
-    """Returns samples by name and `direction` label, which is empty for samples without one."""
+    """Returns samples of transfers and requests by name and their one label, if they have one."""
     (url,) = re.findall(r"serving metrics url=(\S+)", worker.log())
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
     return {
-        (sample.name, sample.labels.get("direction", "")): sample.value
+        (sample.name, sample.labels.get("direction") or sample.labels.get("outcome", "")): (
+            sample.value
+        )
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.labels["backend"] == "file" and "le" not in sample.labels
+        if sample.labels.get("backend", "file") == "file" and "le" not in sample.labels
     }
 
 
@@ -52,3 +54,7 @@ async def test_workers_export_what_they_saved_and_loaded(shared_cluster: Cluster
     assert loaded["baton_kv_objects_total", "load"] == 7
     assert loaded["baton_kv_bytes_total", "load"] == saved["baton_kv_bytes_total", "save"]
     assert loaded["baton_kv_open_breakers", "load"] == 0
+    assert saved["baton_engine_requests_total", "handoff"] == 1
+    assert saved["baton_engine_generated_tokens_total", ""] == 1
+    assert loaded["baton_engine_generated_tokens_total", ""] == 3
+    assert loaded["baton_engine_requests_total", "length"] == 1

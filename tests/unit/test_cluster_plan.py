@@ -26,6 +26,7 @@ from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
 from router.http.config import HttpConfig
+from rpc.metrics_access import MetricsConfig
 from rpc.server_config import ServerConfig
 
 ENGINE = EngineConfig(
@@ -284,3 +285,44 @@ def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared
         # The embedded store and the token's folder, too.
         assert len(list(shared_memory.iterdir())) == 2 + takes_turns
     assert list(shared_memory.iterdir()) == []
+
+
+def _metrics_ports(metrics: MetricsConfig) -> list[int]:
+    plan = plan_cluster(config(metrics=metrics))
+    servers = (plan.router, *plan.workers)
+    for server in servers:
+        port = server.metrics_address.rpartition(":")[2]
+        arguments = server.spec.arguments
+        assert arguments[arguments.index("--metrics-port") + 1] == port
+        assert server.metrics_url == f"http://127.0.0.1:{port}/metrics"
+    return [int(server.metrics_address.rpartition(":")[2]) for server in servers]
+
+
+def test_metrics_are_served_at_free_ports_or_at_those_after_the_routers():
+    free = _metrics_ports(MetricsConfig(port=0))
+    assert len(set(free)) == 6
+    assert 0 not in free
+    first = next(port for port in free if _are_free(range(port, port + 6)))
+    assert _metrics_ports(MetricsConfig(port=first)) == [*range(first, first + 6)]
+
+
+def test_without_a_port_no_process_serves_metrics():
+    plan = plan_cluster(config())
+    for server in (plan.router, *plan.workers):
+        assert "--metrics-port" not in server.spec.arguments
+        assert server.metrics_url == ""
+
+
+def test_ports_for_metrics_beyond_the_last_one_are_refused():
+    with pytest.raises(ConfigurationError, match="--metrics-port"):
+        plan_cluster(config(metrics=MetricsConfig(port=65533)))
+
+
+def _are_free(ports: range) -> bool:
+    for port in ports:
+        with socket.socket() as bound:
+            try:
+                bound.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True
