@@ -17,7 +17,7 @@ from router.entries import read_entries
 from router.http.config import HttpConfig
 from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.tenants.config import TenantsConfig
-from rpc.metrics_access import MetricsConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, check_port
 from rpc.tracing import TracingConfig
 

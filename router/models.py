@@ -273,11 +273,9 @@ class Models:
         usable = self.usable()
         model = self._by_name.get(name) if name else next(iter(usable), self._models[0])
         if model is None:
-            names = [repr(each) for one in usable for each in one.names]
-            raise NotFoundError(
-                f"model {name[:_SHOWN_CHARS]!r} does not exist; this router serves "
-                f"{', '.join(names)}"
-            )
+            names = ", ".join(repr(each) for one in usable for each in one.names)
+            shown = repr(name[:_SHOWN_CHARS])
+            raise NotFoundError(f"model {shown} does not exist; this router serves {names}")
         tenant_of_call().check_model(model.names)
         return model
 

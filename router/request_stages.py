@@ -41,12 +41,12 @@ def stages_of(record: RequestRecord) -> Sequence[Stage]:
         ("receive", _ROUTER, record.arrived_at, accepted_at),
         ("route", _ROUTER, accepted_at, record.routed_at or ended_at),
     ]
-    done_at = record.routed_at or ended_at
+    between, done_at = "route", record.routed_at or ended_at
     for attempt in record.attempts:
-        if attempt.started_at > done_at:
-            parts.append(("wait for a replica", _ROUTER, done_at, attempt.started_at))
+        parts.append((between, _ROUTER, done_at, attempt.started_at))
         parts += _parts_of(attempt, record.usage.prompt_tokens)
         done_at = attempt.ended_at or ended_at
+        between = "wait for a replica" if attempt.error else "route"
     parts.append(("send", _ROUTER, done_at, ended_at))
     stages = (
         Stage(name, where, record.ms_since_arrival(start), record.ms_since_arrival(end))

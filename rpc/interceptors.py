@@ -114,6 +114,14 @@ def request_id_of(message: Any) -> str:
     return str(request_id)[:_LONGEST_LOGGED_ID]
 
 
+def _note_trace(info: CallInfo, message: Any) -> None:
+    """Takes the trace of a router's message to a worker, which is in the request's spec."""
+    header = getattr(getattr(message, "spec", None), "traceparent", "")
+    trace = parse_traceparent(header) if header else None
+    if trace is not None:
+        info.trace_id = trace.trace_id
+
+
 def _guarded_handler(handler: Any, guard: Guard) -> Any:
     kind = _KINDS[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
@@ -141,6 +149,7 @@ def _guard_unary(function: Method, guard: Guard) -> Any:
             if request is None:
                 raise InvalidArgumentError("the call has no request")
             call.info.request_id = request_id_of(request)
+            _note_trace(call.info, request)
             return await function(request, context)
 
     return guarded

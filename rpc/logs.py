@@ -4,16 +4,18 @@
 HTTP; the pipeline reads the call's trace from it, and the JSON lines their ids.
 """
 
+import io
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from typing_extensions import override
 
@@ -23,6 +25,7 @@ __all__ = [
     "CURRENT_CALL",
     "CallInfo",
     "JsonFormatter",
+    "JsonStderr",
     "json_line_of_process",
     "log_fields",
     "logging_request",
@@ -31,6 +34,8 @@ __all__ = [
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _FIELDS = "baton_fields"
+_MOST_CHARS = 2**16
+"""Of a line that has not ended; earlier ones are dropped."""
 
 
 @dataclass(slots=True)
@@ -100,17 +105,58 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class JsonStderr(io.TextIOBase):
+    """A stderr whose lines become JSON: those of progress bars, warnings and tracebacks.
+
+    Args:
+        stream: gets the lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    @override
+    def write(self, text: str, /) -> int:
+        """Writes whole lines; of a line that is drawn several times, its last form."""
+        with self._lock:
+            *lines, rest = (self._rest + text).split("\n")
+            self._rest = rest.rpartition("\r")[2][-_MOST_CHARS:]
+            for line in lines:
+                shown = line.rstrip("\r").rpartition("\r")[2]
+                if shown.strip():
+                    self._stream.write(_plain_line("stderr", shown) + "\n")
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        """Flushes the stream."""
+        self._stream.flush()
+
+    @override
+    def fileno(self) -> int:
+        """The stream's own."""
+        return self._stream.fileno()
+
+    @override
+    def writable(self) -> bool:
+        """Always true."""
+        return True
+
+
 def start_logging(level: str, log_format: str) -> None:
-    """Makes the process log to stderr.
+    """Makes the process log to stderr. With JSON, all that Python writes there becomes JSON.
 
     Args:
         level: debug, info, warning or error.
         log_format: text or json.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT)
-    )
+    handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter())
+        sys.stderr = JsonStderr(sys.stderr)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
@@ -123,8 +169,12 @@ def json_line_of_process(process: str, text: str) -> str:
     """
     if text.startswith('{"time": '):
         return f'{{"process": {json.dumps(process)}, {text[1:]}'
-    record = logging.LogRecord("baton.process", logging.INFO, "", 0, "%s", (text,), None)
-    return json_line_of_process(process, JsonFormatter().format(record))
+    return json_line_of_process(process, _plain_line("process", text))
+
+
+def _plain_line(logger: str, text: str) -> str:
+    record = logging.LogRecord(logger, logging.INFO, "", 0, "%s", (text,), None)
+    return JsonFormatter().format(record)
 
 
 def _utc(seconds: float) -> str:

@@ -1,44 +1,15 @@
-"""`MetricsConfig`: the flags of a process's metrics. `MetricsAccess`: who may read them."""
+"""`MetricsAccess`: who may read a process's metrics."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
-from baton.flags import flag
 from baton.security.cluster import ClusterSecurity
 from baton.security.tokens import carries_token, watched_tokens
+from rpc.metrics_config import MetricsConfig
 
-__all__ = ["CHALLENGE", "MetricsAccess", "MetricsConfig"]
+__all__ = ["CHALLENGE", "MetricsAccess"]
 
 CHALLENGE = 'Bearer realm="metrics"'
 """The header `WWW-Authenticate` of a refusal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsConfig:
-    """The flags of a process's metrics.
-
-    Raises:
-        ConfigurationError: a value is out of range; names the flag.
-    """
-
-    host: str = flag("127.0.0.1", "address for metrics", name="metrics-host", metavar="HOST")
-    port: int | None = flag(
-        None,
-        "serve Prometheus metrics on this port; 0 picks a free one (default: no metrics)",
-        name="metrics-port",
-        metavar="PORT",
-    )
-    metrics_token_file: str | None = flag(
-        None,
-        "file with the token that readers of the metrics send as a bearer token (default: the "
-        "cluster's token, if there is one)",
-        metavar="FILE",
-    )
-
-    def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port < 2**16:
-            raise ConfigurationError(f"--metrics-port is {self.port}; it must be in [0, 65536)")
 
 
 class MetricsAccess:

@@ -16,7 +16,8 @@ from typing_extensions import override
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles
-from rpc.metrics_access import CHALLENGE, MetricsAccess, MetricsConfig
+from rpc.metrics_access import CHALLENGE, MetricsAccess
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import join_host_port
 
 __all__ = ["serving_metrics"]

@@ -4,6 +4,7 @@ Spans are made when they have ended, from times that were measured anyway (`Span
 without `--otlp-traces-endpoint` imports nothing of OpenTelemetry.
 """
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from baton.version import __version__
 
 __all__ = ["Span", "Tracer", "TracingConfig", "open_tracer"]
 
-_FLUSH_MS = 2000
+_FLUSH_S = 2.0
 _SCHEMES = {"http": "http", "grpc": "http", "https": "https", "grpcs": "https"}
 
 AttributeValue = str | bool | int | float | tuple[str, ...]
@@ -82,6 +83,7 @@ class Tracer:
 
     Args:
         processor: an OpenTelemetry SpanProcessor.
+        exporter: the SpanExporter that it calls.
         resource: the OpenTelemetry Resource that all spans have.
         sample_rate: the share of new traces that is recorded.
 
@@ -89,11 +91,12 @@ class Tracer:
         sample_rate: the same.
     """
 
-    def __init__(self, processor: Any, resource: Any, sample_rate: float) -> None:
+    def __init__(self, processor: Any, exporter: Any, resource: Any, sample_rate: float) -> None:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self.sample_rate = sample_rate
         self._processor = processor
+        self._exporter = exporter
         self._resource = resource
         self._scope = InstrumentationScope("baton", __version__)
 
@@ -108,8 +111,12 @@ class Tracer:
 
     def close(self) -> None:
         """Sends what is queued, for at most a few seconds. Blocks."""
-        self._processor.force_flush(_FLUSH_MS)
-        self._processor.shutdown()
+        flush = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
+        flush.start()
+        flush.join(_FLUSH_S)
+        if flush.is_alive():  # the exporter would repeat its call of a silent collector
+            self._exporter.shutdown()
+            flush.join(_FLUSH_S)
 
     def _ended_span(self, span: Span, epoch_s: float) -> Any:
         from opentelemetry.sdk.trace import ReadableSpan
@@ -153,7 +160,7 @@ def open_tracer(
         {"service.name": service, "service.version": __version__, **attributes}
     )
     exporter = _import_exporter()(endpoint=_collector_url(config.otlp_traces_endpoint))
-    return Tracer(BatchSpanProcessor(exporter), resource, config.trace_sample_rate)
+    return Tracer(BatchSpanProcessor(exporter), exporter, resource, config.trace_sample_rate)
 
 
 def _import_exporter() -> Any:

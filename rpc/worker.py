@@ -15,7 +15,8 @@ from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
-from rpc.metrics_access import MetricsAccess, MetricsConfig
+from rpc.metrics_access import MetricsAccess
+from rpc.metrics_config import MetricsConfig
 from rpc.metrics_server import serving_metrics
 from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, serve

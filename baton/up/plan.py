@@ -15,7 +15,7 @@ from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
-from rpc.metrics_access import MetricsConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]

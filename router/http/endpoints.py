@@ -12,6 +12,7 @@ from router.http.errors import ErrorBody, openai_error
 __all__ = [
     "COMPLETION_FIELDS",
     "ERROR_RESPONSES",
+    "OF_CLIENTS",
     "WITHOUT_BODY",
     "EndpointGroup",
     "declared_responses",
@@ -71,6 +72,8 @@ COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
 """Fields of OpenAI's completions and answers to chats."""
 WITHOUT_BODY = (500, 503)
 """The statuses of errors of the endpoints that take none."""
+OF_CLIENTS = (401, 429, *WITHOUT_BODY)
+"""The same for those that only clients of the router may call."""
 
 
 def declared_responses(

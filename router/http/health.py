@@ -8,7 +8,13 @@ from starlette.responses import Response
 
 from baton.version import __version__
 from router.http.context import context_of
-from router.http.endpoints import WITHOUT_BODY, EndpointGroup, declared_responses, json_object
+from router.http.endpoints import (
+    OF_CLIENTS,
+    WITHOUT_BODY,
+    EndpointGroup,
+    declared_responses,
+    json_object,
+)
 from router.http.json_bytes import json_response
 from router.models import Model
 
@@ -49,9 +55,7 @@ async def ready(request: Request) -> Response:
     return json_response(body, 200 if is_ready else 503)
 
 
-@_ROUTER.get(
-    "/version", responses=declared_responses("The version.", "version", errors=WITHOUT_BODY)
-)
+@_ROUTER.get("/version", responses=declared_responses("The version.", "version", errors=OF_CLIENTS))
 async def version() -> Response:
     """Returns Baton's version."""
     return json_response({"version": __version__})

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import (
     ERROR_RESPONSES,
-    WITHOUT_BODY,
+    OF_CLIENTS,
     EndpointGroup,
     declared_responses,
     json_object,
@@ -26,7 +26,7 @@ ENDPOINTS = EndpointGroup(_ROUTER)
 
 @_ROUTER.get(
     "/v1/models",
-    responses=declared_responses("The served models.", "object", "data", errors=WITHOUT_BODY),
+    responses=declared_responses("The served models.", "object", "data", errors=OF_CLIENTS),
 )
 async def list_models(request: Request) -> Response:
     """Lists the served models; each alias is listed too."""
@@ -40,7 +40,7 @@ async def list_models(request: Request) -> Response:
 
 @_ROUTER.get(
     "/v1/models/{model_id:path}",
-    responses=declared_responses("The model.", "id", "object", errors=(404, *WITHOUT_BODY)),
+    responses=declared_responses("The model.", "id", "object", errors=(403, 404, *OF_CLIENTS)),
 )
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""

@@ -37,7 +37,7 @@ class TenantsConfig:
     tenants: str | None = flag(
         None,
         "YAML file of the clients' names, hashed keys and limits, read again when it changes; see "
-        "docs/security.md",
+        "docs/tenants.md",
         metavar="FILE",
     )
     jwks_file: str | None = flag(

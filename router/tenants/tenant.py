@@ -12,7 +12,7 @@ from router.tenants.bucket import TokenBucket
 from router.tenants.config import TenantPolicy
 from rpc.logs import CURRENT_CALL
 
-__all__ = ["OPEN_TENANT", "CountRefusal", "Tenant", "tenant_of_call"]
+__all__ = ["OPEN_TENANT", "Clock", "CountRefusal", "Tenant", "count_nothing", "tenant_of_call"]
 
 Clock = Callable[[], float]
 _SHOWN_CHARS = 64

@@ -22,7 +22,8 @@ from engine.metrics import EngineMetrics
 from engine.metrics_export import EngineDescription, EngineExport
 from engine.request import EngineLoad
 from kvstore.metrics import KvMetrics
-from rpc.metrics_access import MetricsAccess, MetricsConfig
+from rpc.metrics_access import MetricsAccess
+from rpc.metrics_config import MetricsConfig
 from rpc.metrics_server import serving_metrics
 from rpc.process_metrics import ProcessMetrics
 from tests.support.certificates import Authority, write_files

@@ -12,8 +12,11 @@ from opentelemetry.trace import StatusCode
 import router.server
 from baton.errors import ConfigurationError, ResourceExhaustedError
 from baton.traceparent import parse_traceparent
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
 from rpc.tracing import Tracer, TracingConfig
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
+from tests.support.running_http import running_http
 from tests.support.running_router import request, running_router, token_ids_of
 
 SCRIPT = [50 + i % 200 for i in range(400)]
@@ -23,7 +26,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 @pytest.fixture
 def exporter(monkeypatch):
     exporter = InMemorySpanExporter()
-    tracer = Tracer(SimpleSpanProcessor(exporter), Resource({}), sample_rate=1.0)
+    tracer = Tracer(SimpleSpanProcessor(exporter), exporter, Resource({}), sample_rate=1.0)
     monkeypatch.setattr(router.server, "open_tracer", lambda *arguments: tracer)
     return exporter
 
@@ -83,6 +86,38 @@ async def test_without_tracing_workers_get_a_valid_header_as_it_is(header):
         call = running.stub.GenerateStream(request(max_tokens=2), timeout=30, metadata=metadata)
         assert [response async for response in call]
     assert decode.starts[0].spec.traceparent == (header if header == PARENT else "")
+
+
+async def test_a_trace_over_http_is_that_of_the_header(exporter):
+    decode = FakeDecode(SCRIPT)
+    async with running_http(decode) as running:
+        body = {"model": "scripted", "prompt": [5, 6, 7], "max_tokens": 3}
+        headers = {"traceparent": PARENT, "x-request-id": "by-http"}
+        answer = await running.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        twice = [("traceparent", PARENT), ("traceparent", PARENT)]
+        await running.http.post("/v1/completions", json=body, headers=twice)
+        records = running.router.service.log.latest(2)
+    assert [record.trace_id == PARENT[3:35] for record in records] == [False, True]
+    assert records[1].request_id.startswith("by-http")
+    assert decode.starts[0].spec.traceparent[:35] == PARENT[:35]
+    roots = [span for span in exporter.get_finished_spans() if span.kind.name == "SERVER"]
+    assert roots[0].parent.span_id == int(PARENT[36:52], 16)
+    assert roots[0].parent.is_remote
+    assert roots[1].parent is None
+
+
+async def test_chats_are_named_so(exporter):
+    decode = FakeDecode(SCRIPT)
+    text = TemplateText("{{ messages[0].content }}", "a test")
+    template = ChatTemplate(TemplateSource({"default": text}))
+    async with running_http(decode, chat_template=template) as running:
+        body = {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 3}
+        answer = await running.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+    (root,) = (span for span in exporter.get_finished_spans() if span.kind.name == "SERVER")
+    assert root.name == "chat scripted"
+    assert "secret" not in str([span.to_json() for span in exporter.get_finished_spans()])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ ENDLESS = [50 + i % 200 for i in range(4000)]
 COMPLETION = {"model": MODEL, "prompt": list(PROMPT_IDS), "max_tokens": 2}
 MESSAGE = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
 CLOSED_PATHS = ("/docs", "/openapi.json", "/redoc", "/version", "/v1/models", "/health/", "/x", "/")
+TOO_MANY = "Concurrent RPC limit exceeded!"
 TEMPLATE = ChatTemplate(
     TemplateSource({"default": TemplateText("{{ messages[0].content }}", "test")}, {})
 )
@@ -237,6 +238,23 @@ async def test_a_refused_call_is_not_read(tmp_path: Path):
             assert answer.startswith(b"HTTP/1.1 401")
             assert (b"connection: close" in answer.lower()) == closes
             writer.close()
+
+
+async def test_calls_in_excess_are_refused_before_they_are_read():
+    decode = FakeDecode(ENDLESS, pause_after=3)
+    limits = {"max_concurrent_requests": 1, "max_concurrent_calls": 2}
+    async with running_http(decode, **limits) as api:
+        running = api.router.stub.GenerateStream(request(max_tokens=4000), timeout=30)
+        await running.read()
+        assert "1 requests are running" in (await error_of(generate(api, None))).details()
+        silent = api.router.channel.stream_unary("/baton.v1.GenerationService/Generate")
+        waiting = silent(never(), timeout=30)
+        await waiting.wait_for_connection()
+        async with asyncio.timeout(20):
+            while (error := await error_of(generate(api, None))).details() != TOO_MANY:
+                assert error.code().name == "RESOURCE_EXHAUSTED"
+        waiting.cancel()
+        running.cancel()
 
 
 async def test_a_large_message_is_refused_before_it_is_parsed(tmp_path: Path):

@@ -16,6 +16,7 @@ import pytest
 from baton.cli import serve
 from baton.cli.serve_config import cluster_config_from_args, running_config
 from baton.errors import ConfigurationError
+from baton.flag_parser import FlagParser
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
@@ -26,8 +27,11 @@ from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
 from router.http.config import HttpConfig
-from rpc.metrics_access import MetricsConfig
+from router.security_config import RouterSecurityConfig
+from router.tenants.config import TenantsConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
+from rpc.tracing import TracingConfig
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -92,6 +96,32 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert plan.router.http_address == f"127.0.0.1:{router.http.port}"
     ports = {"grpc": replace(router.grpc, port=0), "http": replace(router.http, port=0)}
     assert replace(router, **ports) == given.router
+
+
+def test_all_processes_log_and_trace_as_the_command_does():
+    grpc = ServerConfig(log_level="error", log_format="json")
+    tracing = TracingConfig(otlp_traces_endpoint="http://c:4317", trace_sample_rate=0.25)
+    plan = plan_cluster(config(grpc=grpc, tracing=tracing))
+    for add_args, server in (
+        (add_prefill_args, plan.prefill[0]),
+        (add_decode_args, plan.decode[0]),
+        (add_router_args, plan.router),
+    ):
+        args = parse(add_args, server.spec.arguments)
+        assert (args.log_level, args.log_format) == ("error", "json")
+        assert config_from_args(TracingConfig, args) == tracing
+
+
+def test_no_command_line_of_a_child_has_a_key(monkeypatch):
+    tenants = TenantsConfig(api_key=("sk-one-key", "sk-two-keys"), tenants="clients.yaml")
+    spec = plan_cluster(config(security=RouterSecurityConfig(tenants=tenants))).router.spec
+    assert "sk-" not in f"{spec}"
+    assert "sha256:" not in f"{spec.arguments}"
+    for name, value in spec.environment.items():
+        monkeypatch.setenv(name, value)
+    parser = FlagParser.of_command("python -m router", serve.main, add_router_args)
+    parsed = router_config_from_args(parser.parse_args(list(spec.arguments)))
+    assert parsed.security.tenants == tenants
 
 
 def test_defaults_need_no_flags():

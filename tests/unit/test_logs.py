@@ -1,14 +1,16 @@
 """Log lines as JSON."""
 
+import io
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
 
 from baton.cli.terminal import log_writer
 from baton.traceparent import TraceContext
-from rpc.logs import JsonFormatter, json_line_of_process, log_fields, logging_request
+from rpc.logs import JsonFormatter, JsonStderr, json_line_of_process, log_fields, logging_request
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
 
@@ -63,3 +65,41 @@ def test_a_cluster_names_the_process_of_each_line(capsys):
     assert (line["process"], line["message"]) == ("decode-0", "listening")
     log_writer("text")("decode-0 | listening")
     assert capsys.readouterr().err == "decode-0 | listening\n"
+
+
+def test_what_else_is_written_to_stderr_becomes_json():
+    stream = io.StringIO()
+    stderr = JsonStderr(stream)
+    print("a warning", file=stderr)
+    stderr.write("\rloading 10%")
+    stderr.write("\rloading 100%")
+    stderr.write("\n\n  \nno end")
+    stderr.write("x" * 10**6)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["message"] for line in lines] == ["a warning", "loading 100%"]
+    assert {line["logger"] for line in lines} == {"stderr"}
+    stderr.write("!\n")
+    assert len(stream.getvalue().splitlines()[-1]) < 2**16 + 200
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_logs_in_the_form_of_its_flag(log_format):
+    program = f"""
+import logging, warnings
+from rpc.logs import log_fields, start_logging
+start_logging("info", "{log_format}")
+logging.getLogger("baton.test").info("hello %s", "you", extra=log_fields(status=200))
+logging.getLogger("baton.test").debug("not logged")
+warnings.warn("careful")
+raise ValueError("the end")
+"""
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    lines = run.stderr.splitlines()
+    if log_format == "text":
+        assert lines[0].endswith("INFO baton.test hello you")
+        assert lines[-1] == "ValueError: the end"
+    else:
+        parsed = [json.loads(line) for line in lines]
+        assert (parsed[0]["message"], parsed[0]["status"]) == ("hello you", 200)
+        assert parsed[-1]["message"] == "ValueError: the end"

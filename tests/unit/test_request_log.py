@@ -150,7 +150,7 @@ def test_the_stages_of_a_split_request(clock):
         ("rpc", "prefill:1", 19, 22),
         ("transfer", "prefill:1", 19, 27),
         ("rpc", "prefill:1", 27, 32),
-        ("wait for a replica", "router", 32, 33),
+        ("route", "router", 32, 33),
         ("rpc", "decode:1", 33, 35),
         ("load", "decode:1", 35, 38),
         ("decode queue", "decode:1", 38, 40),

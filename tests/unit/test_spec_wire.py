@@ -117,6 +117,7 @@ SPEC = RequestSpec(
     cache_salt="tenant",
     bad_words_token_ids=((3,), (4, 3)),
     reasoning=ReasoningMarks(start_token_ids=(), end_token_ids=(8, 7)),
+    traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
 )
 
 

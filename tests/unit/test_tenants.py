@@ -18,6 +18,7 @@ from baton.errors import (
 from baton.security.api_keys import hash_of_key, new_key
 from router.tenants.bucket import TokenBucket
 from router.tenants.config import TenantPolicy, TenantsConfig
+from router.tenants.file import read_tenants
 from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of
 from tests.support.tenants import KEY, OTHER_KEY, Clock, entry_of, write_tenants
@@ -256,6 +257,15 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, entries: Sequence[str], m
     assert "sk-secret" not in refused.value.message
     with pytest.raises(ConfigurationError, match="--tenants cannot read"):
         Tenants(TenantsConfig(tenants=str(tmp_path / "none.yaml")))
+
+
+def test_the_entries_of_the_page_are_a_valid_file(tmp_path: Path):
+    page = Path(__file__).parents[2] / "docs" / "tenants.md"
+    path = tmp_path / "tenants.yaml"
+    path.write_text(page.read_text().split("```yaml\n")[1].split("```")[0])
+    file = read_tenants(str(path))
+    assert file.policies["acme"].tokens_per_minute == 2**20
+    assert file.policy_of("stranger") is file.policies["*"]
 
 
 def test_keys_of_the_flag_have_the_limits_of_their_entry(tmp_path: Path):
