@@ -1,23 +1,18 @@
 """The Prometheus metrics of a cluster's workers after a prompt was handed over."""
 
-import asyncio
-import re
-import urllib.request
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import AsyncClient, SamplingParams
 from tests.support.checkpoints import prompt_of
-from tests.support.cluster import Cluster, ServerProcess
+from tests.support.cluster import Cluster, ServerProcess, read_metrics
 
 PROMPT_TOKENS = 100  # six full blocks of 16, and a tail
 
 
 async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
     """Returns samples of transfers and requests by name and their one label, if they have one."""
-    (url,) = re.findall(r"serving metrics url=(\S+)", worker.log())
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
+    text = await read_metrics(worker)
     return {
         (sample.name, sample.labels.get("direction") or sample.labels.get("outcome", "")): (
             sample.value
