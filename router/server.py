@@ -15,6 +15,7 @@ from baton.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.cluster_servicer import ClusterServicer
+from router.cluster_status import ClusterStatus
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.metrics import FleetCounts, RouterMetrics
 from router.models import Model, Models, RouterFiles
@@ -94,8 +95,10 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        status = ClusterStatus(self.models, self._metrics, self.log.activity)
         server.add_servicer(
-            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
+            ClusterServicer(self.log, status),
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]

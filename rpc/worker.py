@@ -107,6 +107,9 @@ class Worker(Protocol):
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns the load now. Must be cheap."""
 
+    def counters(self) -> worker_pb2.WorkerCounters:
+        """Returns what the worker has done since its start."""
+
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were running."""
 
@@ -198,8 +201,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: worker_pb2.GetLoadRequest, context: Any
     ) -> worker_pb2.GetLoadResponse:
-        """Returns the worker's load."""
-        return worker_pb2.GetLoadResponse(load=self._worker.load())
+        """Returns the worker's load, and what it has done."""
+        worker = self._worker
+        return worker_pb2.GetLoadResponse(load=worker.load(), counters=worker.counters())
 
     @override
     async def WatchLoad(

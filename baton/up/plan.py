@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from baton.errors import ConfigurationError
+from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
@@ -205,9 +206,14 @@ def _worker_spec(
 ) -> ProcessSpec:
     host, _, port = target.rpartition(":")
     address = ("--host", host, "--port", port)
-    own = flags_of_config(config.engine, omit=FIXED_FIELDS[tier])
+    omitted, environment = set(FIXED_FIELDS[tier]), dict(config.environment)
+    connector = config.engine.kv_connector
+    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
+        omitted.add("kv_connector")
+        environment[variable_of("kv-connector")] = connector
+    own = flags_of_config(config.engine, omit=omitted)
     arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, config.environment)
+    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, environment)
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:

@@ -98,6 +98,20 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert replace(router, **ports) == given.router
 
 
+def test_secrets_are_in_the_environment_of_the_processes_and_not_on_their_command_lines():
+    url, token = "redis://user:pass-word@store:6379/0", "t" * 32
+    given = replace(config(engine=replace(ENGINE, kv_connector=url)), token=token)
+    plan = plan_cluster(given)
+    for server in (*plan.workers, plan.router):
+        assert server.spec.environment["BATON_CLUSTER_TOKEN"] == token
+        for shown in (*server.spec.arguments, repr(server), repr(given)):
+            assert token not in shown
+    for server in plan.workers:
+        assert server.spec.environment["BATON_KV_CONNECTOR"] == url
+        assert "pass-word" not in " ".join((*server.spec.arguments, repr(server)))
+    assert "BATON_KV_CONNECTOR" not in plan.router.spec.environment
+
+
 def test_all_processes_log_and_trace_as_the_command_does():
     grpc = ServerConfig(log_level="error", log_format="json")
     tracing = TracingConfig(otlp_traces_endpoint="http://c:4317", trace_sample_rate=0.25)
