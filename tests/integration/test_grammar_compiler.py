@@ -22,6 +22,7 @@ from baton.errors import (
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints import backends as grammar_backends
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
+from engine.metrics import EngineMetrics
 from tests.support.constraints import vocabulary_of
 from tests.support.json_schemas import allowed_tokens, text_of, walk
 
@@ -549,3 +550,26 @@ def test_a_missing_backend_names_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(grammar_backends, "installed_backends", lambda: ())
     with pytest.raises(ConfigurationError, match=r"xgrammar or llguidance, which is not installed"):
         grammar_backends.check_installed("auto")
+
+
+def test_grammars_are_counted():
+    metrics = EngineMetrics()
+    compiler = GrammarCompiler(load_vocabulary, backend="llguidance", metrics=metrics)
+    try:
+        for _ in range(3):
+            compiler.compile(StructuredOutputs(regex="[a-c]+")).result(RESULT_S)
+        for _ in range(2):
+            refused = compiler.compile(StructuredOutputs(regex="[a-c"))
+            assert isinstance(refused.exception(RESULT_S), InvalidArgumentError)
+    finally:
+        compiler.close()
+    values, histograms = metrics.snapshot()
+    lookups = {one: values["baton_engine_grammar_lookups", one] for one in ("hit", "miss")}
+    assert lookups == {"hit": 2 + 1, "miss": 2}
+    name = "baton_engine_grammar_compile_seconds"
+    counts = {result: sum(found.counts) for (one, result), found in _of(name, histograms)}
+    assert counts == {"compiled": 1, "refused": 1, "failed": 0}
+
+
+def _of(name, histograms):
+    return [(series, found) for series, found in histograms.items() if series[0] == name]
