@@ -26,8 +26,6 @@ _KUBERNETES_PORT = re.compile(r"(?:tcp|udp|sctp)://")
 `--port` for a service named baton."""
 _OTHER_VARIABLES = frozenset(
     {
-        "BATON_API_KEY",
-        "BATON_CLUSTER_TOKEN",
         "BATON_COMMIT",
         "BATON_CPU_KERNELS",
         "BATON_TEST_DEVICE",

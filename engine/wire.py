@@ -10,11 +10,14 @@ from baton.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
 from engine.batch import TokenLogprobs
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
+from engine.metrics import EngineMetrics
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from kvstore.handoff import brief_digest
+from kvstore.metrics import KvMetrics
 
 __all__ = [
     "check_namespace",
+    "counters_to_proto",
     "finish_reason_to_proto",
     "kv_event_responses",
     "load_to_proto",
@@ -153,6 +156,19 @@ def timings_to_proto(timings: StageTimings | None) -> common_pb2.Timings | None:
 def load_to_proto(load: EngineLoad) -> worker_pb2.WorkerLoad:
     """The message of an engine's load; their fields have the same names."""
     return worker_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+
+
+def counters_to_proto(metrics: EngineMetrics, transfers: KvMetrics) -> worker_pb2.WorkerCounters:
+    """The message of what an engine has done."""
+    values = metrics.snapshot().values
+    return worker_pb2.WorkerCounters(
+        prompt_tokens=int(values["baton_engine_prompt_tokens",]),
+        loaded_tokens=int(values["baton_engine_cached_prompt_tokens", "loaded"]),
+        generated_tokens=int(values["baton_engine_generated_tokens",]),
+        saved_bytes=int(transfers.total("baton_kv_bytes", "save")),
+        loaded_bytes=int(transfers.total("baton_kv_bytes", "load")),
+        failed_transfers=int(transfers.total("baton_kv_failures")),
+    )
 
 
 # Events of the prefix cache.

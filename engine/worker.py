@@ -14,7 +14,7 @@ from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
 from engine.metrics_export import EngineDescription, EngineExport, VllmExport
 from engine.stats_log import StatsLog
-from engine.wire import kv_event_responses, load_to_proto
+from engine.wire import counters_to_proto, kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
 
@@ -44,6 +44,10 @@ class EngineWorker:
     def load(self) -> worker_pb2.WorkerLoad:
         """The engine's load as of its last step."""
         return load_to_proto(self._engine.load())
+
+    def counters(self) -> worker_pb2.WorkerCounters:
+        """What the engine has done since its start."""
+        return counters_to_proto(self._engine.metrics, self._engine.kv_metrics)
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were live.

@@ -180,6 +180,13 @@ class TransferMetrics:
         values, histograms = self._metrics.snapshot()
         return Snapshot(values | read, histograms)
 
+    def total(self, name: str, *labels: str) -> float:
+        """Returns the sum of a counter's values that begin with these labels. Does not wait for a
+        store's statistics.
+        """
+        series, values = (name, *labels), self._metrics.snapshot().values
+        return sum(value for key, value in values.items() if key[: len(series)] == series)
+
     def _read_stats(self) -> dict[Series, float]:
         """Returns the store's statistics, without those that are None."""
         if self.read_stats is None:
@@ -219,6 +226,10 @@ class KvMetrics:
         """Returns the metrics of all backends by name."""
         with self._lock:
             return dict(self._backends)
+
+    def total(self, name: str, *labels: str) -> float:
+        """Returns the sum of a counter over all backends; see `TransferMetrics.total`."""
+        return sum(metrics.total(name, *labels) for metrics in self.all().values())
 
     def snapshot(self) -> Snapshot:
         """Returns the metrics of all backends. Waits for their statistics."""

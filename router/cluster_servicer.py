@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from router.cluster_status import ClusterStatus
 from router.request_log import RequestLog
 from router.request_record import RequestRecord
 from router.request_stages import stages_of
@@ -22,10 +23,18 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
     Args:
         log: the records of the last requests.
+        status: the state of the cluster.
     """
 
-    def __init__(self, log: RequestLog) -> None:
+    def __init__(self, log: RequestLog, status: ClusterStatus) -> None:
         self._log = log
+        self._status = status
+
+    @override
+    async def GetCluster(
+        self, request: cluster_pb2.GetClusterRequest, context: Any
+    ) -> cluster_pb2.GetClusterResponse:
+        return await self._status.describe()
 
     @override
     async def GetTrace(

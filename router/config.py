@@ -17,6 +17,7 @@ from router.entries import read_entries
 from router.http.config import HttpConfig
 from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.tenants.config import TenantsConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
@@ -135,6 +136,7 @@ class RouterConfig:
         http: the address and the limits of the HTTP server.
         models: the served models; the first one is used by requests that name none.
         security: certificates and credentials, towards clients and workers.
+        metrics: the address for metrics alone, and who may read metrics.
         tracing: where spans are sent.
 
     Raises:
@@ -146,6 +148,7 @@ class RouterConfig:
     http: HttpConfig
     models: tuple[ServedModelConfig, ...]
     security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     max_local_prefill_tokens: int = flag(
         16,
@@ -269,6 +272,7 @@ def add_args(
     add_flags(parser, HttpConfig, "HTTP", **options)
     for security in (TenantsConfig, ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
         add_flags(parser, security, "security", **options)
+    add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, TracingConfig, "tracing", **options)
     add_flags(parser, ServedModelConfig, "model", **options)
     add_flags(parser, HubFlags, "model", **options)
@@ -300,6 +304,7 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args, model),
         security=RouterSecurityConfig.from_args(args),
+        metrics=config_from_args(MetricsConfig, args),
         tracing=config_from_args(TracingConfig, args),
     )
 
@@ -316,6 +321,7 @@ def flags_of_router(config: RouterConfig) -> list[str]:
         *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
         *flags_of_config(config.http),
         *config.security.flags(),
+        *flags_of_config(config.metrics),
         *flags_of_config(config.tracing),
         *flags_of_config(ports),
         *flags_of_config(model),

@@ -115,6 +115,7 @@ class Model:
         self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(config, prefix_index, router.dns_interval_s, security)
+        self._log = log
         self._default_timeout_s = router.default_timeout_s
         self._admission = admission
         self._pipeline = Pipeline(
@@ -218,6 +219,15 @@ class Model:
             operation = "chat"
         longest_s = self._default_timeout_s
         timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
+        with self._log.activity.watching(message.request_id):
+            async with self._opened(message, timeout_s, operation) as responses:
+                yield responses
+
+    @asynccontextmanager
+    async def _opened(
+        self, message: generation_pb2.GenerateRequest, timeout_s: float, operation: str
+    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
+        """Opens the messages of a request that has an id; see `responses`."""
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -171,6 +171,16 @@ class Replica:
             on_change()
         raise ReplicaLostError("one of its streams was cancelled")
 
+    async def get_load(self, timeout_s: float) -> worker_pb2.GetLoadResponse:
+        """Asks the worker for its load now, and for what it has done.
+
+        Raises:
+            AioRpcError: it did not answer in time, or was lost.
+        """
+        return await self._worker.GetLoad(
+            worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
+        )
+
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
         return [self._watch_load(on_change), self._probe(), self._until_dropped()]
@@ -196,11 +206,7 @@ class Replica:
         while True:
             await asyncio.sleep(_PROBE_INTERVAL_S)
             if asyncio.get_running_loop().time() - self._last_report_s >= _PROBE_INTERVAL_S:
-                await self._worker.GetLoad(
-                    worker_pb2.GetLoadRequest(),
-                    timeout=_PROBE_TIMEOUT_S,
-                    metadata=self._security.call_metadata(),
-                )
+                await self.get_load(_PROBE_TIMEOUT_S)
 
     async def _until_dropped(self) -> None:
         raise await self._dropped

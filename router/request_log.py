@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from baton.traceparent import TraceContext
+from router.activity import Activity
 from router.metrics import RouterMetrics
 from router.request_record import RequestRecord
 from router.request_spans import spans_of
@@ -23,6 +24,9 @@ class RequestLog:
         tracer: sends spans; None sends none.
         metrics: counts each request that has ended; None counts none.
         capacity: how many records are kept.
+
+    Attributes:
+        activity: their errors and recent times.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class RequestLog:
         self._metrics = metrics
         self._capacity = capacity
         self._ended: dict[str, RequestRecord] = {}
+        self.activity = Activity()
 
     def begin(self, request_id: str, model: str, operation: str) -> RequestRecord:
         """Returns the record of a request that the present call has brought.
@@ -86,6 +91,7 @@ class RequestLog:
     def _keep(self, record: RequestRecord) -> None:
         if self._metrics is not None:
             self._metrics.count_request(record)
+        self.activity.ended(record)
         self._ended.pop(record.request_id, None)  # so that the new one is the last
         self._ended[record.request_id] = record
         if len(self._ended) > self._capacity:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from baton.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.cluster_servicer import ClusterServicer
+from router.cluster_status import ClusterStatus
 from router.config import RouterConfig, add_args, router_config_from_args
 from router.metrics import FleetCounts, RouterMetrics
 from router.models import Model, Models, RouterFiles
@@ -22,6 +24,9 @@ from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from rpc.interceptors import CountCall
+from rpc.metrics_access import MetricsAccess
+from rpc.metrics_server import serving_metrics
+from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
 from rpc.tracing import open_tracer
 
@@ -53,6 +58,7 @@ class RouterService(Service):
         models: the served models.
         log: the records of the last requests.
         metrics: what Prometheus reads.
+        metrics_access: who may read them.
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
@@ -89,22 +95,37 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        status = ClusterStatus(self.models, self._metrics, self.log.activity)
         server.add_servicer(
-            cluster_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(self.log)
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
+            ClusterServicer(self.log, status),
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
+        process = ProcessMetrics(
+            {"clients": security.certificates, "cluster": security.cluster.certificates}
+        )
+        process.register(self.metrics)
+        self._tasks.append(asyncio.create_task(process.measure_lag()))
+        self.metrics_access = MetricsAccess(
+            config.metrics, security.cluster, has_clients=not config.security.tenants.is_open
+        )
+        self._metrics_port = serving_metrics(
+            config.metrics, self.metrics, self.metrics_access, config.security.clients.files
+        )
+        self._open = ExitStack()
         self.http: HttpServer | None = None
         if config.http.port is not None:
             self.http = _http_server(self, config, security)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP, if the config has a port for it.
+        """Begins to answer HTTP and to serve metrics, if the config has ports for them.
 
         Raises:
-            ConfigurationError: the address cannot be bound, or the port file cannot be written.
+            ConfigurationError: an address cannot be bound, or the port file cannot be written.
         """
+        self._open.enter_context(self._metrics_port)
         if self.http is not None:
             await self.http.start()
 
@@ -124,6 +145,7 @@ class RouterService(Service):
             await self.http.stop(_HTTP_STOP_GRACE_S)
         for task in self._tasks:
             task.cancel()
+        await asyncio.to_thread(self._open.close)
         await self.models.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -156,6 +178,7 @@ def _http_server(
         config.http,
         security.tenants,
         service.metrics,
+        service.metrics_access.admits,
         partial(service.count_call, "http"),
     )
     return HttpServer(app, config.http, security.http_context())

@@ -9,7 +9,7 @@ used at the first one; the task of the other waits until the worker is lost ther
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import grpc
@@ -73,6 +73,7 @@ class Tier(Generic[ReplicaT]):
         self._addresses: frozenset[str] = frozenset()
         self._connected: dict[str, ReplicaT] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
+        self._problems: dict[str, str] = {}
 
     @property
     def connected(self) -> Sequence[ReplicaT]:
@@ -83,6 +84,11 @@ class Tier(Generic[ReplicaT]):
     def candidates(self) -> Sequence[ReplicaT]:
         """The replicas that take new requests."""
         return [replica for replica in self._connected.values() if replica.takes_requests]
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Why addresses that discovery lists are not connected."""
+        return dict(self._problems)
 
     async def run(self) -> None:
         """Keeps replicas connected until cancelled."""
@@ -109,14 +115,17 @@ class Tier(Generic[ReplicaT]):
                 await asyncio.sleep(follower.next_backoff_s())
         finally:
             del self._followers[address]
+            self._problems.pop(address, None)
             self._forget(follower.worker_id)
 
     async def _connect_once(self, follower: "_Follower") -> None:
         try:
             await self._connect(follower)
         except FailedPreconditionError as error:
+            self._problems[follower.address] = error.message
             follower.log_refusal(error)
         except BatonError as error:
+            self._problems[follower.address] = error.message
             follower.log_loss(error)
         except Exception:
             _LOGGER.exception("%s replica %s: unexpected failure", self.name, follower.address)
@@ -136,6 +145,7 @@ class Tier(Generic[ReplicaT]):
             if twin is None:
                 await self._use(follower, info, channel)
         if twin is not None:
+            self._problems.pop(follower.address, None)
             follower.log_standby(twin.address)
             await twin.lost.wait()
 
@@ -162,6 +172,7 @@ class Tier(Generic[ReplicaT]):
         replica = self._make_replica(follower.address, info, channel, self._security)
         self._check(replica)
         self._connected[follower.address] = replica
+        self._problems.pop(follower.address, None)
         follower.log_connected()
         try:
             await replica.run(self._on_change)

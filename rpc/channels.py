@@ -51,6 +51,7 @@ RETRIED_METHODS = (
     ("baton.v1.GenerationService", "GetModel"),
     ("baton.v1.GenerationService", "Tokenize"),
     ("baton.v1.GenerationService", "Detokenize"),
+    ("baton.v1.ClusterService", "GetCluster"),
     ("baton.v1.ClusterService", "GetTrace"),
 )
 """Idempotent methods that the channel retries. `Prefill` is idempotent too, but when it fails the

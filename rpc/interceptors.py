@@ -42,6 +42,8 @@ _QUIET_METHODS = (
     "/baton.v1.WorkerService/GetInfo",
     "/baton.v1.WorkerService/WatchLoad",
     "/baton.v1.WorkerService/WatchKvEvents",
+    # `baton top` asks every two seconds.
+    "/baton.v1.ClusterService/GetCluster",
 )
 _LONGEST_LOGGED_ID = 128
 

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +15,10 @@ from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
-from rpc.metrics_server import MetricsConfig, serving_metrics
+from rpc.metrics_access import MetricsAccess
+from rpc.metrics_config import MetricsConfig
+from rpc.metrics_server import serving_metrics
+from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, serve
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
@@ -66,17 +69,32 @@ async def serve_worker(
     server_config, registry = config_from_args(ServerConfig, args), CollectorRegistry()
     if server_config.port is None:
         raise ConfigurationError("--port is none; a worker is called by gRPC alone")
-    security = ClusterSecurity.from_environment(
-        config_from_args(ClusterConfig, args), config_from_args(TlsConfig, args).files
-    )
+    files = config_from_args(TlsConfig, args).files
+    security = ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
     access = cluster_access(security, server_config.host)
-    with serving_metrics(config_from_args(MetricsConfig, args), registry):
-        await serve(
-            server_config,
-            service_names,
-            lambda server: start(server, registry, security),
-            access,
-        )
+    metrics = config_from_args(MetricsConfig, args)
+    with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
+        async with _measuring_process(registry, security):
+            await serve(
+                server_config,
+                service_names,
+                lambda server: start(server, registry, security),
+                access,
+            )
+
+
+@asynccontextmanager
+async def _measuring_process(
+    registry: CollectorRegistry, security: ClusterSecurity
+) -> AsyncIterator[None]:
+    """Adds the metrics of this process to a registry."""
+    process = ProcessMetrics({"cluster": security.certificates})
+    process.register(registry)
+    measuring = asyncio.create_task(process.measure_lag())
+    try:
+        yield
+    finally:
+        measuring.cancel()
 
 
 class Worker(Protocol):
@@ -88,6 +106,9 @@ class Worker(Protocol):
 
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns the load now. Must be cheap."""
+
+    def counters(self) -> worker_pb2.WorkerCounters:
+        """Returns what the worker has done since its start."""
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were running."""
@@ -180,8 +201,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: worker_pb2.GetLoadRequest, context: Any
     ) -> worker_pb2.GetLoadResponse:
-        """Returns the worker's load."""
-        return worker_pb2.GetLoadResponse(load=self._worker.load())
+        """Returns the worker's load, and what it has done."""
+        worker = self._worker
+        return worker_pb2.GetLoadResponse(load=worker.load(), counters=worker.counters())
 
     @override
     async def WatchLoad(

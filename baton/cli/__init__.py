@@ -48,6 +48,7 @@ COMMANDS = {
     "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
     "run-batch": _Command(_USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"),
     "generate": _Command(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
+    "top": _Command(_USE, "baton.cli.top", "watch a router and its replicas"),
     "trace": _Command(_USE, "baton.cli.trace", "show where the time of a request went"),
     "health": _Command(_USE, "baton.health", "ask a server whether it is serving"),
     "bench": _Command(

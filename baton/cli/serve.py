@@ -75,13 +75,8 @@ def main(args: argparse.Namespace) -> int:
 def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
     """Returns a command for a shell that uses the cluster: a chat if the model has a template."""
     router, name = plan.router, config.model.names[0]
-    tls = config.router.security.clients
     if not router.http_address:
-        command = [sys.argv[0], "generate", _TRY_PROMPT, "--address", router.address]
-        if tls.ssl_certfile is not None:
-            command += ["--ssl-ca-certs", tls.ssl_certfile]
-            command += ["--ssl-server-name", router.tls.ssl_server_name or "NAME"]
-        return shlex.join(command)
+        return shlex.join([sys.argv[0], "generate", _TRY_PROMPT, *_grpc_flags(config, router)])
     body: dict[str, object] = {"model": name}
     if ChatTemplate.load(config.model.model, config.model.chat_template) is None:
         path = "completions"
@@ -94,6 +89,22 @@ def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
     if not config.router.security.tenants.is_open:
         headers += ' -H "Authorization: Bearer $BATON_API_KEY"'
     return f"curl {_curl_target(router)}/{path} {headers} -d {shlex.quote(json.dumps(body))}"
+
+
+def _watch_command(config: ClusterConfig, router: Server) -> str:
+    """Returns a command that shows what the cluster does."""
+    token = ["--cluster-token-file", config.token_file] if config.token_file is not None else []
+    return shlex.join([sys.argv[0], "top", *_grpc_flags(config, router), *token])
+
+
+def _grpc_flags(config: ClusterConfig, router: Server) -> list[str]:
+    """The flags of a command that calls the router."""
+    certfile = config.router.security.clients.ssl_certfile
+    flags = ["--address", router.address]
+    if certfile is not None:
+        flags += ["--ssl-ca-certs", certfile]
+        flags += ["--ssl-server-name", router.tls.ssl_server_name or "NAME"]
+    return flags
 
 
 def _curl_target(router: Server) -> str:
@@ -139,9 +150,14 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
         print(f"{server.spec.name:<10} {server.address}")
+    for server in (router, *plan.workers):
+        if server.metrics_url:
+            print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")
     if config.token_file is not None:
         print(f"{'token':<10} {config.token_file}")
     print(f"\nTry it:\n  {example_command(config, plan)}")
+    if router.address:
+        print(f"Watch it:\n  {_watch_command(config, router)}")
     print("Ctrl-C stops everything.", flush=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from baton.cli import discard_unread_output
 from rpc.logs import json_line_of_process
 
-__all__ = ["Terminal", "format_usage", "log_writer", "write_log_line"]
+__all__ = ["Terminal", "format_usage", "has_colors", "log_writer", "write_log_line"]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -33,7 +33,7 @@ class Terminal:
         """Prints a part of the answer."""
         if self._is_dimmed:
             self._is_dimmed = False
-            self._print(f"{_PLAIN if _has_colors(sys.stdout) else ''}\n")
+            self._print(f"{_PLAIN if has_colors(sys.stdout) else ''}\n")
         self._print(text)
 
     def write_dimmed(self, text: str) -> None:
@@ -42,21 +42,21 @@ class Terminal:
             return
         if not self._is_dimmed:
             self._is_dimmed = True
-            self._print(_DIM if _has_colors(sys.stdout) else "")
+            self._print(_DIM if has_colors(sys.stdout) else "")
         self._print(text)
 
     def end_line(self) -> None:
         """Ends the text and its line, if it does not end with a line."""
         if self._is_dimmed:
             self._is_dimmed = False
-            self._print(_PLAIN if _has_colors(sys.stdout) else "")
+            self._print(_PLAIN if has_colors(sys.stdout) else "")
         if self._last != "\n":
             self._print("\n")
 
     def note(self, text: str) -> None:
         """Writes a line about the text to stderr."""
         sys.stdout.flush()
-        line = f"{_DIM}{text}{_PLAIN}" if _has_colors(sys.stderr) else text
+        line = f"{_DIM}{text}{_PLAIN}" if has_colors(sys.stderr) else text
         sys.stderr.write(f"{line}\n")
 
     def _print(self, text: str) -> None:
@@ -103,6 +103,7 @@ def write_log_line(line: str) -> None:
         discard_unread_output()
 
 
-def _has_colors(stream: TextIO) -> bool:
+def has_colors(stream: TextIO) -> bool:
+    """Whether a stream shows escape sequences: a terminal, unless the environment forbids them."""
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_plain

@@ -5,15 +5,11 @@ together: a token, which all of them share, and certificates that a CA of the cl
 worker's port is closed to callers without them, health excepted.
 """
 
-import hashlib
-import hmac
 import ipaddress
-import logging
 import os
 import secrets
 import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,45 +17,15 @@ import grpc
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles, ClusterConfig
+from baton.security.tokens import bearer, carries_token, checked_token, watched_tokens
 
 __all__ = ["TOKEN_VARIABLE", "ClusterSecurity"]
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"  # noqa: S105 - a name, not a token
 _AUTHORIZATION = "authorization"
-_SCHEME = "Bearer "
-_LEAST_TOKEN_CHARS = 16
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
-
-
-class _Token:
-    """The cluster's tokens, read again when their file changes. Any thread may use it."""
-
-    def __init__(self, path: str | None, own: str | None) -> None:
-        self._path = Path(path) if path is not None else None
-        self._lock = threading.Lock()
-        self._stamp: object = None
-        self._tokens: tuple[str, ...] = (_checked(own, TOKEN_VARIABLE),) if own else ()
-        if self._path is not None:
-            _make_token_file(self._path)
-            self._stamp, self._tokens = _stamp_of(self._path), _read_tokens(self._path)
-
-    def all(self) -> tuple[str, ...]:
-        """The accepted tokens; the first one is sent."""
-        if self._path is None:
-            return self._tokens
-        with self._lock:
-            stamp = _stamp_of(self._path)
-            if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._tokens = _read_tokens(self._path)
-                except ConfigurationError as error:
-                    logging.getLogger("baton.security").warning(
-                        "the last good token stays in use: %s", error.message
-                    )
-            return self._tokens
 
 
 class ClusterSecurity:
@@ -87,7 +53,12 @@ class ClusterSecurity:
         token: str | None = None,
     ) -> None:
         config = config or ClusterConfig()
-        self._tokens = _Token(config.token_file, token)
+        own = (checked_token(token, TOKEN_VARIABLE),) if token else ()
+        self._read_tokens: Callable[[], tuple[str, ...]] = lambda: own
+        if config.token_file is not None:
+            path = config.token_file
+            _make_token_file(Path(path))
+            self._read_tokens = watched_tokens("--cluster-token-file", path)
         self._identities = frozenset(config.identities)
         self.server_name = config.server_name
         self.certificates = Certificates(files) if files is not None and files.paths else None
@@ -102,12 +73,21 @@ class ClusterSecurity:
     @property
     def token(self) -> str | None:
         """The token that this process sends; None without one."""
-        return next(iter(self._tokens.all()), None)
+        return next(iter(self._read_tokens()), None)
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the cluster has a token."""
+        return bool(self._read_tokens())
+
+    def admits_header(self, header: str | bytes) -> bool:
+        """Whether an authorization header carries the cluster's token."""
+        return carries_token(header, self._read_tokens())
 
     @property
     def verifies_callers(self) -> bool:
         """Whether callers need a credential: a token, or a certificate that a CA signed."""
-        return bool(self._tokens.all()) or self._verifies_certificates
+        return self.has_token or self._verifies_certificates
 
     @property
     def _verifies_certificates(self) -> bool:
@@ -139,9 +119,20 @@ class ClusterSecurity:
             )
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of a port for other processes of the cluster; None for one without TLS."""
-        if self.certificates is None or self.certificates.files.certfile is None:
+        """Credentials of a port for other processes of the cluster; None for one without TLS.
+
+        Raises:
+            ConfigurationError: callers need a certificate, which they show over TLS alone, and
+                there is none for this port; names the flags.
+        """
+        if self.certificates is None:
             return None
+        files = self.certificates.files
+        if files.certfile is None:
+            raise ConfigurationError(
+                f"{files.prefix}ca-certs is set; a worker that asks for certificates needs "
+                f"{files.prefix}certfile and {files.prefix}keyfile, too"
+            )
         return self.certificates.server_credentials(verifies_clients=self._verifies_certificates)
 
     @property
@@ -169,7 +160,7 @@ class ClusterSecurity:
     def call_metadata(self) -> Sequence[tuple[str, str]]:
         """The metadata of a call to another process."""
         token = self.token
-        return () if token is None else ((_AUTHORIZATION, _SCHEME + token),)
+        return () if token is None else ((_AUTHORIZATION, bearer(token)),)
 
     def admits(self, metadata: Metadata, auth_context: AuthContext) -> bool:
         """Whether a caller belongs to the cluster: it has the token if there is one, and a
@@ -182,11 +173,8 @@ class ClusterSecurity:
         return self._has_token(metadata) and self._has_certificate(auth_context)
 
     def _has_token(self, metadata: Metadata) -> bool:
-        tokens = self._tokens.all()
-        if not tokens:
-            return True
         given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
-        return _is_token(given, tokens)
+        return not self.has_token or self.admits_header(given)
 
     def _has_certificate(self, auth_context: AuthContext) -> bool:
         if not self._verifies_certificates or self.certificates is None:
@@ -210,19 +198,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_token(header: str | bytes, tokens: Iterable[str]) -> bool:
-    """Whether an authorization header carries one of the tokens. Takes the same time for each
-    header of a length.
-    """
-    given = header.encode() if isinstance(header, str) else header
-    digest = hashlib.sha256(given).digest()
-    matches = [
-        hmac.compare_digest(digest, hashlib.sha256((_SCHEME + token).encode()).digest())
-        for token in tokens
-    ]
-    return any(matches)
-
-
 def _make_token_file(path: Path) -> None:
     """Makes a file with a new token, unless there is one. Several processes may do so at once."""
     if path.exists():
@@ -243,31 +218,3 @@ def _make_token_file(path: Path) -> None:
         raise ConfigurationError(
             f"--cluster-token-file {path}: it cannot be made: {error.strerror}"
         ) from None
-
-
-def _stamp_of(path: Path) -> object:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def _read_tokens(path: Path) -> tuple[str, ...]:
-    where = f"--cluster-token-file {path}"
-    try:
-        lines = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
-        raise ConfigurationError(f"{where}: {reason}") from None
-    if not lines:
-        raise ConfigurationError(f"{where}: it has no token")
-    return tuple(_checked(line, where) for line in lines)
-
-
-def _checked(token: str, where: str) -> str:
-    if len(token) < _LEAST_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
-        raise ConfigurationError(
-            f"{where}: a token needs {_LEAST_TOKEN_CHARS} printable ASCII characters or more"
-        )
-    return token

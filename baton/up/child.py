@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 
-from baton.flag_sources import without_flag_variables
-
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
@@ -29,8 +27,7 @@ def main(arguments: list[str]) -> None:
             return
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `baton.cli.main`
     command = [sys.executable, "-P", "-m", module, *module_arguments]
-    environment = without_flag_variables(os.environ)
-    os.execve(sys.executable, command, environment)  # noqa: S606 - no shell is needed
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is needed
 
 
 if __name__ == "__main__":

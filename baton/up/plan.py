@@ -2,11 +2,12 @@
 
 import errno
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from baton.errors import ConfigurationError
+from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
@@ -15,6 +16,7 @@ from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
@@ -88,6 +90,7 @@ class Server:
         spec: the process.
         address: `host:port` of its gRPC server; empty if that is off.
         http_address: `host:port` of its HTTP server; empty if it has none.
+        metrics_address: `host:port` for metrics; empty if it has none.
         tls: how this machine verifies it.
         asks_for_certificates: whether it takes calls only of clients with a certificate.
     """
@@ -95,13 +98,23 @@ class Server:
     spec: ProcessSpec
     address: str
     http_address: str = ""
+    metrics_address: str = ""
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
 
     @property
     def url(self) -> str:
         """The base URL of its HTTP API."""
-        return f"{'https' if self.tls.is_on else 'http'}://{self.http_address}/v1"
+        return f"{self._scheme}://{self.http_address}/v1"
+
+    @property
+    def metrics_url(self) -> str:
+        """Where it serves metrics; empty if it has no port for them."""
+        return f"{self._scheme}://{self.metrics_address}/metrics" if self.metrics_address else ""
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.tls.is_on else "http"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,7 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         ConfigurationError: a port is in use, or the router's host is not an address of this
             machine; names the flag.
     """
-    router = _with_ports(config)
+    router, metrics = _with_ports(config)
     grpc, model = router.grpc, config.model
     server = ServerConfig(
         log_level=grpc.log_level,
@@ -150,9 +163,10 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         drain_timeout_s=grpc.drain_timeout_s,
     )
     worker_flags = [*flags_of_config(server), *flags_of_config(router.tracing)]
+    of_worker = iter(metrics)
     prefill, decode = (
         tuple(
-            Server(_worker_spec(config, tier, number, target, worker_flags), target)
+            _worker_server(config, tier, number, target, worker_flags, next(of_worker))
             for number, target in enumerate(targets)
         )
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
@@ -168,9 +182,23 @@ def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Serv
         spec,
         _reached(router.grpc),
         _reached(router.http),
+        _reached(router.metrics),
         tls=ClientTls.pinned(clients.ssl_certfile) if clients.ssl_certfile else ClientTls(),
         asks_for_certificates=clients.ssl_cert_reqs == "required",
     )
+
+
+def _worker_server(
+    config: ClusterConfig,
+    tier: str,
+    number: int,
+    target: str,
+    flags: Iterable[str],
+    metrics: MetricsConfig,
+) -> Server:
+    own = (*flags, *flags_of_config(metrics))
+    spec = _worker_spec(config, tier, number, target, own)
+    return Server(spec, target, metrics_address=_reached(metrics))
 
 
 def _worker_spec(
@@ -178,13 +206,18 @@ def _worker_spec(
 ) -> ProcessSpec:
     host, _, port = target.rpartition(":")
     address = ("--host", host, "--port", port)
-    own = flags_of_config(config.engine, omit=FIXED_FIELDS[tier])
+    omitted, environment = set(FIXED_FIELDS[tier]), dict(config.environment)
+    connector = config.engine.kv_connector
+    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
+        omitted.add("kv_connector")
+        environment[variable_of("kv-connector")] = connector
+    own = flags_of_config(config.engine, omit=omitted)
     arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, config.environment)
+    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, environment)
 
 
-def _with_ports(config: ClusterConfig) -> RouterConfig:
-    """Returns the router's config with ports in place of 0.
+def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:
+    """Returns the router's config with ports in place of 0, and the workers' metrics.
 
     Worker ports are bound at the same time, so that none of them is chosen again.
     """
@@ -197,13 +230,33 @@ def _with_ports(config: ClusterConfig) -> RouterConfig:
     for target in (*model.prefill, *model.decode):
         host, _, port = target.rpartition(":")
         wanted.append((host, int(port), "--port"))
+    metrics = _metrics_of(config)
+    wanted += [(one.host, one.port, "--metrics-port") for one in metrics if one.port is not None]
     ports = iter(_bound_ports(wanted))
     http, grpc = router.http, router.grpc
     if http.port is not None:
         http = replace(http, port=next(ports))
     if grpc.port is not None:
         grpc = replace(grpc, port=next(ports))
-    return replace(router, http=http, grpc=grpc)
+    for _ in range(config.num_workers):
+        next(ports)
+    if router.metrics.port is not None:
+        metrics = [replace(one, port=next(ports)) for one in metrics]
+    own, *of_workers = metrics
+    return replace(router, http=http, grpc=grpc, metrics=own), of_workers
+
+
+def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
+    """Returns where the router serves metrics, and each worker: at the ports that follow the
+    router's, or at free ones.
+    """
+    metrics, step = config.router.metrics, 1 if config.router.metrics.port else 0
+    if metrics.port is None:
+        return [metrics] * (1 + config.num_workers)
+    return [
+        replace(metrics, port=metrics.port + step * number)
+        for number in range(1 + config.num_workers)
+    ]
 
 
 def _bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
@@ -238,7 +291,7 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
     return bound
 
 
-def _reached(server: ServerConfig | HttpConfig) -> str:
+def _reached(server: ServerConfig | HttpConfig | MetricsConfig) -> str:
     """Returns the address at which this machine reaches a server; empty if it is off."""
     if server.port is None:
         return ""

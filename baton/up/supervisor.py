@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from baton.flag_sources import without_flag_variables
+
 __all__ = ["ProcessSpec", "RestartPolicy", "SupervisedProcess"]
 
 _READ_BYTES = 1 << 16
@@ -20,7 +22,8 @@ class ProcessSpec:
     """A process to run as `python -P -m module arguments...`; the log calls it `name`.
 
     Attributes:
-        environment: variables besides those of this process; not shown, as they hold secrets.
+        environment: variables besides those of this process that are no flags; not shown, as they
+            hold secrets.
     """
 
     name: str
@@ -138,7 +141,7 @@ class SupervisedProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **self.spec.environment},
+            env={**without_flag_variables(os.environ), **self.spec.environment},
             # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
             start_new_session=True,
         )

@@ -7,10 +7,12 @@ The router's service for operators.
 """
 
 import baton.v1.common_pb2
+import baton.v1.worker_pb2
 import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
@@ -21,6 +23,34 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ReplicaState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReplicaStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReplicaState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REPLICA_STATE_UNSPECIFIED: _ReplicaState.ValueType  # 0
+    """Unknown to this build."""
+    REPLICA_STATE_READY: _ReplicaState.ValueType  # 1
+    """It takes requests."""
+    REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 2
+    """It is connected and takes no new requests."""
+    REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
+    """It is not connected: it was lost, was refused, or was never reached."""
+
+class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
+    """Whether a replica can be used."""
+
+REPLICA_STATE_UNSPECIFIED: ReplicaState.ValueType  # 0
+"""Unknown to this build."""
+REPLICA_STATE_READY: ReplicaState.ValueType  # 1
+"""It takes requests."""
+REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 2
+"""It is connected and takes no new requests."""
+REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
+"""It is not connected: it was lost, was refused, or was never reached."""
+Global___ReplicaState: typing_extensions.TypeAlias = ReplicaState
 
 @typing.final
 class GetTraceRequest(google.protobuf.message.Message):
@@ -178,3 +208,284 @@ class TraceStage(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TraceStage: typing_extensions.TypeAlias = TraceStage
+
+@typing.final
+class GetClusterRequest(google.protobuf.message.Message):
+    """Asks for the state of a cluster."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetClusterRequest: typing_extensions.TypeAlias = GetClusterRequest
+
+@typing.final
+class GetClusterResponse(google.protobuf.message.Message):
+    """A router and its replicas. Counts are those since the start of their process."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    UPTIME_S_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Version of the router."""
+    uptime_s: builtins.float
+    """How long the router has run."""
+    @property
+    def activity(self) -> Global___RouterActivity:
+        """What the router has done."""
+
+    @property
+    def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+        """The replicas: by model, prefill first, by address."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        uptime_s: builtins.float = ...,
+        activity: Global___RouterActivity | None = ...,
+        replicas: collections.abc.Iterable[Global___ReplicaStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetClusterResponse: typing_extensions.TypeAlias = GetClusterResponse
+
+@typing.final
+class RouterActivity(google.protobuf.message.Message):
+    """The requests of one router."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FinishedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    @typing.final
+    class FailedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    @typing.final
+    class RefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    NUM_RUNNING_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    NUM_RESUMES_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    num_running: builtins.int
+    """Requests that run now."""
+    num_resumes: builtins.int
+    """How often a request continued on another decode replica."""
+    @property
+    def finished(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Requests that ran to their end, by finish reason ("stop", "length",
+        "aborted"), or whose client left ("CANCELLED"). Each prompt of a request
+        with several counts.
+        """
+
+    @property
+    def failed(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Requests that were refused or failed, by the name of a gRPC status."""
+
+    @property
+    def first_token(self) -> Global___RecentTimes:
+        """From arrival to the first token."""
+
+    @property
+    def token(self) -> Global___RecentTimes:
+        """Between two tokens of a request, on average over the request."""
+
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RecentError]:
+        """The last errors, the latest first; at most 20. Clients' mistakes
+        (INVALID_ARGUMENT, NOT_FOUND) are not among them.
+        """
+
+    @property
+    def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Calls refused because of who called, or how often, by the reason."""
+
+    def __init__(
+        self,
+        *,
+        num_running: builtins.int = ...,
+        finished: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        failed: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        num_resumes: builtins.int = ...,
+        first_token: Global___RecentTimes | None = ...,
+        token: Global___RecentTimes | None = ...,
+        errors: collections.abc.Iterable[Global___RecentError] | None = ...,
+        refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_token", b"first_token", "token", b"token"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["errors", b"errors", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "num_resumes", b"num_resumes", "num_running", b"num_running", "refused", b"refused", "token", b"token"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RouterActivity: typing_extensions.TypeAlias = RouterActivity
+
+@typing.final
+class RecentTimes(google.protobuf.message.Message):
+    """Times of requests that ended in the last minute, at most 1,000 of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    P50_MS_FIELD_NUMBER: builtins.int
+    P99_MS_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """The number of requests."""
+    p50_ms: builtins.float
+    """The median."""
+    p99_ms: builtins.float
+    """One percent of the times are longer."""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        p50_ms: builtins.float = ...,
+        p99_ms: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["count", b"count", "p50_ms", b"p50_ms", "p99_ms", b"p99_ms"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RecentTimes: typing_extensions.TypeAlias = RecentTimes
+
+@typing.final
+class RecentError(google.protobuf.message.Message):
+    """The error of a request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIME_S_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    time_s: builtins.float
+    """When it was, in seconds since 1970."""
+    code: builtins.str
+    """The name of a gRPC status."""
+    message: builtins.str
+    """What went wrong."""
+    request_id: builtins.str
+    """The request's id."""
+    def __init__(
+        self,
+        *,
+        time_s: builtins.float = ...,
+        code: builtins.str = ...,
+        message: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["code", b"code", "message", b"message", "request_id", b"request_id", "time_s", b"time_s"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RecentError: typing_extensions.TypeAlias = RecentError
+
+@typing.final
+class ReplicaStatus(google.protobuf.message.Message):
+    """One replica."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """The model's name."""
+    role: baton.v1.worker_pb2.WorkerRole.ValueType
+    """Its tier."""
+    address: builtins.str
+    """Its `host:port`."""
+    worker_id: builtins.str
+    """Its worker id; empty unless it is connected."""
+    version: builtins.str
+    """Version of the worker; empty unless it is connected."""
+    state: Global___ReplicaState.ValueType
+    """Whether it can be used."""
+    problem: builtins.str
+    """Why it is not connected; empty if it is."""
+    @property
+    def load(self) -> baton.v1.worker_pb2.WorkerLoad:
+        """Its load; unset unless it is connected."""
+
+    @property
+    def counters(self) -> baton.v1.worker_pb2.WorkerCounters:
+        """What it has done; unset if it did not answer in time."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        role: baton.v1.worker_pb2.WorkerRole.ValueType = ...,
+        address: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        version: builtins.str = ...,
+        state: Global___ReplicaState.ValueType = ...,
+        problem: builtins.str = ...,
+        load: baton.v1.worker_pb2.WorkerLoad | None = ...,
+        counters: baton.v1.worker_pb2.WorkerCounters | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "counters", b"counters", "load", b"load", "model", b"model", "problem", b"problem", "role", b"role", "state", b"state", "version", b"version", "worker_id", b"worker_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReplicaStatus: typing_extensions.TypeAlias = ReplicaStatus

@@ -37,6 +37,11 @@ class ClusterServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetCluster = channel.unary_unary(
+                '/baton.v1.ClusterService/GetCluster',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
         self.GetTrace = channel.unary_unary(
                 '/baton.v1.ClusterService/GetTrace',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.GetTraceRequest.SerializeToString,
@@ -50,6 +55,13 @@ class ClusterServiceServicer(object):
     it listens on a loopback address.
     """
 
+    def GetCluster(self, request, context):
+        """Returns the state of the router and of its replicas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTrace(self, request, context):
         """Returns the records of requests that have ended. The router keeps the last
         1,000. NOT_FOUND: there is none with this id.
@@ -61,6 +73,11 @@ class ClusterServiceServicer(object):
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.GetClusterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.GetClusterResponse.SerializeToString,
+            ),
             'GetTrace': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrace,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.GetTraceRequest.FromString,
@@ -79,6 +96,33 @@ class ClusterService(object):
     cluster, also where clients need none. A router without one answers only if
     it listens on a loopback address.
     """
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/GetCluster',
+            baton_dot_v1_dot_cluster__pb2.GetClusterRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetTrace(request,

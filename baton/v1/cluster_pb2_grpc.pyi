@@ -33,6 +33,8 @@ class ClusterServiceStub:
     def __new__(cls, channel: grpc.Channel) -> ClusterServiceStub: ...
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> ClusterServiceAsyncStub: ...
+    GetCluster: grpc.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetClusterRequest, baton.v1.cluster_pb2.GetClusterResponse]
+    """Returns the state of the router and of its replicas."""
     GetTrace: grpc.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetTraceRequest, baton.v1.cluster_pb2.GetTraceResponse]
     """Returns the records of requests that have ended. The router keeps the last
     1,000. NOT_FOUND: there is none with this id.
@@ -46,6 +48,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
+    GetCluster: grpc.aio.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetClusterRequest, baton.v1.cluster_pb2.GetClusterResponse]  # type: ignore[assignment]
+    """Returns the state of the router and of its replicas."""
     GetTrace: grpc.aio.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetTraceRequest, baton.v1.cluster_pb2.GetTraceResponse]  # type: ignore[assignment]
     """Returns the records of requests that have ended. The router keeps the last
     1,000. NOT_FOUND: there is none with this id.
@@ -56,6 +60,14 @@ class ClusterServiceServicer(metaclass=abc.ABCMeta):
     cluster, also where clients need none. A router without one answers only if
     it listens on a loopback address.
     """
+
+    @abc.abstractmethod
+    def GetCluster(
+        self,
+        request: baton.v1.cluster_pb2.GetClusterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[baton.v1.cluster_pb2.GetClusterResponse, collections.abc.Awaitable[baton.v1.cluster_pb2.GetClusterResponse]]:
+        """Returns the state of the router and of its replicas."""
 
     @abc.abstractmethod
     def GetTrace(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x10\n\x0eGetInfoRequest\"\x99\x03\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x14\n\x0ckv_connector\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x17\n\x0fmax_pool_tokens\x18\r \x01(\r\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0f \x01(\t\x12\x16\n\x0elayout_version\x18\x10 \x01(\r\x12\x17\n\x0fpool_block_size\x18\x11 \x01(\r\x12\x0f\n\x07kv_form\x18\x12 \x01(\t\"\xf8\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1a\n\x12num_swapped_blocks\x18\n \x01(\r\x12\x1c\n\x14num_swap_preemptions\x18\x0b \x01(\x04\x12\x13\n\x0bnum_loading\x18\x0c \x01(\r\x12\x15\n\rnum_compiling\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0f \x01(\r\"\x10\n\x0eGetLoadRequest\"5\n\x0fGetLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"<\n\x10WatchLoadRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x16\n\x14WatchKvEventsRequest\":\n\x15WatchKvEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.baton.v1.KvEvent\"\xac\x01\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.baton.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x16.baton.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"<\n\x0c\x42locksStored\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1d\n\rBlocksRemoved\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\x9d\x04\n\rWorkerService\x12\x43\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x19.baton.v1.GetInfoResponse\"\x03\x90\x02\x01\x12\x43\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\"\x03\x90\x02\x01\x12K\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\"\x03\x90\x02\x02\x12=\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\"\x03\x90\x02\x02\x12^\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\"\x03\x90\x02\x02\x12W\n\rWatchKvEvents\x12\x1e.baton.v1.WatchKvEventsRequest\x1a\x1f.baton.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x10\n\x0eGetInfoRequest\"\x99\x03\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x14\n\x0ckv_connector\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x17\n\x0fmax_pool_tokens\x18\r \x01(\r\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0f \x01(\t\x12\x16\n\x0elayout_version\x18\x10 \x01(\r\x12\x17\n\x0fpool_block_size\x18\x11 \x01(\r\x12\x0f\n\x07kv_form\x18\x12 \x01(\t\"\xf8\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1a\n\x12num_swapped_blocks\x18\n \x01(\r\x12\x1c\n\x14num_swap_preemptions\x18\x0b \x01(\x04\x12\x13\n\x0bnum_loading\x18\x0c \x01(\r\x12\x15\n\rnum_compiling\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0f \x01(\r\"\x10\n\x0eGetLoadRequest\"a\n\x0fGetLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerCounters\"\x9d\x01\n\x0eWorkerCounters\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x66\x61iled_transfers\x18\x06 \x01(\x04\"<\n\x10WatchLoadRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x16\n\x14WatchKvEventsRequest\":\n\x15WatchKvEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.baton.v1.KvEvent\"\xac\x01\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.baton.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x16.baton.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"<\n\x0c\x42locksStored\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1d\n\rBlocksRemoved\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\x9d\x04\n\rWorkerService\x12\x43\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x19.baton.v1.GetInfoResponse\"\x03\x90\x02\x01\x12\x43\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\"\x03\x90\x02\x01\x12K\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\"\x03\x90\x02\x02\x12=\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\"\x03\x90\x02\x02\x12^\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\"\x03\x90\x02\x02\x12W\n\rWatchKvEvents\x12\x1e.baton.v1.WatchKvEventsRequest\x1a\x1f.baton.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSERVICE'].methods_by_name['ResetPrefixCache']._serialized_options = b'\220\002\002'
   _globals['_WORKERSERVICE'].methods_by_name['WatchKvEvents']._loaded_options = None
   _globals['_WORKERSERVICE'].methods_by_name['WatchKvEvents']._serialized_options = b'\220\002\001'
-  _globals['_WORKERROLE']._serialized_start=1650
-  _globals['_WORKERROLE']._serialized_end=1740
+  _globals['_WORKERROLE']._serialized_start=1854
+  _globals['_WORKERROLE']._serialized_end=1944
   _globals['_GETINFOREQUEST']._serialized_start=35
   _globals['_GETINFOREQUEST']._serialized_end=51
   _globals['_GETINFORESPONSE']._serialized_start=54
@@ -56,35 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=844
   _globals['_GETLOADREQUEST']._serialized_end=860
   _globals['_GETLOADRESPONSE']._serialized_start=862
-  _globals['_GETLOADRESPONSE']._serialized_end=915
-  _globals['_WATCHLOADREQUEST']._serialized_start=917
-  _globals['_WATCHLOADREQUEST']._serialized_end=977
-  _globals['_WATCHLOADRESPONSE']._serialized_start=979
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1034
-  _globals['_ABORTREQUEST']._serialized_start=1036
-  _globals['_ABORTREQUEST']._serialized_end=1071
-  _globals['_ABORTRESPONSE']._serialized_start=1073
-  _globals['_ABORTRESPONSE']._serialized_end=1109
-  _globals['_DRAINREQUEST']._serialized_start=1111
-  _globals['_DRAINREQUEST']._serialized_end=1165
-  _globals['_DRAINRESPONSE']._serialized_start=1167
-  _globals['_DRAINRESPONSE']._serialized_end=1205
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1207
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1232
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1234
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1280
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1282
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1304
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1306
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=1364
-  _globals['_KVEVENT']._serialized_start=1367
-  _globals['_KVEVENT']._serialized_end=1539
-  _globals['_BLOCKSSTORED']._serialized_start=1541
-  _globals['_BLOCKSSTORED']._serialized_end=1601
-  _globals['_BLOCKSREMOVED']._serialized_start=1603
-  _globals['_BLOCKSREMOVED']._serialized_end=1632
-  _globals['_CACHECLEARED']._serialized_start=1634
-  _globals['_CACHECLEARED']._serialized_end=1648
-  _globals['_WORKERSERVICE']._serialized_start=1743
-  _globals['_WORKERSERVICE']._serialized_end=2284
+  _globals['_GETLOADRESPONSE']._serialized_end=959
+  _globals['_WORKERCOUNTERS']._serialized_start=962
+  _globals['_WORKERCOUNTERS']._serialized_end=1119
+  _globals['_WATCHLOADREQUEST']._serialized_start=1121
+  _globals['_WATCHLOADREQUEST']._serialized_end=1181
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1183
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1238
+  _globals['_ABORTREQUEST']._serialized_start=1240
+  _globals['_ABORTREQUEST']._serialized_end=1275
+  _globals['_ABORTRESPONSE']._serialized_start=1277
+  _globals['_ABORTRESPONSE']._serialized_end=1313
+  _globals['_DRAINREQUEST']._serialized_start=1315
+  _globals['_DRAINREQUEST']._serialized_end=1369
+  _globals['_DRAINRESPONSE']._serialized_start=1371
+  _globals['_DRAINRESPONSE']._serialized_end=1409
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1411
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1436
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1438
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1484
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1486
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1508
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1510
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=1568
+  _globals['_KVEVENT']._serialized_start=1571
+  _globals['_KVEVENT']._serialized_end=1743
+  _globals['_BLOCKSSTORED']._serialized_start=1745
+  _globals['_BLOCKSSTORED']._serialized_end=1805
+  _globals['_BLOCKSREMOVED']._serialized_start=1807
+  _globals['_BLOCKSREMOVED']._serialized_end=1836
+  _globals['_CACHECLEARED']._serialized_start=1838
+  _globals['_CACHECLEARED']._serialized_end=1852
+  _globals['_WORKERSERVICE']._serialized_start=1947
+  _globals['_WORKERSERVICE']._serialized_end=2488
 # @@protoc_insertion_point(module_scope)

@@ -240,26 +240,71 @@ Global___GetLoadRequest: typing_extensions.TypeAlias = GetLoadRequest
 
 @typing.final
 class GetLoadResponse(google.protobuf.message.Message):
-    """A worker's load."""
+    """A worker's load, and what it has done."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LOAD_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
     @property
     def load(self) -> Global___WorkerLoad:
         """The load."""
+
+    @property
+    def counters(self) -> Global___WorkerCounters:
+        """What it has done."""
 
     def __init__(
         self,
         *,
         load: Global___WorkerLoad | None = ...,
+        counters: Global___WorkerCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["load", b"load"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["load", b"load"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetLoadResponse: typing_extensions.TypeAlias = GetLoadResponse
+
+@typing.final
+class WorkerCounters(google.protobuf.message.Message):
+    """What a worker has done since its start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    SAVED_BYTES_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    FAILED_TRANSFERS_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    """Tokens of the prompts of admitted requests."""
+    loaded_tokens: builtins.int
+    """Of them, those whose KV was loaded through the KV connector."""
+    generated_tokens: builtins.int
+    """Tokens generated."""
+    saved_bytes: builtins.int
+    """Bytes saved through the KV connector."""
+    loaded_bytes: builtins.int
+    """Bytes loaded through the KV connector."""
+    failed_transfers: builtins.int
+    """Saves and loads that ended with less than asked."""
+    def __init__(
+        self,
+        *,
+        prompt_tokens: builtins.int = ...,
+        loaded_tokens: builtins.int = ...,
+        generated_tokens: builtins.int = ...,
+        saved_bytes: builtins.int = ...,
+        loaded_bytes: builtins.int = ...,
+        failed_transfers: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["failed_transfers", b"failed_transfers", "generated_tokens", b"generated_tokens", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "prompt_tokens", b"prompt_tokens", "saved_bytes", b"saved_bytes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WorkerCounters: typing_extensions.TypeAlias = WorkerCounters
 
 @typing.final
 class WatchLoadRequest(google.protobuf.message.Message):

@@ -145,6 +145,10 @@ class _ScriptedWorker(Worker):
         return worker_pb2.WorkerLoad(num_free_blocks=1 << 20, num_blocks=1 << 20)
 
     @override
+    def counters(self) -> worker_pb2.WorkerCounters:
+        return worker_pb2.WorkerCounters()
+
+    @override
     def abort(self, request_ids: Sequence[str]) -> int:
         return 0
 

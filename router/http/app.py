@@ -1,6 +1,6 @@
 """`build_app`: the HTTP application over the served models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -58,6 +58,7 @@ def build_app(
     config: HttpConfig,
     tenants: Tenants,
     metrics: CollectorRegistry | None = None,
+    admits_reader: Callable[[str | None], bool] = lambda header: True,
     count_call: CountCall = lambda status: None,
 ) -> FastAPI:
     """The application.
@@ -67,6 +68,7 @@ def build_app(
         config: the limits.
         tenants: the clients.
         metrics: what `/metrics` shows; None shows nothing.
+        admits_reader: whether a reader with an authorization header may read them.
         count_call: called with the status of each answer.
     """
     app = _App(
@@ -75,7 +77,7 @@ def build_app(
         description="LLM serving with OpenAI's API",
         openapi_url="/openapi.json",
     )
-    app.state.context = HttpContext(served, config, metrics or CollectorRegistry())
+    app.state.context = HttpContext(served, config, metrics or CollectorRegistry(), admits_reader)
     for group in _GROUPS:
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):

@@ -1,5 +1,6 @@
 """`HttpContext`: the served models and limits, for endpoints."""
 
+from collections.abc import Callable
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -21,15 +22,23 @@ class HttpContext:
         models: the served models.
         config: the limits.
         metrics: what Prometheus reads.
+        admits_reader: whether a reader with an authorization header may read them.
 
     Attributes:
         is_draining: whether the router takes no more requests.
     """
 
-    def __init__(self, models: Models, config: HttpConfig, metrics: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        models: Models,
+        config: HttpConfig,
+        metrics: CollectorRegistry,
+        admits_reader: Callable[[str | None], bool],
+    ) -> None:
         self.models = models
         self.config = config
         self.metrics = metrics
+        self.admits_reader = admits_reader
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}
         self._chats = {model.name: ChatService(model) for model in models}

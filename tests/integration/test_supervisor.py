@@ -173,3 +173,25 @@ async def test_a_signal_that_the_shell_has_set_to_be_ignored_stays_ignored():
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "text"),
+    [
+        ("BATON_PORT", {}, ""),
+        ("BATON_CPU_KERNELS", {}, "parent"),
+        ("BATON_CLUSTER_TOKEN", {}, ""),
+        ("BATON_CLUSTER_TOKEN", {"BATON_CLUSTER_TOKEN": "own"}, "own"),
+        ("BATON_KV_CONNECTOR", {"BATON_KV_CONNECTOR": "own"}, "own"),
+    ],
+)
+async def test_processes_get_their_own_flags_and_secrets_from_the_environment(
+    lines, monkeypatch, name, own, text
+):
+    monkeypatch.setenv(name, "parent")
+    spec = ProcessSpec("child", "tests.support.print_variable", (name,), own)
+    process = SupervisedProcess(spec, lines.write, RestartPolicy(first_delay_s=DEADLINE_S))
+    process.start()
+    await lines.wait_for("ended with status 0")
+    await process.stop()
+    assert lines.seen == [*([f"child | {text}"] if text else []), "child | ended with status 0"]

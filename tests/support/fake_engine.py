@@ -11,6 +11,7 @@ from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
+from kvstore.metrics import KvMetrics
 from kvstore.transfer_form import TransferForm
 
 NAMESPACE = bytes(range(32))
@@ -33,6 +34,7 @@ class FakeEngine:
         self.form = TransferForm(block_size=16, dtype="float32")
         self.num_blocks = 64
         self.metrics = EngineMetrics()
+        self.kv_metrics = KvMetrics()
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []

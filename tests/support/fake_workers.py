@@ -112,6 +112,7 @@ class FakeWorker:
         self.current_load = worker_pb2.WorkerLoad(
             num_free_blocks=self.info.num_blocks, num_blocks=self.info.num_blocks
         )
+        self.current_counters = worker_pb2.WorkerCounters()
         self.changes = Changes()
         self.refusal: BatonError | None = None
         self.is_frozen = False
@@ -155,6 +156,9 @@ class FakeWorker:
 
     def load(self) -> worker_pb2.WorkerLoad:
         return worker_pb2.WorkerLoad.FromString(self.current_load.SerializeToString())
+
+    def counters(self) -> worker_pb2.WorkerCounters:
+        return self.current_counters
 
     def abort(self, request_ids: Sequence[str]) -> int:
         return 0

@@ -29,6 +29,7 @@ COMMANDS = {
     "tune": ("--goodput", "--num-workers", "--workload", "--max-num-seqs"),
     "bench": ("SUBCOMMAND", "serve", "split", "scheduling"),
     "doctor": ("--json", "--kv-connector"),
+    "top": ("--address", "--interval", "--once", "--cluster-token-file"),
     "trace": ("REQUEST_ID", "--address", "--limit", "--cluster-token-file"),
     "health": ("HOST:PORT", "--timeout-s"),
     "completion": ("bash", "zsh", "fish"),

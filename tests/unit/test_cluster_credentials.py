@@ -17,7 +17,7 @@ from router.security_config import (
     RouterSecurityConfig,
     WorkerTlsConfig,
 )
-from rpc.cluster_calls import authorize_cluster
+from rpc.cluster_calls import authorize_cluster, cluster_access
 from tests.support.certificates import Authority, write_files
 
 TOKEN, OTHER, THIRD = "t" * 32, "u" * 32, "v" * 32
@@ -220,6 +220,13 @@ def test_a_certificate_without_cas_encrypts_and_verifies_no_caller(tmp_path, aut
     assert security.server_credentials() is not None
     assert security.channel_credentials() is None
     assert not security.verifies_callers
+
+
+def test_a_worker_that_asks_for_certificates_needs_one(tmp_path, authority):
+    security = ClusterSecurity(files=write_files(tmp_path, ca_certs=authority.certificate))
+    assert security.channel_credentials() is not None
+    with pytest.raises(ConfigurationError, match=r"needs --ssl-certfile and --ssl-keyfile"):
+        cluster_access(security, "127.0.0.1")
 
 
 def test_the_error_does_not_say_what_was_wrong():

@@ -29,6 +29,7 @@ from router.config import router_config_from_args
 from router.http.config import HttpConfig
 from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
+from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 
@@ -95,6 +96,20 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert plan.router.http_address == f"127.0.0.1:{router.http.port}"
     ports = {"grpc": replace(router.grpc, port=0), "http": replace(router.http, port=0)}
     assert replace(router, **ports) == given.router
+
+
+def test_secrets_are_in_the_environment_of_the_processes_and_not_on_their_command_lines():
+    url, token = "redis://user:pass-word@store:6379/0", "t" * 32
+    given = replace(config(engine=replace(ENGINE, kv_connector=url)), token=token)
+    plan = plan_cluster(given)
+    for server in (*plan.workers, plan.router):
+        assert server.spec.environment["BATON_CLUSTER_TOKEN"] == token
+        for shown in (*server.spec.arguments, repr(server), repr(given)):
+            assert token not in shown
+    for server in plan.workers:
+        assert server.spec.environment["BATON_KV_CONNECTOR"] == url
+        assert "pass-word" not in " ".join((*server.spec.arguments, repr(server)))
+    assert "BATON_KV_CONNECTOR" not in plan.router.spec.environment
 
 
 def test_all_processes_log_and_trace_as_the_command_does():
@@ -314,3 +329,44 @@ def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared
         # The embedded store and the token's folder, too.
         assert len(list(shared_memory.iterdir())) == 2 + takes_turns
     assert list(shared_memory.iterdir()) == []
+
+
+def _metrics_ports(metrics: MetricsConfig) -> list[int]:
+    plan = plan_cluster(config(metrics=metrics))
+    servers = (plan.router, *plan.workers)
+    for server in servers:
+        port = server.metrics_address.rpartition(":")[2]
+        arguments = server.spec.arguments
+        assert arguments[arguments.index("--metrics-port") + 1] == port
+        assert server.metrics_url == f"http://127.0.0.1:{port}/metrics"
+    return [int(server.metrics_address.rpartition(":")[2]) for server in servers]
+
+
+def test_metrics_are_served_at_free_ports_or_at_those_after_the_routers():
+    free = _metrics_ports(MetricsConfig(port=0))
+    assert len(set(free)) == 6
+    assert 0 not in free
+    first = next(port for port in free if _are_free(range(port, port + 6)))
+    assert _metrics_ports(MetricsConfig(port=first)) == [*range(first, first + 6)]
+
+
+def test_without_a_port_no_process_serves_metrics():
+    plan = plan_cluster(config())
+    for server in (plan.router, *plan.workers):
+        assert "--metrics-port" not in server.spec.arguments
+        assert server.metrics_url == ""
+
+
+def test_ports_for_metrics_beyond_the_last_one_are_refused():
+    with pytest.raises(ConfigurationError, match="--metrics-port"):
+        plan_cluster(config(metrics=MetricsConfig(port=65533)))
+
+
+def _are_free(ports: range) -> bool:
+    for port in ports:
+        with socket.socket() as bound:
+            try:
+                bound.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True

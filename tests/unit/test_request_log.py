@@ -188,7 +188,7 @@ def test_a_request_that_was_refused_has_stages_too(clock):
 
 async def test_the_service_checks_its_request():
     log = RequestLog()
-    servicer = ClusterServicer(log)
+    servicer = ClusterServicer(log, status=None)
     for number in range(30):
         ended(log, f"r{number}")
     answer = await servicer.GetTrace(cluster_pb2.GetTraceRequest(), None)

@@ -11,7 +11,6 @@ import pytest
 import kernels
 from baton.cli import main, serve
 from baton.cli.serve_config import cluster_config_from_args
-from baton.flag_sources import variable_of
 from baton.machine_limits import usable_cores
 
 pytestmark = pytest.mark.alone
@@ -56,13 +55,6 @@ def test_child_processes_have_the_same_wait_policy(given, policy):
     if given is not None:
         environment["OMP_WAIT_POLICY"] = given
     assert variable_of_child("OMP_WAIT_POLICY", environment) == policy
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [(variable_of("port"), ""), ("BATON_CPU_KERNELS", "torch")]
-)
-def test_child_processes_get_no_flags_from_the_environment(name, text):
-    assert variable_of_child(name, os.environ | {name: "torch"}) == text
 
 
 def variable_of_child(name, environment):

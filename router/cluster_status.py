@@ -1,0 +1,138 @@
+"""`ClusterStatus`: the state of a router and of its replicas, as ClusterService returns it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from baton.metrics import Series
+from baton.v1 import cluster_pb2, worker_pb2
+from baton.version import __version__
+from router.activity import Activity, RecentTimes
+from router.metrics import RouterMetrics
+from router.models import Model, Models
+from router.replica import Replica
+from router.tier import Tier
+
+__all__ = ["ClusterStatus"]
+
+_LOAD_TIMEOUT_S = 1.0
+
+_ROLES = {
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+
+
+class ClusterStatus:
+    """Describes a router and its replicas.
+
+    Args:
+        models: the served models.
+        metrics: counts the requests.
+        activity: their errors and recent times.
+    """
+
+    def __init__(self, models: Models, metrics: RouterMetrics, activity: Activity) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._activity = activity
+
+    async def describe(self) -> cluster_pb2.GetClusterResponse:
+        """Asks the connected replicas for their counts, and returns the state of all."""
+        tiers = [
+            (model, tier)
+            for model in self._models
+            for tier in (model.fleet.prefill, model.fleet.decode)
+        ]
+        found = await asyncio.gather(*(_replicas_of(model, tier) for model, tier in tiers))
+        return cluster_pb2.GetClusterResponse(
+            version=__version__,
+            uptime_s=self._activity.uptime_s,
+            activity=self._describe_activity(),
+            replicas=[replica for replicas in found for replica in replicas],
+        )
+
+    def _describe_activity(self) -> cluster_pb2.RouterActivity:
+        activity, values = self._activity, self._metrics.snapshot().values
+        finished = _sums(values, "baton_router_requests", label=1)
+        return cluster_pb2.RouterActivity(
+            num_running=int(values["baton_router_running_requests",]),
+            finished={name: n for name, n in finished.items() if not _is_failure(name)},
+            failed=activity.failed,
+            refused=_sums(values, "baton_router_refused_calls", label=0),
+            num_resumes=_sums(values, "baton_router_resumes").total(),
+            first_token=_times_to_proto(activity.first_token),
+            token=_times_to_proto(activity.token),
+            errors=[
+                cluster_pb2.RecentError(
+                    time_s=error.time_s,
+                    code=error.code,
+                    message=error.message,
+                    request_id=error.request_id,
+                )
+                for error in activity.errors
+            ],
+        )
+
+
+def _sums(values: Mapping[Series, float], metric: str, *, label: int = 0) -> Counter[str]:
+    """Sums a counter over all labels but one."""
+    sums: Counter[str] = Counter()
+    for (name, *labels), value in values.items():
+        if name == metric:
+            sums[labels[label]] += int(value)
+    return sums
+
+
+def _is_failure(outcome: str) -> bool:
+    """Whether an outcome is an error's status name; clients that leave cause no error."""
+    return outcome.isupper() and outcome != "CANCELLED"
+
+
+async def _replicas_of(model: Model, tier: Tier[Any]) -> Iterable[cluster_pb2.ReplicaStatus]:
+    role = _ROLES[tier.name]
+    found = await asyncio.gather(
+        *(_connected_replica(model.name, role, replica) for replica in tier.connected)
+    )
+    connected = {replica.address for replica in found}
+    found += [
+        cluster_pb2.ReplicaStatus(
+            model=model.name,
+            role=role,
+            address=address,
+            state=cluster_pb2.REPLICA_STATE_LOST,
+            problem=problem,
+        )
+        for address, problem in tier.problems.items()
+        if address not in connected
+    ]
+    return sorted(found, key=lambda replica: replica.address)
+
+
+async def _connected_replica(
+    model: str, role: "worker_pb2.WorkerRole.ValueType", replica: Replica
+) -> cluster_pb2.ReplicaStatus:
+    load, counters = replica.load, None
+    try:
+        answer = await replica.get_load(_LOAD_TIMEOUT_S)
+        load, counters = answer.load, answer.counters
+    except grpc.aio.AioRpcError:
+        pass  # the last report stands
+    states = cluster_pb2.REPLICA_STATE_DRAINING, cluster_pb2.REPLICA_STATE_READY
+    return cluster_pb2.ReplicaStatus(
+        model=model,
+        role=role,
+        address=replica.address,
+        worker_id=replica.replica_id,
+        version=replica.info.version,
+        state=states[replica.takes_requests],
+        load=load,
+        counters=counters,
+    )
+
+
+def _times_to_proto(times: RecentTimes) -> cluster_pb2.RecentTimes:
+    return cluster_pb2.RecentTimes(count=times.count, p50_ms=times.p50_ms, p99_ms=times.p99_ms)

@@ -1,0 +1,146 @@
+"""GetCluster and `baton top` over a router with fake workers."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.cli import main
+from baton.security.config import ClusterConfig
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from router.security_config import RouterSecurityConfig
+from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
+from tests.support.running_router import request, running_router, script_of
+
+SCRIPT = script_of("The quick brown fox.")
+LOAD = {"num_running": 3, "num_waiting": 2, "num_free_blocks": 1000, "num_blocks": 4096}
+NOBODY = "127.0.0.1:1"
+COUNTERS = {"prompt_tokens": 40, "generated_tokens": 20, "saved_bytes": 4000}
+
+
+def stub_of(router):
+    return cluster_pb2_grpc.ClusterServiceStub(router.channel)
+
+
+async def cluster_of(router, **options):
+    return await stub_of(router).GetCluster(cluster_pb2.GetClusterRequest(), timeout=20, **options)
+
+
+async def test_the_state_of_replicas():
+    prefill, decode, gone = FakePrefill(SCRIPT), FakeDecode(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode, gone), running_router(prefill, decode, gone) as r:
+        decode.current_load = worker_pb2.WorkerLoad(**LOAD)
+        decode.current_counters = worker_pb2.WorkerCounters(**COUNTERS)
+        await gone.stop()
+        await r.until(lambda: gone.address in r.fleet.decode.problems)
+        first, second, lost = sorted(
+            (await cluster_of(r)).replicas, key=lambda replica: (replica.state, replica.role)
+        )
+        assert (first.role, first.address) == (worker_pb2.WORKER_ROLE_PREFILL, prefill.address)
+        assert second == cluster_pb2.ReplicaStatus(
+            model=MODEL,
+            role=worker_pb2.WORKER_ROLE_DECODE,
+            address=decode.address,
+            worker_id=decode.info.worker_id,
+            version="test",
+            state=cluster_pb2.REPLICA_STATE_READY,
+            load=worker_pb2.WorkerLoad(**LOAD),
+            counters=worker_pb2.WorkerCounters(**COUNTERS),
+        )
+        assert (lost.address, lost.state) == (gone.address, cluster_pb2.REPLICA_STATE_LOST)
+        assert lost.problem
+        assert not lost.HasField("load")
+
+
+async def test_a_draining_replica():
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        decode.current_load = worker_pb2.WorkerLoad(**LOAD, draining=True)
+        await router.until(lambda: not router.candidate_ids())
+        (replica,) = (await cluster_of(router)).replicas
+        assert replica.state == cluster_pb2.REPLICA_STATE_DRAINING
+        assert replica.load.draining
+
+
+async def test_the_requests_of_the_router():
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        await router.generate(request(max_tokens=4))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await router.generate(request(max_tokens=0, request_id="bad"))
+        decode.pause_after = 1
+        stream = router.stub.GenerateStream(request(max_tokens=4, request_id="cancelled"))
+        await stream.read()
+        running = await cluster_of(router)
+        assert running.activity.num_running == 1
+        stream.cancel()
+        await decode.changes.until(lambda: not decode.running)
+        await decode.stop()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await router.generate(request(max_tokens=4, request_id="refused"))
+        answer = await cluster_of(router)
+        activity = answer.activity
+        assert answer.uptime_s > 0
+        assert activity.num_running == 0
+        assert dict(activity.finished) == {"length": 1, "CANCELLED": 1}
+        assert dict(activity.failed) == {"INVALID_ARGUMENT": 1, "UNAVAILABLE": 1}
+        assert [(error.code, error.request_id) for error in activity.errors] == [
+            ("UNAVAILABLE", "refused")
+        ]
+        assert activity.first_token.count == 2
+
+
+def methods_of_cluster_service():
+    service = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"]
+    return [(method.name, method.input_type._concrete_class) for method in service.methods]
+
+
+async def test_every_method_asks_for_the_clusters_token(tmp_path):
+    path = tmp_path / "token"
+    config = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(path)))
+    async with running_router(security=config, decode=(NOBODY,)) as router:
+        good = (("authorization", f"Bearer {path.read_text().strip()}"),)
+        await cluster_of(router, metadata=good)
+        for name, make_request in methods_of_cluster_service():
+            call = getattr(stub_of(router), name)
+            for metadata in ((), (("authorization", "Bearer wrong"),)):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(make_request(), metadata=metadata, timeout=20)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def top(router, *flags):
+    arguments = ["top", "--address", router.server.address, "--once", "--interval", "0.2"]
+    return await asyncio.to_thread(main, [*arguments, *flags])
+
+
+async def test_top_prints_one_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        await router.generate(request(max_tokens=4))
+        assert await top(router) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"router {router.server.address}  baton ")
+    assert lines[1] == "requests  0 running  0/s  1 finished  0 cancelled  0 resumed"
+    assert lines[-1].split() == (
+        ["decode", decode.address, "ready", "0", "0", "0", "0%", "0", "0", "-"]
+    )
+    assert max(map(len, lines)) <= 80
+
+
+async def test_top_shows_its_token(tmp_path, capsys):
+    path = tmp_path / "token"
+    config = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(path)))
+    async with running_router(security=config, decode=(NOBODY,)) as router:
+        assert await top(router) == 1
+        assert "valid credential of this cluster" in capsys.readouterr().err
+        assert await top(router, "--cluster-token-file", str(path)) == 0
+        assert f"decode  {NOBODY}" in capsys.readouterr().out
+
+
+async def test_top_names_a_bad_flag(capsys):
+    assert main(["top", "--interval", "0"]) == 2
+    assert "--interval is 0.0; it must be in [0.2, 3600]" in capsys.readouterr().err
+    assert main(["top", "--cluster-token-file", "/does/not/exist"]) == 2
+    assert "--cluster-token-file /does/not/exist" in capsys.readouterr().err

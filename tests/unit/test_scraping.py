@@ -1,0 +1,35 @@
+"""`/metrics` of the router's HTTP server."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.metrics_collector import MetricsCollector
+from kvstore.metrics import KvMetrics
+from router.http.app import build_app
+from router.http.config import HttpConfig
+from router.tenants.config import TenantsConfig
+from router.tenants.tenants import Tenants
+from tests.support.asgi_calls import Answer, call_app
+from tests.support.odd_requests import OddRequest
+
+
+async def scrape(*headers: tuple[bytes, bytes]) -> Answer:
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(KvMetrics()))
+    tenants = Tenants(TenantsConfig(api_key=("a-key-of-this-test",)))
+    app = build_app((), HttpConfig(), tenants, registry, lambda header: header == "Bearer right")
+    return await call_app(app, OddRequest("GET", "/metrics", headers=headers))
+
+
+async def test_the_token_for_metrics_opens_them():
+    answer = await scrape((b"authorization", b"Bearer right"))
+    assert answer.status == 200
+    assert answer.content_type == "text/plain"
+    assert b"# TYPE baton_kv_bytes_total counter" in answer.body
+
+
+@pytest.mark.parametrize("headers", [(), ((b"authorization", b"Bearer a-key-of-this-test"),)])
+async def test_others_get_none_whatever_key_they_have(headers):
+    answer = await scrape(*headers)
+    assert (answer.status, answer.body) == (401, b"")
+    assert answer.headers[b"www-authenticate"].startswith(b"Bearer ")
