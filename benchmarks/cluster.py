@@ -15,10 +15,11 @@ from baton import AsyncClient, SamplingParams
 from baton.errors import UnavailableError
 from baton.results import Timings
 from baton.up.cluster import start_server, stop_in_order
-from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
+from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
 from baton.up.supervisor import SupervisedProcess
 from engine.config import EngineConfig
+from rpc.metrics_config import MetricsConfig
 
 __all__ = ["Answer", "ServedCluster", "free_ports", "running_cluster", "served_cluster"]
 
@@ -110,36 +111,27 @@ async def served_cluster(
         if engine.kv_connector is None:
             engine = replace(engine, kv_connector=stack.enter_context(embedded_store()))
         config = ClusterConfig.grpc_only(engine, num_prefill=num_prefill)
-        ports = free_ports(num_prefill + 1)
-        urls = [f"http://127.0.0.1:{port}/metrics" for port in ports]
+        router = replace(config.router, metrics=MetricsConfig(port=0))
         async with (
-            running_cluster(config, metrics_ports=ports) as plan,
+            running_cluster(replace(config, router=router)) as plan,
             AsyncClient(plan.router.address) as client,
         ):
-            yield ServedCluster(client, urls)
+            yield ServedCluster(client, [worker.metrics_url for worker in plan.workers])
 
 
 @asynccontextmanager
-async def running_cluster(
-    config: ClusterConfig, *, metrics_ports: Sequence[int] = ()
-) -> AsyncGenerator[ClusterPlan, None]:
+async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, None]:
     """Starts the workers, then the router; stops them in order. Their output goes to stderr.
 
     Args:
         config: what to run.
-        metrics_ports: where the workers serve their metrics, prefill workers first. Without
-            ports they serve none.
 
     Raises:
         ConfigurationError: a process ended before it served.
     """
     with taking_turns(config) as with_turns:
         plan = plan_cluster(with_turns)
-        workers = plan.workers
-        if metrics_ports:
-            ports = zip(workers, metrics_ports, strict=True)
-            workers = tuple(_with_metrics(worker, port) for worker, port in ports)
-        servers = (*workers, plan.router)
+        servers = (*plan.workers, plan.router)
         processes = [SupervisedProcess(server.spec, _write_line) for server in servers]
         try:
             pairs = list(zip(servers, processes, strict=True))
@@ -157,11 +149,6 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [int(each.getsockname()[1]) for each in sockets]
-
-
-def _with_metrics(server: Server, port: int) -> Server:
-    arguments = (*server.spec.arguments, "--metrics-port", str(port))
-    return replace(server, spec=replace(server.spec, arguments=arguments))
 
 
 def _read_text(url: str) -> str:

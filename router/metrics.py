@@ -136,8 +136,7 @@ class RouterMetrics:
         for attempt in record.attempts:
             self._count_attempt(attempt)
         decodes = [attempt for attempt in record.attempts if attempt.tier == "decode"]
-        if len(decodes) > 1:
-            self._metrics.add("baton_router_resumes", len(decodes) - 1, record.model)
+        self._metrics.add("baton_router_resumes", max(len(decodes) - 1, 0), record.model)
         done = [attempt for attempt in record.attempts if attempt.first_output_at is not None]
         if done:
             self._metrics.add("baton_router_prompts", 1, record.model, done[0].tier)

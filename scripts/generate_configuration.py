@@ -131,6 +131,8 @@ VARIABLES = (
     Variable("BATON_MODEL_NAME", "docker-compose.yml", "baton-demo", "model name in requests"),
     Variable("BATON_PORT", "docker-compose.yml", "8000", "the router's HTTP port on the host"),
     Variable("BATON_REDIS_MEMORY", "docker-compose.yml", "2gb", "memory limit of redis"),
+    Variable("BATON_PROMETHEUS_PORT", "docker-compose.yml", "9090", "Prometheus' port on the host"),
+    Variable("BATON_GRAFANA_PORT", "docker-compose.yml", "3000", "Grafana's port on the host"),
     Variable("BATON_TEST_DEVICE", "tests", "cpu", "device of the Triton tests; cuda for a GPU"),
     Variable(
         "BATON_TEST_RESULTS",

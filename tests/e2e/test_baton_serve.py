@@ -277,6 +277,7 @@ def test_a_bad_flag_ends_the_start(capsys):
     assert "--block-size is 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_batch_runs_on_a_cluster_of_its_own(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = [{"model": "tiny", "prompt": text, "max_tokens": 4} for text in ("a", "b", "c")]

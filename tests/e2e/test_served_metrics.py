@@ -1,9 +1,5 @@
 """The Prometheus metrics of a cluster's workers after a prompt was handed over."""
 
-import asyncio
-import re
-import urllib.request
-
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,15 +8,14 @@ from baton import AsyncClient, SamplingParams
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from rpc.channels import open_channel
 from tests.support.checkpoints import prompt_of
-from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess
+from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess, read_metrics
 
 PROMPT_TOKENS = 100  # six full blocks of 16, and a tail
 
 
 async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
     """Returns samples of transfers and requests by name and their one label, if they have one."""
-    (url,) = re.findall(r"serving metrics url=(\S+)", worker.log())
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
+    text = await read_metrics(worker)
     return {
         (sample.name, sample.labels.get("direction") or sample.labels.get("outcome", "")): (
             sample.value

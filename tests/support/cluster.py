@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import grpc
 
@@ -21,12 +23,20 @@ START_TIMEOUT_S = 90.0
 _TOKEN = "the-token-of-clusters-in-tests"
 WORKER_CALL = (("authorization", f"Bearer {_TOKEN}"),)
 """Metadata of calls of a test to a worker."""
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "default",
     "BATON_CLUSTER_TOKEN": _TOKEN,
 }
 WORKER_MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
+
+
+async def read_metrics(server: "ServerProcess") -> str:
+    """Reads the metrics of a process with `--metrics-port`."""
+    *_, url = re.findall(r"serving metrics url=(\S+)", server.log())
+    request = Request(url, headers=dict(WORKER_CALL))
+    return await asyncio.to_thread(lambda: urlopen(request, timeout=30).read().decode())
 
 
 @dataclass(frozen=True)

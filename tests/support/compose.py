@@ -24,12 +24,13 @@ ROUTER_HTTP = "router-http"
 
 
 def load_compose(environment: dict[str, str]) -> dict[str, Any]:
-    """The services, with `${NAME:-default}` filled in from `environment`."""
+    """The services without a profile, with `${NAME:-default}` filled in from `environment`."""
     text = (ROOT / "docker-compose.yml").read_text()
     filled = re.sub(
         r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1], match[2]), text
     )
-    return yaml.safe_load(filled)["services"]
+    services = yaml.safe_load(filled)["services"]
+    return {name: one for name, one in services.items() if "profiles" not in one}
 
 
 def image_entrypoint() -> list[str]:
@@ -82,7 +83,8 @@ class ComposeProcesses:
         replaced = argument.replace(own_port, f"{flag}={self._port(name)}")
         if name == "router":
             replaced = replaced.replace("--port=8000", f"--port={self._port(ROUTER_HTTP)}")
-        replaced = replaced.replace("--host=0.0.0.0", "--host=127.0.0.1")
+        replaced = replaced.replace("host=0.0.0.0", "host=127.0.0.1")
+        replaced = replaced.replace("--metrics-port=9464", "--metrics-port=0")
         for service, port in CONTAINER_PORTS.items():
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
         for volume in self._services[name].get("volumes", ()):

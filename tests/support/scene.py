@@ -9,11 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from baton import AsyncClient
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.cluster import HERE, Cluster, Place, ServerProcess, running_cluster
+from tests.support.cluster import (
+    HERE,
+    Cluster,
+    Place,
+    ServerProcess,
+    read_metrics,
+    running_cluster,
+)
 from tests.support.jobs import Job, retry_until_served
 from tests.support.routes import Route
 
@@ -97,8 +103,7 @@ async def await_started(cluster: Cluster, worker: ServerProcess, count: int) -> 
 
 async def _num_loaded(server: ServerProcess) -> int:
     """Returns the KV blocks that a worker has loaded since its start."""
-    *_, url = re.findall(r"serving metrics url=(\S+)", server.log())
-    text = await asyncio.to_thread(lambda: urlopen(url, timeout=30).read().decode())
+    text = await read_metrics(server)
     pattern = r'^baton_kv_objects_total\{.*direction="load".*\} (\S+)'
     return int(sum(map(float, re.findall(pattern, text, re.MULTILINE))))
 

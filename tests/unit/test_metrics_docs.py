@@ -10,11 +10,12 @@ from baton.metrics import MetricInfo
 from engine.metrics import METRICS as ENGINE
 from engine.metrics_export import VLLM_METRICS
 from kvstore.metrics import METRICS as TRANSFERS
+from router.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
-TABLES: list[Mapping[str, MetricInfo]] = [TRANSFERS, ENGINE, VLLM_METRICS, PROCESS]
+TABLES: list[Mapping[str, MetricInfo]] = [TRANSFERS, ENGINE, VLLM_METRICS, ROUTER, PROCESS]
 
 COMMON_LABELS = {"backend", "model_name", "engine"}
 """Labels that the text above a table names for all its metrics."""
