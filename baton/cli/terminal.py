@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from baton.cli import discard_unread_output
 from rpc.logs import json_line_of_process
 
-__all__ = ["Terminal", "format_usage", "has_colors", "log_writer", "write_log_line"]
+__all__ = ["Terminal", "end_of", "format_usage", "has_colors", "log_writer", "write_log_line"]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -63,6 +63,12 @@ class Terminal:
         if text:
             print(text, end="", flush=True)
             self._last = text[-1] if text != _PLAIN else self._last
+
+
+def end_of(text: str, chars: int) -> str:
+    """Returns a text of ASCII, or its end if it is longer than its column."""
+    text = ascii(text)[1:-1]
+    return text if len(text) <= chars else f"..{text[2 - chars :]}"
 
 
 def format_usage(finish_reason: str | None, usage: Mapping[str, Any] | None) -> str:

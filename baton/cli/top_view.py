@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
+from baton.cli.terminal import end_of
 from baton.v1 import cluster_pb2, worker_pb2
 
 __all__ = ["Line", "Sample", "Style", "render"]
@@ -70,7 +71,7 @@ _Count = Callable[[_Replica], int]
 class _Rates:
     """Differences between two samples.
 
-    Args:
+    Attributes:
         before: the earlier one; None if there is none.
         now: the later one.
     """
@@ -172,7 +173,7 @@ def render(
 
 
 def _header(address: str, now: Sample | None, problem: str) -> Iterator[Line]:
-    where = f"router {_tail(address, 40)}"
+    where = f"router {end_of(address, 40)}"
     if now is not None:
         version, uptime = _head(now.cluster.version, 16), _duration(now.cluster.uptime_s)
         where += f"  baton {version}  up {uptime}"
@@ -257,7 +258,7 @@ def _rows(rates: _Rates, columns: Sequence[_Column], address_chars: int) -> Iter
 def _row(replica: _Replica, rates: _Rates, columns: Sequence[_Column], address_chars: int) -> Line:
     start = (
         f"{_TIERS.get(replica.role, '?'):<{_TIER_CHARS}}"
-        f"{_tail(replica.address, address_chars - 1):<{address_chars}}"
+        f"{end_of(replica.address, address_chars - 1):<{address_chars}}"
         f"{_STATES.get(replica.state, '?'):<{_STATE_CHARS}}"
     )
     if replica.state == cluster_pb2.REPLICA_STATE_LOST:
@@ -276,7 +277,7 @@ def _errors(errors: Sequence[cluster_pb2.RecentError], width: int) -> Iterator[L
     yield Line("recent errors", Style.HEAD)
     for error in errors[:_MOST_ERRORS]:
         moment = datetime.fromtimestamp(error.time_s).astimezone()  # the terminal's time zone
-        start = f"{moment:%H:%M:%S} {error.code} {_tail(error.request_id, 16)}: "
+        start = f"{moment:%H:%M:%S} {error.code} {end_of(error.request_id, 16)}: "
         yield Line(start + _head(error.message, max(width - len(start), 10)))
 
 
@@ -370,9 +371,3 @@ def _head(text: str, chars: int) -> str:
     """The text, or its beginning if it is longer than this."""
     text = ascii(text)[1:-1]
     return text if len(text) <= chars else f"{text[: chars - 2]}.."
-
-
-def _tail(text: str, chars: int) -> str:
-    """The text, or its end if it is longer than this."""
-    text = ascii(text)[1:-1]
-    return text if len(text) <= chars else f"..{text[2 - chars :]}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from baton.cli.operator_calls import CALL_TIMEOUT_S, add_operator_args, calling_router
+from baton.cli.terminal import end_of
 from baton.v1 import cluster_pb2
 
 __all__ = ["add_args", "format_trace", "format_traces", "main"]
@@ -56,8 +57,8 @@ def format_traces(response: cluster_pb2.GetTraceResponse) -> Iterator[str]:
         first = f"{trace.first_token_ms:.1f}" if trace.HasField("first_token_ms") else "-"
         yield (
             f"{arrived:%H:%M:%S}.{arrived.microsecond // 1000:03d} "
-            f"{_shown(trace.request_id, _ID_CHARS - 1):<{_ID_CHARS}}"
-            f"{_shown(trace.outcome, 17):<18}{first:>10}{trace.total_ms:>10.1f}"
+            f"{end_of(trace.request_id, _ID_CHARS - 1):<{_ID_CHARS}}"
+            f"{end_of(trace.outcome, 17):<18}{first:>10}{trace.total_ms:>10.1f}"
         )
 
 
@@ -67,7 +68,7 @@ def format_trace(trace: cluster_pb2.RequestTrace) -> Iterator[str]:
     yield ""
     yield f"{'stage':<{_NAME_CHARS}}{'where':<{_WHERE_CHARS}}{'':{_BAR_CHARS}}{'start':>9}{'ms':>9}"
     for stage in trace.stages:
-        name, where = _shown(stage.name, _NAME_CHARS - 1), _shown(stage.where, _WHERE_CHARS - 1)
+        name, where = end_of(stage.name, _NAME_CHARS - 1), end_of(stage.where, _WHERE_CHARS - 1)
         yield (
             f"{name:<{_NAME_CHARS}}{where:<{_WHERE_CHARS}}{_bar(stage, trace.total_ms)}"
             f"{stage.start_ms:>9.1f}{stage.end_ms - stage.start_ms:>9.1f}"
@@ -98,9 +99,3 @@ def _bar(stage: cluster_pb2.TraceStage, total_ms: float) -> str:
     start = min(int(stage.start_ms / per_char), _BAR_CHARS - 1)
     end = min(max(round(stage.end_ms / per_char), start + 1), _BAR_CHARS)
     return f"{' ' * start}{'#' * (end - start)}".ljust(_BAR_CHARS)
-
-
-def _shown(text: str, chars: int) -> str:
-    """The text, or its end if it is longer than its column."""
-    text = ascii(text)[1:-1]
-    return text if len(text) <= chars else f"..{text[2 - chars :]}"

@@ -152,6 +152,12 @@ async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
         assert result.timings.prefill_ms > 0
         assert len(run_folders(served.process.pid)) == 3
         await check_that_workers_need_the_token(served)
+        (watch,) = (
+            line.strip() for line in served.seen if f"top --address {served.router}" in line
+        )
+        screen = await run_in_shell(f"{watch} --once --interval 0.2")
+        assert f"router {served.router}" in screen
+        assert len(re.findall(r"^(?:prefill|decode) .* ready ", screen, re.MULTILINE)) == 2
 
         children["decode_service"].send_signal(signal.SIGKILL)
         await served.read_until("decode-0 | starting again")
@@ -271,6 +277,7 @@ def test_a_bad_flag_ends_the_start(capsys):
     assert "--block-size is 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_batch_runs_on_a_cluster_of_its_own(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = [{"model": "tiny", "prompt": text, "max_tokens": 4} for text in ("a", "b", "c")]

@@ -18,7 +18,16 @@ JSON = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=90, structured_outputs=JSON)
 
 
-@pytest.mark.parametrize("candidates", [{}, {"n": 3}, {"n": 2, "best_of": 4}, {"logprobs": 1}])
+@pytest.mark.parametrize(
+    "candidates",
+    [
+        {"n": 3},
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in ({}, {"n": 2, "best_of": 4}, {"logprobs": 1})
+        ),
+    ],
+)
 async def test_answers_and_streams(shared_cluster: Cluster, candidates: dict[str, int]) -> None:
     params = replace(PARAMS, **candidates)
     async with AsyncClient(shared_cluster.router.address) as client:

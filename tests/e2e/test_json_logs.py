@@ -12,7 +12,7 @@ from baton.client import AsyncClient
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import REPOSITORY, WORKER_CALL, running_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TOKEN = WORKER_CALL[0][1].removeprefix("Bearer ")

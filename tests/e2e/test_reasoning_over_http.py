@@ -8,7 +8,11 @@ import pytest_asyncio
 from tests.support.client_answers import both_chats
 from tests.support.http_cluster import MODEL, HttpCluster, running_http_cluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
 
 # The demo model does not reason on its own: the prompt ends in a reasoning part, which a budget
 # ends. The constraint holds behind it.

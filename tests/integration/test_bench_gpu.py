@@ -139,6 +139,7 @@ def test_a_failed_measurement_of_the_device_loses_no_other_figure(record, monkey
     assert not any("idle_share" in r for r in results)
 
 
+@pytest.mark.slow
 def test_two_tiers_and_one_engine_serve_the_same_requests(record):
     tiers.measure(SMOKE, _CEILINGS, record, "tiny")
     undivided, split = results_of(record)
@@ -171,6 +172,7 @@ def test_the_command_writes_the_results_of_its_parts(tmp_path, capsys):
     assert "nothing failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_or_is_late_is_reported():
     dies = Part("dies", "benchmarks.gpu.no_such_module", 1)
     (report,) = run_module.run_parts([dies], is_smoke=True, deadline_s=60.0)

@@ -135,6 +135,7 @@ def test_engine_step_reports_the_time_of_each_phase(tmp_path, capsys):
     assert "A decode step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(RANDOM_MODELS, "qwen2-0.5b", ("Qwen2", TINY))
     path = tmp_path / "report.json"

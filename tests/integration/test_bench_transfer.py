@@ -43,6 +43,7 @@ def check_prompts(rows, names):
         assert row["tokens"]["split_to_whole_first"] > 0
 
 
+@pytest.mark.slow
 def test_every_part_runs(tmp_path, capsys, shm_url):
     status, report = run(tmp_path, "--connector", "memory://bench", shm_url)
     assert status == 0

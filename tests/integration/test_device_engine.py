@@ -48,8 +48,26 @@ def _build(variant="llama", **flags):
     return build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
+@pytest.mark.parametrize(
+    ("kind", "feature"),
+    [
+        ("device, graphs", "plain"),
+        ("device, graphs", "overlap"),
+        ("device, graphs", "overlap, recompute"),
+        ("device, eager", "overlap, chunks"),
+        ("device, eager", "overlap, swap"),
+        *(
+            pytest.param(kind, feature, marks=pytest.mark.slow)
+            for kind, feature in (
+                ("device, eager", "plain"),
+                ("device, eager", "overlap"),
+                ("device, eager", "overlap, recompute"),
+                ("device, graphs", "overlap, chunks"),
+                ("device, graphs", "overlap, swap"),
+            )
+        ),
+    ],
+)
 def test_features_change_no_token(kind, feature, monkeypatch):
     use_kind(kind, monkeypatch)
     core = _build(**FEATURES[feature])

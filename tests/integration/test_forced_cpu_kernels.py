@@ -57,7 +57,10 @@ def test_kernels_that_this_machine_cannot_run_are_refused(monkeypatch, choice):
         select()
 
 
-@pytest.mark.parametrize("choice", [TORCH, *RUNNABLE])
+@pytest.mark.parametrize(
+    "choice",
+    [RUNNABLE[0], *(pytest.param(one, marks=pytest.mark.slow) for one in (TORCH, *RUNNABLE[1:]))],
+)
 @needs_libraries
 def test_the_doctors_self_test_passes(choice):
     result = self_test(choice)

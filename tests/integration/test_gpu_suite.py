@@ -68,11 +68,13 @@ def report(tmp_path_factory):
     return report
 
 
+@pytest.mark.slow
 def test_every_outcome_is_counted(report):
     assert report["counts"] == {"passed": 3, "failed": 4, "skipped": 1}
     assert not report["all_passed"]
 
 
+@pytest.mark.slow
 def test_failures_are_named_with_their_messages(report):
     assert names_of(report["failures"]) == ["", "test_fatal", "test_set_up", "test_wrong"]
     messages = "\n".join(report["failures"].values())
@@ -85,21 +87,25 @@ def test_failures_are_named_with_their_messages(report):
         assert part in messages
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_early_is_reported_as_a_problem_of_its_file(report):
     crashed = [name for name, text in report["problems"].items() if "status -6" in text]
     assert len(crashed) == 1
     assert "test_crash.py (not slow)" in crashed[0]
 
 
+@pytest.mark.slow
 def test_skipped_tests_are_named_with_their_reasons(report):
     assert names_of(report["skipped"]) == ["test_rare"]
     assert "needs a comet" in "".join(report["skipped"].values())
 
 
+@pytest.mark.slow
 def test_slow_tests_run_too(report):
     assert {run["marks"] for run in report["files"]} == {"slow", "not slow"}
 
 
+@pytest.mark.slow
 def test_the_report_names_the_machine(report):
     machine = report["machine"]
     assert machine["device"] == {"name": "cpu"}

@@ -63,8 +63,8 @@ def running_suites(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "scheme",
     [
-        "redis",
-        pytest.param("memory", marks=pytest.mark.slow),
+        "memory",
+        pytest.param("redis", marks=pytest.mark.slow),
         pytest.param("shm", marks=pytest.mark.slow),
         pytest.param("file", marks=pytest.mark.slow),
     ],

@@ -38,10 +38,7 @@ VARIANTS = variants_for()
 NAMES = [variant.name for variant in VARIANTS]
 SLOWEST = VARIANTS[-1:]
 COMPILER = find_compiler()
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
-    pytest.mark.alone,
-]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class Project:

@@ -17,8 +17,6 @@ from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import TransferError, UnreadablePeerError, make_ranges
 from tests.support.nixl_remote import NixlRemote, Pool, needs_process_vm_readv, ranges
 
-pytestmark = pytest.mark.alone
-
 NUM_BYTES = 12 << 20
 GAP = 37
 TIMEOUT_S = 30.0

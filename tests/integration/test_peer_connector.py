@@ -18,8 +18,6 @@ from kvstore.peer.transport import TransferError
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
 
-pytestmark = pytest.mark.alone
-
 MakeRig = Callable[..., PeerRig]
 WAYS = ("grpc", "pull", "unreadable")
 """Blocks are sent by gRPC, read by a transport, or sent since the transport cannot read them."""
@@ -247,6 +245,7 @@ def test_one_call_opens_a_limited_number_of_blocks(
     assert sorted(map(len, opened_keys)) == [6, 6]
 
 
+@pytest.mark.alone
 def test_a_read_ends_within_its_lenders_timeout(make_rig: MakeRig) -> None:
     prefill, transport = make_rig("pull", "timeout_s=1"), MemoryTransport()
     decode = make_rig("pull", f"timeout_s={TIMEOUT_S:g}", transport=transport)
@@ -343,6 +342,7 @@ def test_saves_without_a_lease_are_not_lent(make_rig: MakeRig) -> None:
     assert prefill.saves[job_id] == SaveResult(job_id, committed=False, error="cancelled")
 
 
+@pytest.mark.alone
 def test_an_unrenewed_lease_expires(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(options="lease_s=0.3&timeout_s=0.3"), make_rig()
     job_id = prefill.publish([1, 2])
@@ -353,6 +353,7 @@ def test_an_unrenewed_lease_expires(make_rig: MakeRig) -> None:
     assert decode.load(handoff, [4, 5]) == LoadResult(0, 0, "missing")
 
 
+@pytest.mark.alone
 def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(options="lease_s=0.6&timeout_s=0.3"), make_rig()
     job_id = prefill.publish([1, 2])
@@ -371,6 +372,7 @@ def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> Non
     prefill.run_until(lambda: prefill.released == [job_id])
 
 
+@pytest.mark.alone
 def test_blocks_of_a_lost_lease_are_missing_without_a_call(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(options="lease_s=0.3"), make_rig()
     prefill.publish([1, 2])

@@ -15,8 +15,6 @@ from benchmarks.peers.peer_messages import PeerError
 from benchmarks.peers.peer_process import Launch, PeerProcess
 from benchmarks.request import BenchRequest
 
-pytestmark = pytest.mark.alone
-
 WORKERS = Path(peer_process.__file__).parent / "workers"
 REQUESTS = [BenchRequest(tuple(range(1, 40)), 8), BenchRequest((5, 6, 7), 3)]
 

@@ -15,8 +15,6 @@ from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_w
 from tests.support.running_router import request, script_of, token_ids_of
 from tests.support.tokenizer_folders import write_byte_level_folder
 
-pytestmark = pytest.mark.alone
-
 TEXT = "The quick brown fox jumps over the lazy dog."
 
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 END_TIMEOUT_S = 15  # a busy machine; a process that waits for its load would never end
 FLAGS = {
     "router": ("--decode=127.0.0.1:1", "--grpc-port=0"),

@@ -15,8 +15,6 @@ from kvstore.transfer_form import BlockSlicing, TransferForm
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 from tests.support.kv_urls import fresh_shm_name
 
-pytestmark = pytest.mark.alone
-
 BY_LAYER = TransferForm(LAYOUT.block_size, LAYOUT.dtype, num_layer_slices=LAYOUT.num_layers)
 STEP = 7
 BLOCKS = (5, 2, 9)

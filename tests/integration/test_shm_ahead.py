@@ -15,8 +15,6 @@ from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, needs_shared_memory, opened, put, refusing
 
-pytestmark = pytest.mark.alone
-
 
 def _await_ahead(store):
     """Waits until the requested memory is allocated or was refused."""

@@ -72,8 +72,15 @@ def test_split_equals_transformers(
         assert any(steps_saved) == (is_store and layers == "in slices")
 
 
-@pytest.mark.parametrize("connector_url", ["memory", "nixl"], indirect=True)
-@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(FAMILIES)))
+@pytest.mark.parametrize(
+    ("variant", "connector_url"),
+    [
+        pytest.param(variant, connector, marks=() if is_sample else pytest.mark.slow)
+        for index, variant in enumerate(sorted(set(VARIANTS) - set(FAMILIES)))
+        for connector, is_sample in (("memory", index % 2 == 0), ("nixl", index % 2 == 1))
+    ],
+    indirect=["connector_url"],
+)
 def test_split_equals_transformers_for_variants(variant: str, connector_url: str) -> None:
     check_split(variant, connector_url, 8)
 

@@ -3,11 +3,7 @@
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.fake_generation import running_fake_generation
-
-pytestmark = pytest.mark.alone
 
 BROKEN_PIPE_STATUS = 141  # what a shell calls a program that SIGPIPE ended
 

@@ -370,7 +370,7 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCluster.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.slow

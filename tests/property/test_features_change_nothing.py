@@ -110,8 +110,18 @@ def blocks_of_largest(
     return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in batch)
 
 
+@settings(max_examples=25, deadline=None)
+@given(batch=requests())
+def test_no_feature_changes_an_output(batch: list[EngineRequest]) -> None:
+    plain, _ = run(batch, 500, PLAIN)
+
+    for feature, config in FEATURES.items():
+        assert run(batch, 500, config)[0] == plain, feature
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batch=requests())
 def test_a_feature_changes_no_output(feature: str, batch: list[EngineRequest]) -> None:
     plain, _ = run(batch, 500, PLAIN)
@@ -119,7 +129,7 @@ def test_a_feature_changes_no_output(feature: str, batch: list[EngineRequest]) -
     assert run(batch, 500, FEATURES[feature])[0] == plain
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batch=requests(), windows=st.sampled_from(WINDOWS), caching=st.booleans())
 def test_a_window_changes_no_output(
     batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool
@@ -131,7 +141,7 @@ def test_a_window_changes_no_output(
     assert run(batch, 900, config, windows=windows)[0] == plain
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batch=requests())
 def test_batch_neighbours_change_no_output(batch: list[EngineRequest]) -> None:
     together, _ = run(batch, 500, PLAIN)
@@ -160,7 +170,7 @@ def test_preemption_changes_no_output(feature: str) -> None:
     config, num_host_blocks = PREEMPTING[feature]
     happened = Counter[str]()
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.nested_given])
     @given(batch=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
     def compare(batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
         plain, _ = run(batch, 500, PLAIN)

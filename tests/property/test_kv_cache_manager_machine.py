@@ -492,7 +492,7 @@ def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

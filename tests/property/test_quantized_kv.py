@@ -23,7 +23,7 @@ def _restored(narrow, scales):
     return narrow.double() * scales.double().unsqueeze(-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(vectors)
 def test_every_element_is_restored_within_half_a_step(values):
     states = torch.tensor([values])
@@ -37,7 +37,7 @@ def test_every_element_is_restored_within_half_a_step(values):
     assert (error <= bound * (1 + _ROUNDINGS) + _ROUNDINGS * states.double().abs()).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(vectors)
 def test_the_largest_element_and_all_signs_are_kept(values):
     states = torch.tensor([values])

@@ -27,7 +27,7 @@ WRITERS = {
 }
 kinds = pytest.mark.parametrize("kind", sorted(WRITERS))
 skips = pytest.mark.parametrize("skip", [True, False], ids=["skip_special", "keep_special"])
-thorough = settings(max_examples=250, deadline=None)
+thorough = settings(max_examples=100, deadline=None)
 
 # Whole texts and, below, the bytes of incomplete or invalid characters.
 TEXTS = [

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -96,11 +97,22 @@ def check_text(outputs: StructuredOutputs, text: str) -> None:
         assert text.count("x") == text.count("y")
 
 
+_expected: dict[tuple[object, ...], list[int]] = {}
+
+
 def expected_tokens(path: Path, request: EngineRequest, index: int) -> list[int]:
     """Returns what candidate `index` draws, one token after another, without an engine.
 
     Each token of a tiny checkpoint is a byte, so forced tokens are those that draws would give.
+    Equal requests, whatever their ids, are computed once.
     """
+    key = (path, repr(replace(request.spec, request_id="")), index)
+    if key not in _expected:
+        _expected[key] = _drawn_tokens(path, request, index)
+    return list(_expected[key])
+
+
+def _drawn_tokens(path: Path, request: EngineRequest, index: int) -> list[int]:
     outputs, choose = request.spec.params.structured_outputs, by_oracle(request, index)
     if outputs is None:
         return generate(path, request, choose)

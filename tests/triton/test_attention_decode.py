@@ -23,7 +23,10 @@ def test_types(spans, dtype):
     check(make_case(spans, dtype=dtype))
 
 
-@pytest.mark.parametrize("sliding_window", [1, 2, 7, 64, 65, 1000])
+@pytest.mark.parametrize(
+    "sliding_window",
+    [1, 7, 65, 1000, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 64))],
+)
 def test_windows(sliding_window):
     check(make_case([(200, 1), *SPECULATION], dtype=torch.bfloat16), sliding_window)
 
@@ -45,15 +48,24 @@ def test_block_sizes(block_size):
     check(make_case([(200, 1), (15, 1), (47, 3)], block_size=block_size, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 300])
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize(
+    ("length", "sliding_window"),
+    [
+        (1, None),
+        (4, 300),
+        pytest.param(1, 300, marks=pytest.mark.slow),
+        pytest.param(4, None, marks=pytest.mark.slow),
+    ],
+)
 def test_contexts_around_the_ends_of_splits_and_tiles(length, sliding_window):
     ends = [end + more for end in (128, 384) for more in (-1, 0, 1, 33)]
     spans = [(end - length, length) for end in ends]
     check(make_case(spans), sliding_window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_several_thousand_tokens(dtype):
     check(make_case([(4999, 1), (30, 1)], dtype=dtype))
 
@@ -90,7 +102,7 @@ def test_scores_far_from_zero(soft_cap, size):
     check(case)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4)), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (2, 2), (6, 2), (5, 1), (7, 1)]),

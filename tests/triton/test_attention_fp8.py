@@ -16,8 +16,18 @@ DECODE = [(0, 1), (30, 1), (300, 1), (130, 3)]
 MIXED = [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spans", [DECODE, MIXED])
+@pytest.mark.parametrize(
+    ("spans", "dtype"),
+    [
+        *((DECODE, dtype) for dtype in DTYPES),
+        (MIXED, torch.bfloat16),
+        *(
+            pytest.param(MIXED, dtype, marks=pytest.mark.slow)
+            for dtype in DTYPES
+            if dtype is not torch.bfloat16
+        ),
+    ],
+)
 def test_attention_reads_the_stored_values(spans, dtype):
     check(make_case(spans, dtype=dtype).quantized())
 

@@ -9,6 +9,7 @@ from kernels.reference.cache import quantize_kv
 from kernels.triton import cache
 from tests.support import preparation_cases
 from tests.support.devices import DEVICE, rounding_error
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -27,9 +28,9 @@ def make_case(*, dtype=torch.float32, spans=SPANS, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "has_norms", "dtype"), pairs([2, 64, 80, 128, 256], [False, True], DTYPES)
+)
 def test_states_with_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype).check()
 

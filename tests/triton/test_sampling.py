@@ -119,7 +119,9 @@ def test_programs_that_share_a_row_add_up_their_kept_weights(kind):
     assert kept[:, tokens_per_split:].any(dim=-1).all()
 
 
-@pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "sign"), [(4, -1.0), pytest.param(1, 1.0, marks=pytest.mark.slow)]
+)
 def test_adjacent_numbers_are_distinguished(top_k, sign):
     """The threshold and the largest number lie in each of the search's sixteen intervals."""
     first = int(torch.tensor(1.5).view(torch.int32))

@@ -42,6 +42,10 @@ def test_a_segment_holds_two_objects_of_half_its_size():
     assert slots_per_segment(layout) == 2
 
 
+def test_a_segment_of_tiny_objects_has_a_bounded_number_of_slots():
+    assert slots_per_segment(_LAYOUTS[0]) == 256
+
+
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
 def test_memory_behind_a_tail_is_cleared(layout):
     segment, untouched = _segment(layout), _segment(layout)
