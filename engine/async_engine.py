@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
@@ -29,6 +29,9 @@ from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from kvstore.handoff import KvHandoff, connector_name
+
+if TYPE_CHECKING:
+    from baton.security.cluster import ClusterSecurity
 
 __all__ = ["AsyncEngine"]
 
@@ -85,7 +88,7 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, security: ClusterSecurity | None = None
+        cls, config: EngineConfig, security: "ClusterSecurity | None" = None
     ) -> "AsyncEngine":
         """Loads the model off the event loop and starts the step loop.
 

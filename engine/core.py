@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InternalError
-from baton.security.cluster import ClusterSecurity
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
@@ -33,6 +33,9 @@ from kvstore.connector import Connector, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.transfer_form import BlockSlicing, TransferForm
+
+if TYPE_CHECKING:
+    from baton.security.cluster import ClusterSecurity
 
 __all__ = ["EngineCore", "OnOutputs"]
 
@@ -122,7 +125,7 @@ class EngineCore:
         return self.kv_metrics.of(scheme)
 
     @classmethod
-    def build(cls, config: EngineConfig, security: ClusterSecurity | None = None) -> "EngineCore":
+    def build(cls, config: EngineConfig, security: "ClusterSecurity | None" = None) -> "EngineCore":
         """Loads the model and opens the connector.
 
         Args:

@@ -12,16 +12,18 @@ in their metadata, without a change here:
 
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.faults import FaultyFactory
 from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
 from kvstore.store_connector import StoreFactory
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
+
+if TYPE_CHECKING:
+    from baton.security.cluster import ClusterSecurity
 
 __all__ = [
     "connector_capabilities",
@@ -93,7 +95,7 @@ def known_stores() -> set[str]:
     return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
 
 
-def open_connector(url: str, security: ClusterSecurity | None = None) -> Connector:
+def open_connector(url: str, security: "ClusterSecurity | None" = None) -> Connector:
     """Opens both halves of the connector of a URL.
 
     Args:
@@ -116,7 +118,7 @@ def connector_capabilities(url: str) -> ConnectorCapabilities:
     return _factory_of(url).capabilities
 
 
-def _factory_of(url: str, security: ClusterSecurity | None = None) -> ConnectorFactory:
+def _factory_of(url: str, security: "ClusterSecurity | None" = None) -> ConnectorFactory:
     scheme = scheme_of(url)
     if scheme.startswith(FAULTY_PREFIX):
         return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :], security))
@@ -124,7 +126,7 @@ def _factory_of(url: str, security: ClusterSecurity | None = None) -> ConnectorF
         members = (_factory_of_member(member, security) for member in split_members(url))
         return MultiFactory(tuple(members))
     if scheme in _PEERS:
-        return _PeerFactory(security or ClusterSecurity())
+        return _PeerFactory(security)
     if scheme in known_stores():
         return StoreFactory(_find_store(url))
     factory = _find_connector(scheme)
@@ -133,7 +135,7 @@ def _factory_of(url: str, security: ClusterSecurity | None = None) -> ConnectorF
     return factory
 
 
-def _factory_of_member(url: str, security: ClusterSecurity | None) -> ConnectorFactory:
+def _factory_of_member(url: str, security: "ClusterSecurity | None") -> ConnectorFactory:
     if scheme_of(url) == MULTI_SCHEME:
         raise ConfigurationError("multi:// is no member of another; name all members in one")
     return _factory_of(url, security)
@@ -191,7 +193,7 @@ class _PeerFactory:
     """Opens peers. Imports their packages only then.
 
     Args:
-        security: for calls between peers.
+        security: for calls between peers; None for calls without credentials.
     """
 
     capabilities = ConnectorCapabilities(
@@ -202,7 +204,7 @@ class _PeerFactory:
         lends_blocks=True,
     )
 
-    def __init__(self, security: ClusterSecurity) -> None:
+    def __init__(self, security: "ClusterSecurity | None") -> None:
         self._security = security
 
     def open(self, url: str) -> Connector:
