@@ -157,7 +157,11 @@ def test_a_router_without_clients_is_open():
     assert Tenants(TenantsConfig()).find([]) is OPEN_TENANT
 
 
-@pytest.mark.parametrize("key", ["", "x", KEY[:-1], KEY + "x", hash_of_key(KEY), "é" * 9])
+@pytest.mark.parametrize(
+    "key",
+    ["", "x", KEY[:-1], KEY + "x", hash_of_key(KEY), "é" * 9],
+    ids=["none", "short", "cut", "longer", "hash", "not ASCII"],  # not the keys, which are random
+)
 def test_a_wrong_key_is_refused_with_one_message(key: str):
     reasons: list[str] = []
     tenants = Tenants(TenantsConfig(api_key=(KEY, OTHER_KEY)), count_refusal=reasons.append)
