@@ -1,13 +1,8 @@
 """A loaded cluster, scraped by a real Prometheus with Baton's own alerts and dashboard."""
 
-import contextlib
 import json
-import os
-import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -26,6 +21,7 @@ from engine.metrics_export import VLLM_METRICS
 from kvstore.metrics import METRICS as TRANSFERS
 from router.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
+from tests.support.serve_process import ServedCluster, read_until, running, running_serve
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,65 +38,37 @@ class Scraped:
     """A cluster, and the Prometheus that scrapes it.
 
     Attributes:
-        url: of the router's HTTP API.
-        token: the cluster's.
-        targets: addresses of metrics by job.
-        prometheus: its base URL.
+        cluster: the cluster.
+        url: the base URL of Prometheus.
     """
 
-    def __init__(self, lines: list[str]) -> None:
-        text = "".join(lines)
-        (self.url,) = re.findall(r"^http +(\S+)$", text, re.MULTILINE)
-        (path,) = re.findall(r"^token +(\S+)$", text, re.MULTILINE)
-        self.token_file, self.token = path, Path(path).read_text().strip()
-        shown = re.findall(r"^metrics +http://(\S+)/metrics of (\w+)", text, re.MULTILINE)
-        self.targets = {f"baton-{name}": address for address, name in shown}
-        self.prometheus = ""
+    def __init__(self, cluster: ServedCluster, url: str) -> None:
+        self.cluster = cluster
+        self.url = url
 
     def ask(self, path: str, **query: str) -> Any:
-        url = f"{self.prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=20) as answer:
             return json.load(answer)["data"]
 
 
-@contextlib.contextmanager
-def running(command: list[Any], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+def job_of(name: str) -> str:
+    """The job of a process in deploy/observability/."""
+    return f"baton-{name.partition('-')[0]}"
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    lines: list[str] = []
-    assert process.stdout is not None
-    while text not in (lines[-1] if lines else ""):
-        line = process.stdout.readline()
-        assert line, "".join(lines)
-        lines.append(line)
-    return lines
-
-
-def config_of(scraped: Scraped) -> dict[str, Any]:
-    authorization = {"credentials_file": scraped.token_file}
+def config_of(cluster: ServedCluster) -> dict[str, Any]:
+    authorization = {"credentials_file": cluster.token_file}
     return {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(DEPLOY / "alerts.yml")],
         "scrape_configs": [
             {
-                "job_name": job,
+                "job_name": job_of(name),
                 "static_configs": [{"targets": [address]}],
                 "authorization": authorization,
             }
-            for job, address in scraped.targets.items()
+            for name, address in cluster.targets.items()
         ],
     }
 
@@ -110,7 +78,7 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
-def generate(scraped: Scraped, number: int) -> None:
+def generate(cluster: ServedCluster, number: int) -> None:
     body = {
         "prompt": f"Request {number % 4}: return a list of items that are numbers " * 3,
         "max_tokens": 24,
@@ -121,7 +89,7 @@ def generate(scraped: Scraped, number: int) -> None:
     if number % 3 == 0:
         body["structured_outputs"] = {"regex": "[a-c]{24}"}
     request = urllib.request.Request(
-        f"{scraped.url}/completions",
+        f"{cluster.url}/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
@@ -135,23 +103,15 @@ def wait_for_scrapes(scraped: Scraped, count: int) -> None:
         if len(found) == 3 and all(int(one["value"][1]) >= count for one in found):
             return
         assert time.monotonic() < deadline, found
-        generate(scraped, 1)
+        generate(scraped.cluster, 1)
 
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory) -> Iterator[Scraped]:
-    folder = tmp_path_factory.mktemp("prometheus")
-    serve = [
-        *(Path(sys.executable).with_name("baton"), "serve", "--port", 0, "--grpc-port", 0),
-        *("--metrics-port", 0, "--num-gpu-blocks-override", 64, "--max-model-len", 512),
-        *("--max-local-prefill-tokens", 0),
-    ]
-    with running(serve, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        cluster = Scraped(read_until(process, "Ctrl-C"))
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    with running_serve("--max-local-prefill-tokens", 0) as cluster:
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(config_of(cluster)))
-        port = free_port()
-        cluster.prometheus = f"http://127.0.0.1:{port}"
         command = [
             "prometheus",
             f"--config.file={config}",
@@ -162,14 +122,15 @@ def scraped(tmp_path_factory) -> Iterator[Scraped]:
             read_until(prometheus, "Server is ready")
             for _ in clients.map(lambda number: generate(cluster, number), range(24)):
                 pass
-            wait_for_scrapes(cluster, SCRAPES)
-            yield cluster
+            scraped = Scraped(cluster, f"http://127.0.0.1:{port}")
+            wait_for_scrapes(scraped, SCRAPES)
+            yield scraped
 
 
-def families_of(scraped: Scraped, job: str) -> set[str]:
+def families_of(cluster: ServedCluster, name: str) -> set[str]:
     request = urllib.request.Request(
-        f"http://{scraped.targets[job]}/metrics",
-        headers={"Authorization": f"Bearer {scraped.token}"},
+        f"http://{cluster.targets[name]}/metrics",
+        headers={"Authorization": f"Bearer {cluster.token}"},
     )
     text = urllib.request.urlopen(request, timeout=20).read().decode()
     return {family.name for family in text_string_to_metric_families(text)}
@@ -178,13 +139,13 @@ def families_of(scraped: Scraped, job: str) -> set[str]:
 def test_processes_export_what_is_documented_and_nothing_else(scraped):
     engine = {*ENGINE, *VLLM_METRICS, *TRANSFERS, *PROCESS}
     expected = {
-        "baton-router": {*ROUTER, *PROCESS},
-        "baton-prefill": engine,
-        "baton-decode": engine,
+        "router": {*ROUTER, *PROCESS},
+        "prefill-0": engine,
+        "decode-0": engine,
     }
-    for job, known in expected.items():
-        found = {name for name in families_of(scraped, job) if name.startswith(("baton_", "vllm:"))}
-        assert found == known, job
+    for process, known in expected.items():
+        names = families_of(scraped.cluster, process)
+        assert {name for name in names if name.startswith(("baton_", "vllm:"))} == known, process
 
 
 def test_no_panel_of_the_dashboard_is_empty(scraped):
@@ -208,6 +169,6 @@ def test_alerts_are_quiet(scraped):
 
 
 def test_metrics_need_the_token(scraped):
-    for address in scraped.targets.values():
+    for address in scraped.cluster.targets.values():
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"http://{address}/metrics", timeout=20)
