@@ -11,12 +11,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from tests.support.checkpoints import VOCAB_SIZE, prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.cluster import Cluster
+from tests.support.cluster import WORKER_CALL, Cluster
 
 PROMPT = prompt_of(40)
 GENERATE = "baton.v1.GenerationService/Generate"
 SERVICES = {
-    "router": {"baton.v1.GenerationService"},
+    "router": {"baton.v1.GenerationService", "baton.v1.ClusterService"},
     "prefill": {"baton.v1.PrefillService", "baton.v1.WorkerService"},
     "decode": {"baton.v1.DecodeService", "baton.v1.WorkerService"},
 }
@@ -32,7 +32,6 @@ BAD_REQUESTS = {
     "temperature is nan": {"text": "x", "sampling": {"temperature": float("nan")}},
     "top_p is 0": {"text": "x", "sampling": {"top_p": 0}},
     "top_p is 1.5": {"text": "x", "sampling": {"top_p": 1.5}},
-    "model": {"text": "x", "model": "unknown"},
     "stop": {"text": "x", "stopping": {"stop": ["x"] * 17}},
     "stop_token_ids": {"text": "x", "stopping": {"stop_token_ids": [VOCAB_SIZE]}},
     "request_id": {"text": "x", "request_id": "r" * 129},
@@ -67,8 +66,18 @@ class GenericClient:
         return call(request, timeout=30)
 
 
+class ShowsToken(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Adds the cluster's token to calls, reflection's among them."""
+
+    def intercept_unary_unary(self, continuation, details, request):
+        return continuation(details._replace(metadata=WORKER_CALL), request)
+
+    def intercept_stream_stream(self, continuation, details, requests):
+        return continuation(details._replace(metadata=WORKER_CALL), requests)
+
+
 def check_server(address: str, expected: set[str]) -> None:
-    with grpc.insecure_channel(address) as channel:
+    with grpc.intercept_channel(grpc.insecure_channel(address), ShowsToken()) as channel:
         client = GenericClient(channel)
         assert expected <= client.services()
         for service in ("", *expected):
@@ -99,6 +108,9 @@ def check_bad_requests(address: str) -> None:
             with pytest.raises(grpc.RpcError, match=message) as caught:
                 client.call(GENERATE, **fields)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, message
+        with pytest.raises(grpc.RpcError, match="unknown") as caught:
+            client.call(GENERATE, text="x", model="unknown")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.RpcError) as caught:
             client.call_bytes(GENERATE, b"\x1a\x02\xff\xfe")  # field 3, text: not UTF-8
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
