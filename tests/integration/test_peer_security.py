@@ -14,6 +14,7 @@ from baton.security.config import CertificateFiles, ClusterConfig
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.service import SERVICE_NAME
 from tests.support.certificates import Authority, write_files
+from tests.support.peer_process import LendingProcess
 from tests.support.peer_rig import LAYOUT, PeerRig
 
 TOKEN, OTHER_TOKEN = "t" * 32, "u" * 32
@@ -61,6 +62,21 @@ def test_blocks_move_between_processes_of_a_cluster(make_rig, tmp_path, ways):
     prefill, decode = make_rig(sides[0]), make_rig(sides[1], pool=empty_pool())
     assert load(prefill, decode) == (4, "")
     assert torch.equal(decode.pool[:4], prefill.pool[:4])
+
+
+def test_blocks_move_from_another_process_with_certificates_and_a_token(make_rig, tmp_path):
+    decode = make_rig(
+        ClusterSecurity(None, certificates(tmp_path / "decode"), TOKEN), pool=empty_pool()
+    )
+    stranger = make_rig(ClusterSecurity(None, certificates(tmp_path / "stranger"), OTHER_TOKEN))
+    files = certificates(tmp_path / "prefill")
+    with LendingProcess("grpc://", files=files, token=TOKEN) as prefill:
+        prefill.ask("publish", range(4))
+        handoff = prefill.ask("handoff", 4)
+        assert stranger.load(handoff, range(4)).num_blocks == 0
+        result = decode.load(handoff, range(4))
+        assert (result.num_blocks, result.error) == (4, "")
+        assert torch.equal(decode.pool[:4], prefill.pool[:4])
 
 
 def channel_of(kind: str, endpoint: str) -> grpc.Channel:

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import torch
 
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import CertificateFiles
 from kvstore.layout import KvLayout
 from tests.support.confinement import forbid_process_vm_calls
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, PeerRig, random_pool
@@ -27,6 +29,8 @@ class LendingProcess:
         seed: seed of the pool's content.
         transports: its UCX_TLS; None to leave that unset.
         is_confined: whether the kernel forbids it to read other processes' memory.
+        files: its certificates; None for plain text.
+        token: the cluster's token; None for none.
     """
 
     def __init__(
@@ -38,12 +42,15 @@ class LendingProcess:
         *,
         transports: str | None = None,
         is_confined: bool = False,
+        files: CertificateFiles | None = None,
+        token: str | None = None,
     ) -> None:
         # Forked from a process that has imported torch and started nothing.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.peer_rig"])
         self._ours, theirs = context.Pipe()
-        arguments = (theirs, url, layout, num_blocks, seed, transports, is_confined)
+        credentials = (files, token)
+        arguments = (theirs, url, layout, num_blocks, seed, transports, is_confined, credentials)
         self._process = context.Process(target=_lend, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -98,13 +105,16 @@ def _lend(
     seed: int,
     transports: str | None,
     is_confined: bool,
+    credentials: tuple[CertificateFiles | None, str | None],
 ) -> None:
     torch.set_num_threads(1)
     if transports is not None:
         os.environ["UCX_TLS"] = transports
     if is_confined:
         forbid_process_vm_calls()
-    rig = PeerRig(url, layout, pool=random_pool(num_blocks, layout, seed))
+    security = ClusterSecurity(None, *credentials)
+    pool = random_pool(num_blocks, layout, seed)
+    rig = PeerRig(url, layout, pool=pool, security=security)
     commands.send(rig.worker.address.endpoint)
     while True:
         if commands.poll(0.005):
