@@ -71,6 +71,7 @@ async def test_structured_outputs(door: HttpCluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # the first import of a library compiles hundreds of modules
 @pytest.mark.parametrize("name", ["langchain_chat", "litellm_chat", "llamaindex_chat"])
 async def test_client_libraries(door: HttpCluster, name: str) -> None:
     if not INTEGRATIONS.exists():
