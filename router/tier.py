@@ -82,8 +82,9 @@ class Tier(Generic[ReplicaT]):
 
     @property
     def candidates(self) -> Sequence[ReplicaT]:
-        """The replicas that take new requests."""
-        return [replica for replica in self._connected.values() if replica.takes_requests]
+        """The replicas that take new requests. Any thread may read them, as metrics do."""
+        # `connected` is a copy: replicas come and go while another thread iterates.
+        return [replica for replica in self.connected if replica.takes_requests]
 
     @property
     def problems(self) -> Mapping[str, str]:

@@ -3,10 +3,13 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.metrics_collector import MetricsCollector
+from baton.security.cluster import ClusterSecurity
 from baton.v1 import common_pb2, request_pb2
+from router.discovery import Discovery
 from router.metrics import FleetCounts, RouterMetrics
 from router.request_log import RequestLog
 from router.request_record import RequestRecord
+from router.tier import Tier
 
 STOP = common_pb2.FINISH_REASON_STOP
 
@@ -77,3 +80,25 @@ def test_gauges_are_read_when_they_are_exported():
     assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 2.0' in lines
     assert 'baton_router_replicas{model="m",state="ready",tier="decode"} 1.0' in lines
     assert 'baton_router_calls_total{protocol="http",status="429"} 1.0' in lines
+
+
+def test_a_replica_may_be_lost_while_a_scrape_counts_the_replicas():
+    tier = Tier(
+        "decode",
+        Discovery(()),
+        lambda *_: None,
+        ClusterSecurity(),
+        check=lambda _: None,
+        on_change=lambda: None,
+        on_forget=lambda _: None,
+        dns_interval_s=1.0,
+    )
+
+    class Replica:
+        @property
+        def takes_requests(self) -> bool:
+            tier._connected.pop("b:1", None)  # as the event loop does meanwhile
+            return True
+
+    tier._connected.update({"a:1": Replica(), "b:1": Replica(), "c:1": Replica()})
+    assert len(tier.candidates) == 3
