@@ -24,7 +24,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
 from engine.kv_cache.events import KvEvent
-from engine.metrics import EngineMetrics, StepTimer
+from engine.metrics.counts import EngineMetrics, StepTimer
 from engine.request import EngineLoad, EngineOutput, EngineRequest
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.schedule.scheduler import Scheduler

@@ -10,7 +10,7 @@ from baton.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
 from engine.batch import TokenLogprobs
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from kvstore.handoff import brief_digest
 from kvstore.metrics import KvMetrics

@@ -12,8 +12,8 @@ from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
-from engine.metrics_export import EngineDescription, EngineExport, VllmExport
-from engine.stats_log import StatsLog
+from engine.metrics.export import EngineDescription, EngineExport, VllmExport
+from engine.metrics.stats_log import StatsLog
 from engine.wire import counters_to_proto, kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION

@@ -25,7 +25,7 @@ from engine.constraints.compile_process import CompileProcess, JobLostError, Job
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 
 __all__ = ["CompileLimits", "GrammarCompiler"]
 

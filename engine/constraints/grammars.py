@@ -11,7 +11,7 @@ from engine.constraints.compiler import CompileLimits, GrammarCompiler
 from engine.constraints.matcher import Constraint
 from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import Vocabulary
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.runner import ModelInfo
 from engine.runtime.checkpoint import open_checkpoint
 

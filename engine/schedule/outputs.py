@@ -13,7 +13,7 @@ from engine.constraints.matcher import Constraint
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.transfers import Transfers
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
 from engine.schedule.guides import Guides

@@ -7,7 +7,7 @@ from collections import abc
 from engine.group import GroupState, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.transfers import Transfers
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.schedule.branches import Branches
 
 __all__ = ["GroupQueues"]

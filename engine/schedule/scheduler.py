@@ -29,7 +29,7 @@ from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.saves import SavePolicy
 from engine.kv_transfer.transfers import Transfers
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.metrics import METRICS as ENGINE
-from engine.metrics_export import VLLM_METRICS
+from engine.metrics.counts import METRICS as ENGINE
+from engine.metrics.export import VLLM_METRICS
 from kvstore.metrics import METRICS as TRANSFERS
 from router.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS

@@ -22,7 +22,7 @@ from baton.errors import (
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints import backends as grammar_backends
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from tests.support.constraints import vocabulary_of
 from tests.support.json_schemas import allowed_tokens, text_of, walk
 

@@ -18,8 +18,8 @@ from baton.errors import ConfigurationError
 from baton.flags import add_flags, config_from_args
 from baton.metrics_collector import MetricsCollector
 from baton.security.cluster import ClusterSecurity
-from engine.metrics import EngineMetrics
-from engine.metrics_export import EngineDescription, EngineExport
+from engine.metrics.counts import EngineMetrics
+from engine.metrics.export import EngineDescription, EngineExport
 from engine.request import EngineLoad
 from kvstore.metrics import KvMetrics
 from rpc.metrics_access import MetricsAccess

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
-from engine.metrics import EngineMetrics
+from engine.metrics.counts import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff

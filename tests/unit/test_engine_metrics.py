@@ -11,10 +11,10 @@ from baton.metrics import Histogram, Snapshot
 from baton.structured_outputs import StructuredOutputs
 from engine.batch import ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.metrics import METRICS
-from engine.metrics_export import VLLM_METRICS, EngineDescription, EngineExport, VllmExport
+from engine.metrics.counts import METRICS
+from engine.metrics.export import VLLM_METRICS, EngineDescription, EngineExport, VllmExport
+from engine.metrics.stats_log import StatsLog
 from engine.request import EngineOutput, EngineRequest
-from engine.stats_log import StatsLog
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, fake_info

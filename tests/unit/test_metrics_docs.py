@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from baton.metrics import MetricInfo
-from engine.metrics import METRICS as ENGINE
-from engine.metrics_export import VLLM_METRICS
+from engine.metrics.counts import METRICS as ENGINE
+from engine.metrics.export import VLLM_METRICS
 from kvstore.metrics import METRICS as TRANSFERS
 from router.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS

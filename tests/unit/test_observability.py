@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from baton.metrics import MetricInfo
-from engine.metrics import METRICS as ENGINE
+from engine.metrics.counts import METRICS as ENGINE
 from kvstore.metrics import METRICS as TRANSFERS
 from router.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS

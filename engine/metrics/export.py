@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.metrics import Histogram, MetricInfo, MetricsSource, Series, Snapshot
-from engine.metrics import METRICS, WAITS, EngineMetrics
+from engine.metrics.counts import METRICS, WAITS, EngineMetrics
 from engine.request import EngineLoad
 
 __all__ = ["VLLM_METRICS", "EngineDescription", "EngineExport", "VllmExport"]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 
 from baton.metrics import MetricsSource, Series
-from engine.metrics import WAITS
+from engine.metrics.counts import WAITS
 
 __all__ = ["StatsLog"]
 

@@ -1,7 +1,7 @@
 """`EngineMetrics`: counts what one engine does. Pure.
 
 The engine's thread counts requests and steps, and the threads that compile grammars count these.
-`engine.metrics_export` adds the values of `EngineLoad` and exports all. To add a metric, add a
+`engine.metrics.export` adds the values of `EngineLoad` and exports all. To add a metric, add a
 `MetricInfo` to `METRICS`, a method that counts it, and a row in docs/metrics.md.
 """
 

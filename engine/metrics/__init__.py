@@ -1,0 +1,1 @@
+"""What one engine counts, exports to Prometheus and logs."""
