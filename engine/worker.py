@@ -38,7 +38,7 @@ class EngineWorker:
     def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:
         self.info = _describe(engine, role)
         self._engine = engine
-        self._stats = StatsLog(EngineExport(engine.metrics, engine.load, _labels_of(engine)))
+        self._stats = StatsLog(_export_of(engine))
         self._stats.start()
 
     def load(self) -> worker_pb2.WorkerLoad:
@@ -118,17 +118,17 @@ def _describe(
 
 def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
     """Adds a started engine's metrics to a registry."""
-    labels = _labels_of(engine)
-    export = EngineExport(engine.metrics, engine.load, labels)
-    for source in (engine.kv_metrics, export, VllmExport(export, labels)):
+    export = _export_of(engine)
+    for source in (engine.kv_metrics, export, VllmExport(export)):
         registry.register(MetricsCollector(source))
 
 
-def _labels_of(engine: AsyncEngine) -> EngineDescription:
-    return EngineDescription(
+def _export_of(engine: AsyncEngine) -> EngineExport:
+    description = EngineDescription(
         model=engine.config.model_name,
         role=engine.config.role,
         block_size=engine.config.block_size,
         kv_dtype=engine.form.dtype,
         caches_prefixes=engine.config.enable_prefix_caching,
     )
+    return EngineExport(engine.metrics, engine.load, description)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from baton.metrics import Histogram, MetricInfo, MetricsSource, Series, Snapshot
+from baton.metrics import Histogram, MetricInfo, Series, Snapshot
 from engine.metrics.counts import METRICS, WAITS, EngineMetrics
 from engine.request import EngineLoad
 
@@ -31,6 +31,7 @@ class EngineExport:
 
     Attributes:
         infos: the table of metrics.
+        description: of the engine.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class EngineExport:
         self.infos: Mapping[str, MetricInfo] = METRICS
         self._metrics = metrics
         self._read_load = read_load
-        self._about = description
+        self.description = description
 
     def snapshot(self) -> Snapshot:
         """Returns the metrics as of now."""
         values, histograms = self._metrics.snapshot()
         values |= _values_of(self._read_load())
-        values["baton_engine_info", self._about.model, self._about.role] = 1
+        values["baton_engine_info", self.description.model, self.description.role] = 1
         return Snapshot(values, histograms)
 
 
@@ -141,22 +142,20 @@ class VllmExport:
     """An engine's metrics by the names of vLLM, from the same counts.
 
     Args:
-        source: the engine's `EngineExport`.
-        description: of the engine.
+        source: the engine's metrics by our names.
 
     Attributes:
         infos: the table of metrics.
     """
 
-    def __init__(self, source: MetricsSource, description: EngineDescription) -> None:
+    def __init__(self, source: EngineExport) -> None:
         self.infos: Mapping[str, MetricInfo] = VLLM_METRICS
         self._source = source
-        self._about = description
 
     def snapshot(self) -> Snapshot:
         """Returns the metrics as of now."""
         values, found = self._source.snapshot()
-        labels = (self._about.model, "0")
+        labels = (self._source.description.model, "0")
         named: dict[Series, float] = {
             (name, *labels): sum(values[one] for one in series) for name, series in _VALUES.items()
         }
@@ -172,5 +171,5 @@ class VllmExport:
         return Snapshot(named, histograms)
 
     def _constants(self, num_blocks: int) -> Series:
-        about = self._about
+        about = self._source.description
         return str(about.block_size), str(num_blocks), about.kv_dtype, str(about.caches_prefixes)

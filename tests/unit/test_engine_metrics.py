@@ -234,7 +234,7 @@ def test_a_failed_step():
 
 def test_every_metric_of_the_tables_is_exported():
     rig = Rig()
-    for source, table in ((rig.export, METRICS), (VllmExport(rig.export, LABELS), VLLM_METRICS)):
+    for source, table in ((rig.export, METRICS), (VllmExport(rig.export), VLLM_METRICS)):
         values, histograms = source.snapshot()
         assert {name for name, *_ in (*values, *histograms)} == set(table)
         for name, *labels in (*values, *histograms):
@@ -246,7 +246,7 @@ def test_the_names_of_vllm_have_the_same_values():
     rig.add("a")
     rig.add("b", max_tokens=30)
     rig.run(4)
-    values, histograms = VllmExport(rig.export, LABELS).snapshot()
+    values, histograms = VllmExport(rig.export).snapshot()
     labels = ("fake", "0")
     assert values["vllm:num_requests_running", *labels] == 1
     assert values["vllm:num_requests_waiting", *labels] == 0
