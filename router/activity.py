@@ -108,12 +108,10 @@ class Activity:
 
     def ended(self, record: RequestRecord) -> None:
         """Notes the times of a request that has its end. `watching` counts its error."""
-        if record.first_token_at is None:
-            return
-        self._first_token.add(record.ms_since_arrival(record.first_token_at))
-        num_more = record.usage.completion_tokens - 1
-        if num_more > 0 and record.ended_at is not None and not record.error:
-            self._token.add((record.ended_at - record.first_token_at) * 1000 / num_more)
+        if record.first_token_s is not None:
+            self._first_token.add(record.first_token_s * 1000)
+        if record.token_s is not None:
+            self._token.add(record.token_s * 1000)
 
     def _note(self, request_id: str, error: Exception) -> None:
         code, message = "INTERNAL", type(error).__name__

@@ -45,7 +45,9 @@ METRICS: dict[str, MetricInfo] = {
         "histogram", "From a request's arrival to its first token.", _MODEL, _LONG_S
     ),
     "baton_router_time_per_output_token_seconds": MetricInfo(
-        "histogram", "Time from the first token to the end, per later token.", _MODEL
+        "histogram",
+        "Time from the first token to the end, per later token, of one candidate.",
+        _MODEL,
     ),
     "baton_router_route_seconds": MetricInfo(
         "histogram", "From a request's arrival to the choice of its replica.", _MODEL
@@ -169,13 +171,10 @@ class RouterMetrics:
         observe("baton_router_send_wait_seconds", record.send_wait_s, model)
         if record.routed_at is not None:
             observe("baton_router_route_seconds", record.routed_at - start, model)
-        if record.first_token_at is None:
-            return
-        observe("baton_router_first_token_seconds", record.first_token_at - start, model)
-        later_tokens = record.usage.completion_tokens - 1
-        if later_tokens > 0:
-            per_token_s = (end - record.first_token_at) / later_tokens
-            observe("baton_router_time_per_output_token_seconds", per_token_s, model)
+        if record.first_token_s is not None:
+            observe("baton_router_first_token_seconds", record.first_token_s, model)
+        if record.token_s is not None:
+            observe("baton_router_time_per_output_token_seconds", record.token_s, model)
 
     def _count_attempt(self, attempt: Attempt) -> None:
         self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")

@@ -157,17 +157,7 @@ class Pipeline:
     ) -> RoutedRequest:
         model, limits = self._fleet.require_model()
         request = await prepare_request(
-            message,
-            record.request_id,
-            prompt,
-            params,
-            self._tokenizer,
-            model,
-            limits,
-            deadline,
-            self._marks,
-            record,
-            num_prompts=max(len(message.prompts.prompts), 1),
+            message, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
         )
         record.note_params(request.spec.params)
         return request

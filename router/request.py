@@ -68,41 +68,33 @@ class RoutedRequest:
 
 async def prepare_request(
     message: generation_pb2.GenerateRequest,
-    request_id: str,
     prompt: str | Sequence[int],
     params: SamplingParams,
     tokenizer: Tokenizer,
     model: ServedModel,
     limits: RequestLimits,
     deadline: float,
+    record: RequestRecord,
     marks: ReasoningMarks | None = None,
-    record: RequestRecord | None = None,
-    *,
-    num_prompts: int = 1,
 ) -> RoutedRequest:
     """Tokenizes the prompt, applies the limits and computes the block keys.
 
     Args:
         message: the client's, which `validate_generate_request` has accepted.
-        request_id: the client's name for the request.
         prompt: one of the message's prompts.
         params: the message's parameters.
         tokenizer: the model's.
         model: the served model.
         limits: the decode replicas' limits.
         deadline: `time.monotonic()` at which the request must have ended.
+        record: the request's times, with the client's name for the request.
         marks: those of the model's reasoning part, if they are configured.
-        record: the request's times; None for a new record.
-        num_prompts: prompts of the message.
 
     Raises:
         InvalidArgumentError: the prompt or a parameter does not fit the model.
         FailedPreconditionError: the request limits the reasoning part, which has no marks.
     """
-    reasoning = marks_for(params, marks, limits.vocab_size)
-    if reasoning is not None:
-        start = reasoning_start_of("reasoning_start", message.reasoning_start)
-        reasoning = replace(reasoning, start=start)
+    reasoning = _reasoning(message, params, marks, limits)
     token_ids = await tokenize_prompt(
         prompt,
         tokenizer,
@@ -111,16 +103,12 @@ async def prepare_request(
         add_special_tokens=message.add_special_tokens or not message.HasField("add_special_tokens"),
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
-    check_vocabulary(params, limits.vocab_size)
-    params = returnable_params(params, len(token_ids), num_prompts)
-    params = fitting_params(params, len(token_ids), limits)
-    check_candidates(params, limits)
-    check_logprobs(params, len(token_ids), num_prompts)
+    params = _checked(params, len(token_ids), limits, max(len(message.prompts.prompts), 1))
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
     spec = RequestSpec.with_defaults(
-        unique_request_id(request_id),
+        unique_request_id(record.request_id),
         token_ids,
         params,
         eos_token_ids=model.eos_token_ids,
@@ -135,8 +123,33 @@ async def prepare_request(
         namespace=model.namespace,
         block_keys=await _block_keys(spec, model),
         block_size=model.block_size,
-        record=record or RequestRecord(),
+        record=record,
     )
+
+
+def _reasoning(
+    message: generation_pb2.GenerateRequest,
+    params: SamplingParams,
+    marks: ReasoningMarks | None,
+    limits: RequestLimits,
+) -> ReasoningMarks | None:
+    """The marks of the reasoning part, and where the answer begins, if the parameters need them."""
+    reasoning = marks_for(params, marks, limits.vocab_size)
+    if reasoning is None:
+        return None
+    return replace(reasoning, start=reasoning_start_of("reasoning_start", message.reasoning_start))
+
+
+def _checked(
+    params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits, num_prompts: int
+) -> SamplingParams:
+    """Returns the parameters that fit the model and the response; refuses others."""
+    check_vocabulary(params, limits.vocab_size)
+    params = returnable_params(params, num_prompt_tokens, num_prompts)
+    params = fitting_params(params, num_prompt_tokens, limits)
+    check_candidates(params, limits)
+    check_logprobs(params, num_prompt_tokens, num_prompts)
+    return params
 
 
 async def tokenize_prompt(

@@ -117,6 +117,23 @@ class RequestRecord:
         """How the request ended: its finish reasons, or an error's status name."""
         return self.error or ",".join(dict.fromkeys(self.finish_reasons)) or "RUNNING"
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None without one."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds from its first token to its end, per later token. None if it did not run to its
+        end, has no later token, or has several candidates, whose tokens come at the same time.
+        """
+        num_later = self.usage.completion_tokens - 1
+        if self.error or len(self.finish_reasons) != 1 or num_later < 1:
+            return None
+        if self.first_token_at is None or self.ended_at is None:
+            return None
+        return (self.ended_at - self.first_token_at) / num_later
+
     def note_params(self, params: SamplingParams) -> None:
         """Keeps the parameters that its span has."""
         self.sampling = {name: getattr(params, name) for name in _SPAN_PARAMS}

@@ -70,9 +70,8 @@ def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
     attributes |= {f"gen_ai.request.{name}": value for name, value in record.sampling.items()}
     if record.tenant:
         attributes["baton.tenant"] = record.tenant
-    if record.first_token_at is not None:
-        first_s = record.first_token_at - record.arrived_at
-        attributes["gen_ai.server.time_to_first_token"] = first_s
+    if record.first_token_s is not None:
+        attributes["gen_ai.server.time_to_first_token"] = record.first_token_s
     if record.error:
         attributes["error.type"] = record.error
     return attributes

@@ -19,6 +19,7 @@ from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex
 from router.progress import Progress
 from router.request import prepare_request
+from router.request_record import RequestRecord
 from router.validation import prompts_of
 from tests.support.fake_workers import (
     Changes,
@@ -364,6 +365,7 @@ async def routed_request(fleet):
     params = SamplingParams(temperature=0, max_tokens=3)
     deadline = time.monotonic() + 20
     (prompt,) = prompts_of(message)
+    record = RequestRecord(request_id="r")
     return await prepare_request(
-        message, "r", prompt, params, tokenizer(), *fleet.require_model(), deadline
+        message, prompt, params, tokenizer(), *fleet.require_model(), deadline, record
     )

@@ -53,6 +53,12 @@ def test_a_request_without_tokens_has_no_times():
     assert activity.first_token.count == activity.token.count == 0
 
 
+def test_tokens_of_several_candidates_have_no_times_of_their_own():
+    activity = Activity()
+    activity.ended(record(reasons=["stop", "length"]))
+    assert (activity.first_token.count, activity.token.count) == (1, 0)
+
+
 def test_errors_are_kept_with_their_request_and_clients_mistakes_are_not():
     activity = Activity()
     fail(activity, UnavailableError("no decode replica is ready"), "first")

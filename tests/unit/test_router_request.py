@@ -11,6 +11,7 @@ from baton.request_spec import ReasoningMarks, client_id_of
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.request import prepare_request, tokenize_prompt
+from router.request_record import RequestRecord
 from router.served_model import RequestLimits, ServedModel
 from router.validation import MAX_RETURNED_LOGPROBS, check_logprobs, prompts_of
 from rpc.channels import MAX_MESSAGE_BYTES
@@ -167,17 +168,16 @@ def test_the_most_log_probabilities_fit_in_a_message(num_top):
     assert response.ByteSize() < MAX_MESSAGE_BYTES * 3 // 4
 
 
-async def prepare(params, num_tokens=5, limits=LIMITS, **options):
-    message = generation_pb2.GenerateRequest(
-        request_id="r",
-        token_ids=common_pb2.TokenIds(ids=[5] * num_tokens),
-        priority=-3,
-        cache_salt="s",
-    )
+async def prepare(params, num_tokens=5, limits=LIMITS, num_prompts=1):
+    message = generation_pb2.GenerateRequest(request_id="r", priority=-3, cache_salt="s")
+    message.prompts.prompts.add().token_ids.ids[:] = [5] * num_tokens
+    for _ in range(num_prompts - 1):
+        message.prompts.prompts.add().token_ids.ids.append(5)
     deadline = time.monotonic() + 10
-    (prompt,) = prompts_of(message)
+    prompt = prompts_of(message)[0]
+    record = RequestRecord(request_id="r")
     request = await prepare_request(
-        message, "r", prompt, params, tokenizer(), MODEL, limits, deadline, **options
+        message, prompt, params, tokenizer(), MODEL, limits, deadline, record
     )
     assert request.spec.deadline == deadline
     return request
@@ -209,7 +209,7 @@ async def prepare_text(params, marks=None):
     message = generation_pb2.GenerateRequest(text="ab")
     deadline = time.monotonic() + 9
     return await prepare_request(
-        message, "r", "ab", params, tokenizer(), MODEL, LIMITS, deadline, marks
+        message, "ab", params, tokenizer(), MODEL, LIMITS, deadline, RequestRecord(), marks
     )
 
 
