@@ -14,7 +14,7 @@ import grpc
 from baton.errors import InternalError
 from baton.prompts import Prompt, TextPrompt, TokensPrompt
 from baton.results import CompletionChunk, ModelDescription, RequestOutput
-from baton.security.client import ClientTls, TlsOptions, bearer
+from baton.security.client import ClientTls, TlsOptions, key_metadata
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import (
     ChatRequestOptions,
@@ -91,7 +91,7 @@ class Client:
         **tls: Unpack[TlsOptions],
     ) -> None:
         self._model = model
-        self._metadata = bearer(api_key)
+        self._metadata = key_metadata(api_key)
         files = ClientTls(**tls)
         self._channel = open_blocking_channel(
             address, files.channel_credentials(), options=files.channel_options()
@@ -270,7 +270,7 @@ class AsyncClient:
         **tls: Unpack[TlsOptions],
     ) -> None:
         self._model = model
-        self._metadata = bearer(api_key)
+        self._metadata = key_metadata(api_key)
         files = ClientTls(**tls)
         self._channel = open_channel(
             address, files.channel_credentials(), options=files.channel_options()

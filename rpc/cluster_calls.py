@@ -3,7 +3,6 @@
 `cluster_access` closes a port to all others; `open_cluster_channel` calls such a port.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,13 +10,10 @@ import grpc
 from baton.errors import UnauthenticatedError
 from baton.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
+from rpc.interceptors import Authorize
 from rpc.server import ServerAccess
 
-__all__ = ["ClusterCaller", "authorize_cluster", "cluster_access", "open_cluster_channel"]
-
-
-class ClusterCaller:
-    """Who calls a port of the cluster: one of its processes."""
+__all__ = ["authorize_cluster", "cluster_access", "open_cluster_channel"]
 
 
 def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
@@ -36,13 +32,12 @@ def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
     )
 
 
-def authorize_cluster(security: ClusterSecurity) -> Callable[[str, Any], ClusterCaller]:
-    """Returns an `rpc.interceptors.Authorize` that lets in processes of the cluster alone."""
+def authorize_cluster(security: ClusterSecurity) -> Authorize:
+    """Returns an `Authorize` that lets in processes of the cluster alone."""
 
-    def authorize(method: str, context: Any) -> ClusterCaller:
+    def authorize(method: str, context: Any) -> None:
         if not security.admits(context.invocation_metadata() or (), context.auth_context()):
             raise UnauthenticatedError("the call lacks a valid credential of this cluster")
-        return ClusterCaller()
 
     return authorize
 

@@ -22,6 +22,7 @@ from baton.errors import (
 )
 from baton.flags import add_flags, config_from_args
 from baton.security.client import ClientTls
+from baton.security.tokens import bearer
 
 __all__ = [
     "DEFAULT_URL",
@@ -206,7 +207,7 @@ def client_options(
     context = tls.http_context()
     return {
         "verify": True if context is None else context,
-        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        "headers": {"Authorization": bearer(key)} if key else {},
         "timeout": httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
         # A proxy cannot reach the servers of this machine.
         "trust_env": urlsplit(url).hostname not in _LOOPBACK_HOSTS,

@@ -13,8 +13,9 @@ from baton.errors import ConfigurationError
 from baton.flags import flag
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles
+from baton.security.tokens import bearer
 
-__all__ = ["ClientTls", "TlsOptions", "bearer"]
+__all__ = ["ClientTls", "TlsOptions", "key_metadata"]
 
 
 class TlsOptions(TypedDict, total=False):
@@ -125,7 +126,9 @@ class ClientTls:
         return CertificateFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
 
 
-def bearer(key: str | None, flag_name: str = "--api-key") -> tuple[tuple[str, str | bytes], ...]:
+def key_metadata(
+    key: str | None, flag_name: str = "--api-key"
+) -> tuple[tuple[str, str | bytes], ...]:
     """Returns the metadata of a call with a key; none without one.
 
     Raises:
@@ -134,8 +137,8 @@ def bearer(key: str | None, flag_name: str = "--api-key") -> tuple[tuple[str, st
     if not key:
         return ()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigurationError(f"{flag_name} has characters that no header can hold")
-    return (("authorization", f"Bearer {key}"),)
+        raise ConfigurationError("--api-key has characters that no header can hold")
+    return (("authorization", bearer(key)),)
 
 
 def _names(certificate: x509.Certificate) -> Sequence[str]:

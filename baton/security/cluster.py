@@ -173,8 +173,9 @@ class ClusterSecurity:
         return self._has_token(metadata) and self._has_certificate(auth_context)
 
     def _has_token(self, metadata: Metadata) -> bool:
+        tokens = self._read_tokens()
         given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
-        return not self.has_token or self.admits_header(given)
+        return not tokens or carries_token(given, tokens)
 
     def _has_certificate(self, auth_context: AuthContext) -> bool:
         if not self._verifies_certificates or self.certificates is None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from baton.errors import UnavailableError
 from baton.security.client import ClientTls
+from baton.security.tokens import bearer
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 __all__ = ["OpenAiTarget", "TokenCounter", "read_events"]
@@ -39,7 +40,7 @@ class OpenAiTarget(Target):
         # No limits here: the sender of a request limits its whole time.
         self._client = httpx2.AsyncClient(
             verify=True if context is None else context,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Authorization": bearer(key)} if key else {},
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
