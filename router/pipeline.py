@@ -40,6 +40,9 @@ from router.validation import prompts_of, validate_generate_request
 
 __all__ = ["Pipeline"]
 
+_SEVERAL = "prompts"
+"""The field of a message with several prompts."""
+
 
 class Pipeline:
     """Runs requests of one model from validation to the last message.
@@ -100,7 +103,7 @@ class Pipeline:
         tenant = tenant_of_call()
         message.cache_salt = tenant.cache_salt(message.cache_salt)
         message.priority = tenant.priority(message.priority)
-        if message.WhichOneof("prompt") != "prompts":
+        if message.WhichOneof("prompt") != _SEVERAL:
             return self._generate(
                 message, message.request_id, prompts[0], params, deadline, operation
             )
@@ -134,6 +137,8 @@ class Pipeline:
             record.tenant = tenant.name
             with self._log.recording(record, deadline):
                 request = await self._prepare(message, prompt, params, deadline, record)
+                if message.WhichOneof("prompt") != _SEVERAL:  # else a part of a call would fail
+                    tenant.check_tokens()
                 completion = Completion(request.spec, self._tokenizer, record)
                 progress = Progress(request.spec.params)
                 async with aclosing(self._outputs(request, progress)) as outputs:
@@ -177,7 +182,7 @@ class Pipeline:
         if replica is None:
             raise UnavailableError("no decode replica is ready; try again later")
         tenant = tenant_of_call()
-        tenant.use_prompt(request.num_prompt_tokens)
+        tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()
         handoff = HeldHandoff()
         try:
@@ -225,7 +230,7 @@ async def _run_several(
     prompts: Sequence[AsyncGenerator[generation_pb2.GenerateStreamResponse, None]], tenant: Tenant
 ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
     """Yields the messages of the prompts of one call, each of which counts as a request."""
-    with tenant.running(len(prompts) - 1):  # the call itself has been counted
+    with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
         async with aclosing(run_together(prompts)) as responses:
             async for response in responses:
                 yield response

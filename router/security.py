@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.certificates import Certificates
-from baton.security.cluster import ClusterSecurity
+from baton.security.cluster import ClusterSecurity, is_loopback
 from router.security_config import RouterSecurityConfig
 from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
@@ -44,6 +44,8 @@ class RouterSecurity:
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
         self.tenants = Tenants(config.tenants, count_refusal=count_refusal)
         self._verify_mode = config.clients.verify_mode
+        cas = {None if one is None else one.ca_certs for one in (files, config.worker_files)}
+        self._is_one_ca = len(cas) == 1 and cas != {None}
 
     def grpc_access(self, host: str) -> ServerAccess:
         """How the gRPC port is encrypted, and who may call it.
@@ -51,10 +53,13 @@ class RouterSecurity:
         Args:
             host: the address on which it listens.
         """
-        authorize = _operators_apart(self.cluster, host, authorize_tenants(self.tenants))
+        is_required = self._verify_mode == ssl.CERT_REQUIRED
+        authorize = _operators_apart(
+            self._authorize_operator(host, verifies_certificates=is_required),
+            authorize_tenants(self.tenants),
+        )
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
-        is_required = self._verify_mode == ssl.CERT_REQUIRED
         return ServerAccess(
             authorize=_not_revoked(self.certificates, authorize) if is_required else authorize,
             credentials=self.certificates.server_credentials(verifies_clients=is_required),
@@ -66,24 +71,47 @@ class RouterSecurity:
             return None
         return self.certificates.server_context(verify_mode=self._verify_mode)
 
+    def _authorize_operator(self, host: str, *, verifies_certificates: bool) -> Authorize:
+        """Returns an `Authorize` for ClusterService. Operators have the cluster's token. Without
+        one, they have a certificate of the cluster, which the port can tell from a client's if
+        both have the same CA; or they are on the same machine, where clients need no key either.
+        """
+        if self.cluster.has_token:
+            return _authorize_token(self.cluster)
+        if verifies_certificates and self._is_one_ca:
+            return authorize_cluster(self.cluster)
+        if is_loopback(host) and self.tenants.is_open and not verifies_certificates:
+            return _authorize_all
+        return _refuse_all
 
-def _operators_apart(cluster: ClusterSecurity, host: str, authorize: Authorize) -> Authorize:
-    """Returns an `Authorize` that lets operators, who have the cluster's credential, and no others
-    call ClusterService.
-    """
-    authorize_operator = authorize_cluster(cluster)
+
+def _operators_apart(authorize_operator: Authorize, authorize: Authorize) -> Authorize:
+    """Returns an `Authorize` that asks callers of ClusterService for another credential."""
 
     def authorize_any(method: str, context: Any) -> object:
-        if not method.startswith(_OPERATORS_SERVICE):
-            return authorize(method, context)
-        if not cluster.guards(host):
-            raise PermissionDeniedError(
-                "this router has no credential for operators: set --cluster-token-file, or listen "
-                "on a loopback address"
-            )
-        return authorize_operator(method, context)
+        is_operator = method.startswith(_OPERATORS_SERVICE)
+        return (authorize_operator if is_operator else authorize)(method, context)
 
     return authorize_any
+
+
+def _authorize_token(cluster: ClusterSecurity) -> Authorize:
+    def authorize(method: str, context: Any) -> None:
+        if not cluster.carries_token(context.invocation_metadata() or ()):
+            raise UnauthenticatedError("the call lacks the token of this cluster")
+
+    return authorize
+
+
+def _authorize_all(method: str, context: Any) -> None:
+    pass
+
+
+def _refuse_all(method: str, context: Any) -> None:
+    raise PermissionDeniedError(
+        "this router has no credential for operators: set --cluster-token-file, or listen on a "
+        "loopback address without keys for clients"
+    )
 
 
 def authorize_tenants(tenants: Tenants) -> Authorize:

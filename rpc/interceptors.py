@@ -1,6 +1,8 @@
 """`CallInterceptor`: callers, error statuses and log lines of the calls of every Baton server.
 
 - A server may ask who calls, before a message is received. Health is open to all.
+- The calls at the same time are bounded, and those of health apart from the others: a
+  caller without a credential takes no other's place. A call's first message must come soon.
 - A request that is no valid message (torn bytes, invalid UTF-8) gets
   INVALID_ARGUMENT; grpc.aio alone would answer UNKNOWN.
 - A `BatonError` becomes its status. Any other exception is logged with the
@@ -25,7 +27,12 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError, InvalidArgumentError
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
 from baton.traceparent import TraceContext, parse_traceparent
 from rpc.errors import status_of_number, to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
@@ -46,6 +53,9 @@ _QUIET_METHODS = (
     "/baton.v1.ClusterService/GetCluster",
 )
 _LONGEST_LOGGED_ID = 128
+_MOST_OPEN_CALLS = 1000
+"""Calls at the same time of services that are open to all."""
+_FIRST_MESSAGE_TIMEOUT_S = 30.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
@@ -77,13 +87,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     Args:
         authorize: finds out who calls; None lets all callers in.
         count_call: called when a call ends, with the name of its status; not for calls that poll.
+        most_calls: calls at the same time, health apart; further ones get RESOURCE_EXHAUSTED
+            before their first message is received. None for no limit.
+        first_message_timeout_s: a call whose first message has not come by then ends, if it has
+            one message only.
     """
 
     def __init__(
-        self, authorize: Authorize | None = None, count_call: CountCall | None = None
+        self,
+        authorize: Authorize | None = None,
+        count_call: CountCall | None = None,
+        *,
+        most_calls: int | None = None,
+        first_message_timeout_s: float = _FIRST_MESSAGE_TIMEOUT_S,
     ) -> None:
         self._authorize = authorize
         self._count_call = count_call
+        self._calls = _Places(most_calls)
+        self._open_calls = _Places(_MOST_OPEN_CALLS)
+        self._first_message_timeout_s = first_message_timeout_s
 
     async def intercept_service(
         self,
@@ -95,9 +117,34 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = str(handler_call_details.method)
-        authorize = None if method.startswith(_OPEN_SERVICES) else self._authorize
+        is_open = method.startswith(_OPEN_SERVICES)
+        authorize = None if is_open else self._authorize
+        places = self._open_calls if is_open else self._calls
         count_call = None if method.startswith(_QUIET_METHODS) else self._count_call
-        return _guarded_handler(handler, partial(_guard, method, authorize, count_call))
+        guard = partial(_guard, method, places, authorize, count_call)
+        return _guarded_handler(handler, guard, self._first_message_timeout_s)
+
+
+class _Places:
+    """Bounds the calls at the same time.
+
+    Args:
+        most: how many; None for no limit.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._num_taken = 0
+
+    def __enter__(self) -> None:
+        if self._num_taken == self._most:
+            raise ResourceExhaustedError(
+                f"this server answers {self._most} calls at the same time; try again later"
+            )
+        self._num_taken += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._num_taken -= 1
 
 
 def name_call(request_id: str) -> None:
@@ -124,12 +171,15 @@ def _note_trace(info: CallInfo, message: Any) -> None:
         info.trace_id = trace.trace_id
 
 
-def _guarded_handler(handler: Any, guard: Guard) -> Any:
+def _guarded_handler(handler: Any, guard: Guard, first_message_timeout_s: float) -> Any:
     kind = _KINDS[handler.request_streaming, handler.response_streaming]
     function = _as_coroutine_function(getattr(handler, kind))
     # Parsing errors are raised where the method, or its guard, reads the requests.
     deserialize = _strict(handler.request_deserializer)
-    surround = _guard_stream if handler.request_streaming else _guard_unary
+    if handler.request_streaming:
+        guarded = _guard_stream(function, guard)
+    else:
+        guarded = _guard_unary(function, guard, first_message_timeout_s)
     # On the wire a single request is a stream of one. As a stream, it is not received before the
     # call's guard has let the caller in.
     factory = (
@@ -138,23 +188,32 @@ def _guarded_handler(handler: Any, guard: Guard) -> Any:
         else grpc.stream_unary_rpc_method_handler
     )
     return factory(
-        surround(function, guard),
+        guarded,
         request_deserializer=deserialize,
         response_serializer=handler.response_serializer,
     )
 
 
-def _guard_unary(function: Method, guard: Guard) -> Any:
+def _guard_unary(function: Method, guard: Guard, first_message_timeout_s: float) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
         async with guard(context) as call:
-            request = await anext(requests, None)
-            if request is None:
-                raise InvalidArgumentError("the call has no request")
+            request = await _first(requests, first_message_timeout_s)
             call.info.request_id = request_id_of(request)
             _note_trace(call.info, request)
             return await function(request, context)
 
     return guarded
+
+
+async def _first(requests: AsyncIterator[Any], timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            request = await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceededError(f"the call's request did not come in {timeout_s:g} s") from None
+    if request is None:
+        raise InvalidArgumentError("the call has no request")
+    return request
 
 
 def _guard_stream(function: Method, guard: Guard) -> Any:
@@ -234,15 +293,20 @@ _CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=Non
 
 @asynccontextmanager
 async def _guard(
-    method: str, authorize: Authorize | None, count_call: CountCall | None, context: Context
+    method: str,
+    places: _Places,
+    authorize: Authorize | None,
+    count_call: CountCall | None,
+    context: Context,
 ) -> AsyncIterator[_Call]:
     call = _Call(method, context)
     _CURRENT_CALL.set(call)  # a call runs in a task of its own
     CURRENT_CALL.set(call.info)
     try:
-        if authorize is not None:
-            call.info.caller = authorize(call.method, call.context)
-        yield call
+        with places:
+            if authorize is not None:
+                call.info.caller = authorize(call.method, call.context)
+            yield call
     except asyncio.CancelledError:
         call.status = _cancel_status(call.context)
         raise

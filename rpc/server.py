@@ -115,8 +115,8 @@ class ServerAccess:
         authorize: finds out who calls; None lets all callers in.
         count_call: called when a call ends, unless it polls; None counts none.
         credentials: those of the port; None for plain text.
-        max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read; None for
-            no limit.
+        max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read, health
+            apart; None for no limit.
         max_message_bytes: the most bytes of a message that a caller sends.
     """
 
@@ -154,10 +154,14 @@ class RpcServer:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         options = dict(SERVER_OPTIONS)
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
+        interceptor = CallInterceptor(
+            self._access.authorize,
+            self._access.count_call,
+            most_calls=self._access.max_concurrent_calls,
+        )
         self._server = grpc.aio.server(
-            interceptors=[CallInterceptor(self._access.authorize, self._access.count_call)],
+            interceptors=[interceptor],
             options=tuple(options.items()),
-            maximum_concurrent_rpcs=self._access.max_concurrent_calls,
         )
         self._server.add_generic_rpc_handlers((self._handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

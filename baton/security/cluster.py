@@ -19,7 +19,7 @@ from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles, ClusterConfig
 from baton.security.tokens import bearer, carries_token, checked_token, watched_tokens
 
-__all__ = ["TOKEN_VARIABLE", "ClusterSecurity"]
+__all__ = ["TOKEN_VARIABLE", "ClusterSecurity", "is_loopback"]
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"  # noqa: S105 - a name, not a token
 _AUTHORIZATION = "authorization"
@@ -99,7 +99,7 @@ class ClusterSecurity:
         Args:
             host: the address on which the port listens.
         """
-        return self.verifies_callers or _is_loopback(host)
+        return self.verifies_callers or is_loopback(host)
 
     def check_host(self, flag: str, host: str) -> None:
         """Refuses an address to listen on that others can reach while they need no credential.
@@ -170,12 +170,14 @@ class ClusterSecurity:
             metadata: of the call.
             auth_context: of the connection, as gRPC gives it.
         """
-        return self._has_token(metadata) and self._has_certificate(auth_context)
+        has_token = self.carries_token(metadata) or not self.has_token
+        return has_token and self._has_certificate(auth_context)
 
-    def _has_token(self, metadata: Metadata) -> bool:
-        tokens = self._read_tokens()
-        given = next((value for name, value in metadata if name == _AUTHORIZATION), "")
-        return not tokens or carries_token(given, tokens)
+    def carries_token(self, metadata: Metadata) -> bool:
+        """Whether a call's metadata carries the cluster's token."""
+        return self.admits_header(
+            next((value for name, value in metadata if name == _AUTHORIZATION), "")
+        )
 
     def _has_certificate(self, auth_context: AuthContext) -> bool:
         if not self._verifies_certificates or self.certificates is None:
@@ -192,7 +194,8 @@ class ClusterSecurity:
         return not self._identities.isdisjoint(found)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from its own machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -291,20 +291,27 @@ def _handlers_of(servicer: Any, security: ClusterSecurity) -> grpc.GenericRpcHan
 
 
 def _closed(handler: Any, security: ClusterSecurity) -> "grpc.RpcMethodHandler[Any, Any]":
-    """Returns a handler for callers that the cluster admits alone."""
+    """Returns a handler for callers that the cluster admits alone.
 
-    def admit(data: bytes, context: Any) -> Any:
+    On the wire a single request is a stream of one. As a stream, it is not received before the
+    caller is admitted, so a caller without a credential occupies neither a thread nor memory.
+    """
+
+    def admitted(requests: Iterator[bytes], context: Any) -> Any:
         if not security.admits(context.invocation_metadata(), context.auth_context()):
             _abort(context, grpc.StatusCode.UNAUTHENTICATED, "no valid credential of this cluster")
+        data = next(requests, None)
+        if data is None:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
         return handler.request_deserializer(data)
 
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(
-            lambda data, context: handler.unary_stream(admit(data, context), context),
+        return grpc.stream_stream_rpc_method_handler(
+            lambda requests, context: handler.unary_stream(admitted(requests, context), context),
             response_serializer=handler.response_serializer,
         )
-    return grpc.unary_unary_rpc_method_handler(
-        lambda data, context: handler.unary_unary(admit(data, context), context),
+    return grpc.stream_unary_rpc_method_handler(
+        lambda requests, context: handler.unary_unary(admitted(requests, context), context),
         response_serializer=handler.response_serializer,
     )
 

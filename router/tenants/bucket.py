@@ -31,6 +31,10 @@ class TokenBucket:
         self._fill(now)
         self._level -= amount
 
+    def give_back(self, amount: int) -> None:
+        """Puts an amount back that was taken and not used."""
+        self._level += amount
+
     def set_rate(self, per_minute: int, now: float) -> None:
         """Changes what flows in from now on; what the bucket holds stays, if it fits."""
         self._fill(now)

@@ -79,32 +79,43 @@ class Tenant:
         return self._num_running == 0 and all(one is None or one.is_full(now) for one in buckets)
 
     @contextmanager
-    def running(self, num_requests: int = 1) -> Iterator[None]:
+    def running(self, num_requests: int = 1, *, num_begun: int = 0) -> Iterator[None]:
         """Counts requests as begun, and as running while the context lasts.
+
+        Args:
+            num_requests: how many.
+            num_begun: requests of the same call that have been counted before. If the further
+                ones are refused, these do not count as begun either: the call begins all or none.
 
         Raises:
             ResourceExhaustedError: a limit is reached; states when to try again.
         """
-        self._check(num_requests)
         if self._requests is not None:
-            self._requests.take(num_requests, self._clock())
+            self._requests.give_back(num_begun)
+        self._check(num_requests, num_begun)
+        if self._requests is not None:
+            self._requests.take(num_requests + num_begun, self._clock())
         self._num_running += num_requests
         try:
             yield
         finally:
             self._num_running -= num_requests
 
-    def use_prompt(self, num_tokens: int) -> None:
-        """Counts the tokens of a prompt before the tiers compute it.
+    def check_tokens(self) -> None:
+        """Checks whether a further request may use tokens.
 
         Raises:
             ResourceExhaustedError: earlier tokens have used up the minute's.
         """
-        self._check_tokens()
-        self.use_tokens(num_tokens)
+        bucket = self._tokens
+        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
+            self._count_refusal("token_rate")
+            raise ResourceExhaustedError(
+                f"this client may use at most {bucket.per_minute} tokens per minute", wait_s
+            )
 
     def use_tokens(self, num_tokens: int) -> None:
-        """Counts tokens that were generated. More than the limit delays the next request."""
+        """Counts tokens of prompts and answers. More than the limit delays the next request."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
 
@@ -141,7 +152,7 @@ class Tenant:
                 f"this client may not use model {names[0][:_SHOWN_CHARS]!r}"
             )
 
-    def _check(self, num_requests: int) -> None:
+    def _check(self, num_requests: int, num_begun: int) -> None:
         """Refuses requests for which a limit has no room."""
         most = self.max_requests
         if self._num_running + num_requests > most:
@@ -149,20 +160,12 @@ class Tenant:
             raise ResourceExhaustedError(
                 f"this client may run at most {most} requests at the same time"
             )
-        self._check_tokens()
-        bucket = self._requests
-        if bucket is not None and (wait_s := bucket.wait_s(num_requests, self._clock())):
+        self.check_tokens()
+        bucket, total = self._requests, num_requests + num_begun
+        if bucket is not None and (wait_s := bucket.wait_s(total, self._clock())):
             self._count_refusal("request_rate")
             raise ResourceExhaustedError(
                 f"this client may begin at most {bucket.per_minute} requests per minute", wait_s
-            )
-
-    def _check_tokens(self) -> None:
-        bucket = self._tokens
-        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
-            self._count_refusal("token_rate")
-            raise ResourceExhaustedError(
-                f"this client may use at most {bucket.per_minute} tokens per minute", wait_s
             )
 
     def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:

@@ -28,6 +28,9 @@ class Tenants:
         clock: seconds, monotonic.
         count_refusal: called with each refused call.
 
+    Attributes:
+        is_open: whether callers need no credential.
+
     Raises:
         ConfigurationError: a file cannot be read, or is bad; names the flag.
     """
@@ -38,7 +41,7 @@ class Tenants:
         clock: Clock = time.monotonic,
         count_refusal: CountRefusal = count_nothing,
     ) -> None:
-        self._is_open = config.is_open
+        self.is_open = config.is_open
         self._clock = clock
         self._count_refusal = count_refusal
         self._flag_keys = KeyTable(dict.fromkeys(config.api_key, FLAG_TENANT))
@@ -66,7 +69,7 @@ class Tenants:
             UnauthenticatedError: no credential is valid, for whatever cause.
             PermissionDeniedError: a valid token names a tenant that may not call the router.
         """
-        if self._is_open:
+        if self.is_open:
             return OPEN_TENANT
         file = TenantsFile() if self._file is None else self._file.current()
         for credential in credentials:

@@ -30,7 +30,7 @@ ENDLESS = [50 + i % 200 for i in range(4000)]
 COMPLETION = {"model": MODEL, "prompt": list(PROMPT_IDS), "max_tokens": 2}
 MESSAGE = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
 CLOSED_PATHS = ("/docs", "/openapi.json", "/redoc", "/version", "/v1/models", "/health/", "/x", "/")
-TOO_MANY = "Concurrent RPC limit exceeded!"
+TOO_MANY = "this server answers 2 calls at the same time; try again later"
 TEMPLATE = ChatTemplate(
     TemplateSource({"default": TemplateText("{{ messages[0].content }}", "test")}, {})
 )
@@ -227,6 +227,15 @@ async def test_each_prompt_of_a_call_counts_as_a_request(tmp_path: Path):
             await client.completions.create(**COMPLETION)
 
 
+async def test_the_tokens_of_a_call_do_not_end_its_later_prompts(tmp_path: Path):
+    async with closed_router(tmp_path, limits={"tokens_per_minute": 41}) as api:
+        client = openai_client(api, KEY)
+        arguments = COMPLETION | {"prompt": [COMPLETION["prompt"]] * 3}
+        assert len((await client.completions.create(**arguments)).choices) == 3
+        with pytest.raises(openai.RateLimitError, match="41 tokens per minute"):
+            await client.completions.create(**COMPLETION)
+
+
 async def test_a_refused_call_is_not_read(tmp_path: Path):
     http = {"max_request_bytes": 2**20}
     async with closed_router(tmp_path, http=http) as api:
@@ -253,8 +262,24 @@ async def test_calls_in_excess_are_refused_before_they_are_read():
         async with asyncio.timeout(20):
             while (error := await error_of(generate(api, None))).details() != TOO_MANY:
                 assert error.code().name == "RESOURCE_EXHAUSTED"
+        stub = health_pb2_grpc.HealthStub(api.router.channel)
+        assert await stub.Check(health_pb2.HealthCheckRequest())  # has places of its own
         waiting.cancel()
         running.cancel()
+
+
+async def test_callers_without_a_key_take_no_place_of_others(tmp_path: Path):
+    limits = {"max_concurrent_requests": 1, "max_concurrent_calls": 2}
+    async with closed_router(tmp_path, **limits) as api:
+        silent = api.router.channel.stream_unary("/baton.v1.GenerationService/Generate")
+        health = health_pb2_grpc.HealthStub(api.router.channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(3)]
+        for watch in watches:
+            await watch.read()
+        strangers = [silent(never(), timeout=30) for _ in range(3)]
+        assert (await generate(api, KEY)).usage.completion_tokens == 2
+        for call in (*watches, *strangers):
+            call.cancel()
 
 
 async def test_a_large_message_is_refused_before_it_is_parsed(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -57,10 +58,10 @@ def handlers_of(echo):
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-@pytest.fixture
-async def echo():
-    service = Echo()
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
+@asynccontextmanager
+async def serving(service, **limits):
+    """Serves the methods that a service has now."""
+    server = grpc.aio.server(interceptors=[CallInterceptor(**limits)])
     server.add_generic_rpc_handlers((handlers_of(service),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -68,6 +69,12 @@ async def echo():
         service.channel = channel
         yield service
     await server.stop(0)
+
+
+@pytest.fixture
+async def echo():
+    async with serving(Echo()) as service:
+        yield service
 
 
 def start_call(echo, arity, payload):
@@ -171,22 +178,46 @@ async def test_a_generator_is_closed_before_its_call_ends(echo, caplog):
         finally:
             logging.getLogger("baton.rpc").info("closed")
 
-    echo.unary_stream = endless
-    # The fixture's server has bound the old method, so another server serves the new one.
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
-    server.add_generic_rpc_handlers((handlers_of(echo),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        echo.channel = channel
-        rpc = start_call(echo, "unary_stream", text("x"))
+    service = Echo()
+    service.unary_stream = endless
+    async with serving(service):
+        rpc = start_call(service, "unary_stream", text("x"))
         await rpc.read()
         rpc.cancel()
         line = await logged_call(caplog, f"/{SERVICE}/unary_stream")
     messages = [record.getMessage() for record in caplog.records]
     assert messages.index("closed") < messages.index(line)
     assert "code=CANCELLED" in line
-    await server.stop(0)
+
+
+@pytest.mark.parametrize("arity", ["unary_unary", "unary_stream"])
+async def test_a_request_that_does_not_come_ends_its_call(arity):
+    async with serving(Echo(), first_message_timeout_s=0.05) as service:
+        method = getattr(service.channel, f"stream_{arity.removeprefix('unary_')}")
+        call = method(f"/{SERVICE}/{arity}")(timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="request did not come in") as caught:
+            await (call if arity.endswith("unary") else anext(aiter(call)))
+        assert caught.value.code().name == "DEADLINE_EXCEEDED"
+        assert not service.ended.is_set()
+
+
+async def test_calls_in_excess_are_refused_until_others_end():
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(text, context):
+        begun.set()
+        await may_end.wait()
+        return generation_pb2.DetokenizeResponse(text=text)
+
+    async with serving(Echo(), most_calls=1) as service:
+        service.act = wait
+        first = start_call(service, "unary_unary", text("x"))
+        await begun.wait()
+        for arity in ARITIES:
+            assert (await error_of(service, arity)).code().name == "RESOURCE_EXHAUSTED"
+        may_end.set()
+        assert (await first).text == "x"
+        assert (await call(service, "unary_unary", text("y"))).text == "y"
 
 
 async def logged_call(caplog, method):

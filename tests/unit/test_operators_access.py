@@ -5,8 +5,10 @@ import pytest
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.security.config import ClusterConfig
 from router.security import RouterSecurity
-from router.security_config import RouterSecurityConfig
+from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
+from router.tenants.config import TenantsConfig
 from router.tenants.tenant import OPEN_TENANT
+from tests.support.certificates import Authority, write_files
 
 OPERATORS, CLIENTS = "/baton.v1.ClusterService/GetTrace", "/baton.v1.GenerationService/Generate"
 
@@ -14,22 +16,37 @@ OPERATORS, CLIENTS = "/baton.v1.ClusterService/GetTrace", "/baton.v1.GenerationS
 class Call:
     """A call with this metadata."""
 
-    def __init__(self, *metadata):
+    def __init__(self, *metadata, certificate=None):
         self._metadata = metadata
+        self._certificate = certificate
 
     def invocation_metadata(self):
         return self._metadata
 
     def auth_context(self):
-        return {}
+        return {} if self._certificate is None else {"x509_pem_cert": [self._certificate]}
 
     def add_done_callback(self, callback):
         pass
 
 
-def authorize_of(host, token_file=None):
-    config = RouterSecurityConfig(cluster=ClusterConfig(token_file=token_file))
-    return RouterSecurity(config).grpc_access(host).authorize
+def authorize_of(host, token_file=None, **config):
+    cluster = ClusterConfig(token_file=token_file)
+    security = RouterSecurity(RouterSecurityConfig(cluster=cluster, **config))
+    return security.grpc_access(host).authorize
+
+
+def client_tls(folder):
+    """The flags of a router whose clients need certificates, and a client's certificate."""
+    authority = Authority()
+    client = authority.issue()
+    files = write_files(folder, authority.issue(), authority.certificate)
+    return ClientTlsConfig(
+        ssl_certfile=files.certfile,
+        ssl_keyfile=files.keyfile,
+        ssl_ca_certs=files.ca_certs,
+        ssl_cert_reqs="required",
+    ), client.certificate
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -37,7 +54,7 @@ def test_operators_show_the_clusters_token(tmp_path, host):
     path = tmp_path / "token"
     authorize = authorize_of(host, str(path))
     token = path.read_text().strip()
-    assert authorize(OPERATORS, Call(("authorization", f"Bearer {token}")))
+    authorize(OPERATORS, Call(("authorization", f"Bearer {token}")))
     for metadata in ((), (("authorization", "Bearer wrong"),)):
         with pytest.raises(UnauthenticatedError):
             authorize(OPERATORS, Call(*metadata))
@@ -45,13 +62,42 @@ def test_operators_show_the_clusters_token(tmp_path, host):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_without_a_token_operators_must_be_on_the_same_machine(host):
-    assert authorize_of(host)(OPERATORS, Call())
+    authorize_of(host)(OPERATORS, Call())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "router.example"])
 def test_without_a_token_a_router_for_other_machines_answers_no_operator(host):
     with pytest.raises(PermissionDeniedError, match="--cluster-token-file"):
         authorize_of(host)(OPERATORS, Call())
+
+
+def test_without_a_token_clients_with_keys_are_no_operators():
+    config = TenantsConfig(api_key=("k" * 32,))
+    with pytest.raises(PermissionDeniedError, match="--cluster-token-file"):
+        authorize_of("127.0.0.1", tenants=config)(OPERATORS, Call())
+
+
+def test_certificates_of_clients_are_not_those_of_operators(tmp_path):
+    clients, certificate = client_tls(tmp_path / "clients")
+    call = Call(certificate=certificate)
+    other_ca = write_files(tmp_path / "workers", Authority().issue(), Authority().certificate)
+    workers = WorkerTlsConfig(cluster_ssl_ca_certs=other_ca.ca_certs)
+    with pytest.raises(PermissionDeniedError):
+        authorize_of("127.0.0.1", clients=clients, workers=workers)(OPERATORS, call)
+    token_file = tmp_path / "token"
+    authorize = authorize_of("0.0.0.0", str(token_file), clients=clients, workers=workers)
+    with pytest.raises(UnauthenticatedError):
+        authorize(OPERATORS, call)
+    header = ("authorization", f"Bearer {token_file.read_text().strip()}")
+    authorize(OPERATORS, Call(header, certificate=certificate))
+
+
+def test_one_ca_for_clients_and_workers_makes_operators_of_its_certificates(tmp_path):
+    clients, certificate = client_tls(tmp_path)
+    authorize = authorize_of("0.0.0.0", clients=clients)
+    authorize(OPERATORS, Call(certificate=certificate))
+    with pytest.raises(UnauthenticatedError):
+        authorize(OPERATORS, Call())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -80,19 +80,35 @@ def test_requests_per_minute_have_a_true_time_of_retry():
         pass
 
 
+@pytest.mark.parametrize("num_prompts", [4, 6, 10])
+def test_a_call_of_several_prompts_begins_after_the_stated_wait(num_prompts):
+    tenant, clock = limited(requests_per_minute=6)
+
+    def call():
+        with tenant.running(), tenant.running(num_prompts - 1, num_begun=1):
+            pass
+
+    with tenant.running(3), pytest.raises(ResourceExhaustedError) as refused:
+        call()
+    lacking = min(num_prompts, 6) - 3  # a call with more than a minute's needs a full minute
+    assert refused.value.retry_after_s == pytest.approx(10 * lacking)
+    clock.now += refused.value.retry_after_s
+    call()
+
+
 def test_tokens_in_excess_delay_the_next_request():
     tenant, clock = limited(tokens_per_minute=60)
     with tenant.running():
-        tenant.use_prompt(50)
-        tenant.use_tokens(100)
+        tenant.use_tokens(150)
     with pytest.raises(ResourceExhaustedError, match="60 tokens per minute") as refused:
         tenant.running().__enter__()
     assert refused.value.retry_after_s == pytest.approx(91)
     clock.now += 91
     with tenant.running():
-        tenant.use_prompt(500)
+        tenant.check_tokens()
+        tenant.use_tokens(500)
         with pytest.raises(ResourceExhaustedError):
-            tenant.use_prompt(1)
+            tenant.check_tokens()
 
 
 def test_running_requests_are_limited_until_they_end():
