@@ -1,13 +1,12 @@
 """`read_entries`: configs from a YAML file with a list of mappings of flags to values."""
 
-from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
-from baton.flag_sources import Given, read_list
+from baton.flag_sources import read_list
 from baton.flags import add_flags, config_from_args
 
 __all__ = ["read_entries"]
@@ -30,19 +29,15 @@ def read_entries(flag: str, path: str, config_class: type[_Config]) -> tuple[_Co
         entries = read_list(path)
     except ValueError as error:
         raise ConfigurationError(f"{flag} {error}") from None
-    return tuple(
-        _entry(f"{flag} {path}, entry {i}", values, config_class)
-        for i, values in enumerate(entries)
-    )
-
-
-def _entry(where: str, values: Mapping[str, Given], config_class: type[_Config]) -> _Config:
-    parser = _EntryParser(prog=where)
+    parser = _EntryParser()
     add_flags(parser, config_class, "entry")
-    try:
-        return config_from_args(config_class, parser.parse_given(values))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error.message}") from None
+    found = []
+    for i, values in enumerate(entries):
+        try:
+            found.append(config_from_args(config_class, parser.parse_given(values)))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{flag} {path}, entry {i}: {error.message}") from None
+    return tuple(found)
 
 
 class _EntryParser(FlagParser):

@@ -1,6 +1,7 @@
 """Fixtures that tests of several kinds share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,15 @@ from hypothesis import settings
 # Read when `triton` is first imported: its kernels run on the CPU then.
 if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that starts pytest in the background lets it ignore these, which every process that a test
+# starts would inherit.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # On CI the examples are the same each time; elsewhere new ones are looked for.
 settings.register_profile("ci", derandomize=True)

@@ -1,14 +1,13 @@
 """`Certificates`: a process's certificate, its key and its CAs, read again when files change."""
 
 import logging
-import os
 import re
 import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from baton.errors import ConfigurationError
 from baton.security.config import CertificateFiles
+from baton.security.watched_files import WatchedFiles
 
 __all__ = ["Certificates"]
 
@@ -61,23 +61,23 @@ class Certificates:
 
     def __init__(self, files: CertificateFiles) -> None:
         self.files = files
-        self._lock = threading.Lock()
-        self._paths = [path for _, path in files.paths]
-        self._stamp = self._read_stamp()
-        self._loaded = _load(files)
-        self._version = 0
+        paths = [path for _, path in files.paths]
+        self._watched = WatchedFiles(paths, partial(_load, files), "certificates")
+        self._lock = threading.Lock()  # guards the three below
         self._context: ssl.SSLContext | None = None
+        self._context_of: _Loaded | None = None
+        self._failed: _Loaded | None = None
 
     @property
     def expires(self) -> datetime | None:
         """When the process's own certificate expires; None if it has none."""
-        return self._current().expires
+        return self._watched.current().expires
 
     @property
     def version(self) -> int:
         """How often the files were read again with success; reads them if they have changed."""
-        self._current()
-        return self._version
+        self._watched.current()
+        return self._watched.version
 
     def server_credentials(self, *, verifies_clients: bool) -> grpc.ServerCredentials:
         """Credentials of a gRPC server, which read changed files at each new connection.
@@ -85,11 +85,11 @@ class Certificates:
         Args:
             verifies_clients: whether clients need a certificate that a CA of the files signed.
         """
-        served = self._current()
+        served = self._watched.current()
 
         def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
             nonlocal served
-            before, served = served, self._current()
+            before, served = served, self._watched.current()
             return None if served is before else _grpc_configuration(served)
 
         return grpc.dynamic_ssl_server_credentials(
@@ -100,7 +100,7 @@ class Certificates:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a gRPC channel, with the files' present contents."""
-        loaded = self._current()
+        loaded = self._watched.current()
         return grpc.ssl_channel_credentials(loaded.cas, loaded.key, loaded.chain)
 
     def server_context(self, *, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
@@ -112,7 +112,7 @@ class Certificates:
         Raises:
             ConfigurationError: OpenSSL does not accept the files, for example a key that is short.
         """
-        loaded = self._current()
+        loaded = self._watched.current()
         try:
             context = self._make_context(loaded, verify_mode)
         except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ class Certificates:
 
     def is_revoked(self, certificate_pem: bytes) -> bool:
         """Whether the CRL lists a certificate."""
-        revoked = self._current().revoked
+        revoked = self._watched.current().revoked
         if not revoked:
             return False
         return _issuer_and_number(certificate_pem) in revoked
@@ -133,26 +133,33 @@ class Certificates:
 
     def _refresh_connection(self, connection: Any, server_name: Any, context: Any) -> None:
         """Called by OpenSSL for each new connection: gives it the current certificates."""
-        loaded = self._current()
+        loaded = self._watched.current()
         with self._lock:
             if loaded is not self._context_of:
-                self._context_of = loaded
-                try:
-                    self._context = self._make_context(loaded, context.verify_mode)
-                except (OSError, ValueError) as error:
-                    # The files changed since they were checked; the next connection reads them.
-                    _LOGGER.warning("the last good certificates stay in use: %s", error)
+                self._renew_context(loaded, context.verify_mode)
             current = self._context
         connection.context = current
+
+    def _renew_context(self, loaded: _Loaded, verify_mode: ssl.VerifyMode) -> None:
+        try:
+            self._context = self._make_context(loaded, verify_mode)
+            self._context_of = loaded
+        except (OSError, ValueError) as error:
+            # The files changed since they were checked, or OpenSSL wants a longer key. The next
+            # connection tries again.
+            if loaded is not self._failed:
+                _LOGGER.warning("the last good certificates stay in use: %s", error)
+            self._failed = loaded
 
     def _make_context(self, loaded: _Loaded, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = verify_mode
         if verify_mode != ssl.CERT_NONE:
-            # A resumed session would not verify the client's certificate again.
+            # A resumed session would not verify the client's certificate again. In TLS 1.2 it can
+            # be resumed without a ticket, too.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.num_tickets = 0
-            context.options |= ssl.OP_NO_TICKET
         assert self.files.certfile is not None, "a server has a certificate"
         context.load_cert_chain(self.files.certfile, self.files.keyfile)
         if loaded.cas is not None:
@@ -161,33 +168,6 @@ class Certificates:
             context.load_verify_locations(self.files.crlfile)
             context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
         return context
-
-    def _current(self) -> _Loaded:
-        with self._lock:
-            stamp = self._read_stamp()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._loaded = _load(self.files)
-                    self._version += 1
-                    _LOGGER.info("certificates read again: %s", self._described())
-                except ConfigurationError as error:
-                    _LOGGER.warning("the last good certificates stay in use: %s", error.message)
-            return self._loaded
-
-    def _read_stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """What changes with the files."""
-        stamps: list[tuple[int, int, int] | None] = []
-        for path in self._paths:
-            try:
-                stat = os.stat(path)  # noqa: PTH116 - each call asks; a Path costs more than that
-                stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-            except OSError:
-                stamps.append(None)
-        return tuple(stamps)
-
-    def _described(self) -> str:
-        return ", ".join(path for _, path in self.files.paths)
 
 
 def _grpc_configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from baton.errors import ConfigurationError
-from baton.security.watched_file import WatchedFile
+from baton.security.watched_files import WatchedFiles
 
 __all__ = ["bearer", "carries_token", "checked_token", "watched_tokens"]
 
@@ -42,7 +42,7 @@ def watched_tokens(flag: str, path: str) -> Callable[[], tuple[str, ...]]:
         ConfigurationError: the file cannot be read, or has no token or a bad one.
     """
 
-    def read(path: str) -> tuple[str, ...]:
+    def read() -> tuple[str, ...]:
         where = f"{flag} {path}"
         try:
             tokens = Path(path).read_text().split()
@@ -53,7 +53,7 @@ def watched_tokens(flag: str, path: str) -> Callable[[], tuple[str, ...]]:
             raise ConfigurationError(f"{where}: it has no token")
         return tuple(checked_token(token, where) for token in tokens)
 
-    return WatchedFile(path, read).current
+    return WatchedFiles((path,), read, "tokens").current
 
 
 def checked_token(token: str, where: str) -> str:

@@ -7,7 +7,7 @@ from baton.flag_values import count
 from baton.flags import flag
 from baton.security.api_keys import key_entry
 
-__all__ = ["API_KEY_VARIABLE", "DEFAULTS_NAME", "TenantPolicy", "TenantsConfig"]
+__all__ = ["API_KEY_VARIABLE", "DEFAULTS_NAME", "TenantPolicy", "TenantsConfig", "is_tenant_name"]
 
 API_KEY_VARIABLE = "BATON_API_KEY"
 DEFAULTS_NAME = "*"
@@ -98,8 +98,8 @@ class TenantPolicy:
     models: tuple[str, ...] = flag((), "models that it may use", is_list=True)
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= _MAX_NAME_CHARS:
-            raise ConfigurationError(f"name must have 1 to {_MAX_NAME_CHARS} characters")
+        if not is_tenant_name(self.name):
+            raise ConfigurationError(f"name must have 1 to {_MAX_NAME_CHARS} printable characters")
         if self.name == DEFAULTS_NAME and self.keys:
             raise ConfigurationError(f"the entry {DEFAULTS_NAME} is no tenant; it has no keys")
         for key in self.keys:
@@ -111,3 +111,10 @@ class TenantPolicy:
             if value is not None and value < 1:
                 shown = name.replace("_", "-")
                 raise ConfigurationError(f"{shown} is {value}; it must be >= 1")
+
+
+def is_tenant_name(text: str) -> bool:
+    """Whether a text can name a tenant: it is not too long for a log line or a metric's label, and
+    has no characters that these could not show, such as half of a surrogate pair.
+    """
+    return 0 < len(text) <= _MAX_NAME_CHARS and text.isprintable()

@@ -3,19 +3,20 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jwt
 
 from baton.errors import ConfigurationError
-from baton.security.watched_file import WatchedFile
+from baton.security.watched_files import WatchedFiles
+from router.tenants.config import is_tenant_name
 
 __all__ = ["JwtVerifier"]
 
 _LEEWAY_S = 10
 """By how much the clocks of two machines may differ."""
-_MAX_TENANT_CHARS = 256
 _LEAST_RSA_BITS = 2048
 _ALGORITHMS = {("RSA", ""): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA"}
 """The only algorithm of a key, by its type and curve."""
@@ -44,7 +45,7 @@ class JwtVerifier:
     """
 
     def __init__(self, path: str, *, issuer: str, audience: str, tenant_claim: str) -> None:
-        self._keys = WatchedFile(path, _read_keys)
+        self._keys = WatchedFiles((path,), partial(_read_keys, path), "keys of tokens")
         self._issuer = issuer
         self._audience = audience
         self._tenant_claim = tenant_claim
@@ -56,8 +57,7 @@ class JwtVerifier:
         except _CONTENTS_ERRORS:
             return None
         name = claims.get(self._tenant_claim)
-        is_name = isinstance(name, str) and 0 < len(name) <= _MAX_TENANT_CHARS
-        return name if is_name else None
+        return name if isinstance(name, str) and is_tenant_name(name) else None
 
     def _claims(self, token: str) -> dict[str, Any]:
         header = jwt.get_unverified_header(token)

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.security.watched_file import WatchedFile
+from baton.security.watched_files import WatchedFiles
 from router.tenants.config import TenantPolicy, TenantsConfig
 from router.tenants.file import KeyTable, TenantsFile, read_tenants
 from router.tenants.jwt_tokens import JwtVerifier
@@ -45,9 +46,11 @@ class Tenants:
         self._clock = clock
         self._count_refusal = count_refusal
         self._flag_keys = KeyTable(dict.fromkeys(config.api_key, FLAG_TENANT))
-        self._file: WatchedFile[TenantsFile] | None = None
+        self._file: WatchedFiles[TenantsFile] | None = None
         if config.tenants is not None:
-            self._file = WatchedFile(config.tenants, read_tenants)
+            self._file = WatchedFiles(
+                (config.tenants,), partial(read_tenants, config.tenants), "tenants"
+            )
         self._tokens: JwtVerifier | None = None
         if config.jwks_file is not None:
             self._tokens = JwtVerifier(

@@ -25,7 +25,7 @@ def leaves(authority):
 
 def refresh(certificates):
     """Whether changed files are in use now."""
-    before = certificates._version
+    before = certificates._watched.version
     return certificates.version != before
 
 
@@ -175,8 +175,20 @@ def test_a_tls_server_keeps_its_context_when_files_change_as_they_are_read(
     assert refresh(certificates)
     (tmp_path / "cert.pem").write_bytes(leaves[0].certificate)  # does not fit the key
     # As if that had happened after the files were checked.
-    monkeypatch.setattr(certificates, "_read_stamp", lambda: certificates._stamp)
+    watched = certificates._watched
+    monkeypatch.setattr(watched, "_read_stamps", lambda: watched._stamps)
     connection = SimpleNamespace()
+    for _ in range(3):
+        context.sni_callback(connection, None, context)
+        assert connection.context is context
+    assert caplog.text.count("last good certificates stay in use") == 1
+    (tmp_path / "cert.pem").write_bytes(leaves[1].certificate)
     context.sni_callback(connection, None, context)
-    assert connection.context is context
-    assert "last good certificates stay in use" in caplog.text
+    assert connection.context is not context
+
+
+def test_clients_with_certificates_speak_tls_that_cannot_resume_without_them(tmp_path, leaves):
+    files = write_files(tmp_path, leaves[0], leaves[0].certificate)
+    for mode, least in ((ssl.CERT_NONE, "TLSv1_2"), (ssl.CERT_REQUIRED, "TLSv1_3")):
+        context = Certificates(files).server_context(verify_mode=mode)
+        assert context.minimum_version.name == least

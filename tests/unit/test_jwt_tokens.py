@@ -48,7 +48,7 @@ def test_a_good_token_names_its_tenant(tmp_path: Path, algorithm: str):
 def test_another_claim_can_name_the_tenant(tmp_path: Path):
     tenants = tenants_of(tmp_path, jwt_tenant_claim="org")
     assert name_of(tenants, token_of(org="umbrella")) == "umbrella"
-    for org in (None, "", 5, ["x"], "x" * 300):
+    for org in (None, "", 5, ["x"], "x" * 300, "\ud800", "a\nb"):
         assert name_of(tenants, token_of(org=org)) is None
 
 

@@ -240,7 +240,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
         pass
     write_tenants(tmp_path, "{name: a, keys: [oops]}")
     assert tenants.find([KEY]).policy.requests_per_minute == 2
-    assert "the last good content stays in use: --tenants" in caplog.text
+    assert "the last good tenants stay in use: --tenants" in caplog.text
     assert "entry 0: keys must have hashes" in caplog.text
     write_tenants(tmp_path, entry_of("a", OTHER_KEY, requests_per_minute=1))
     with pytest.raises(UnauthenticatedError):
@@ -259,13 +259,14 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     [
         (["{name: a, keys: [sk-secret-key]}"], "entry 0: keys must have hashes"),
         (["{keys: []}"], "entry 0: --name is missing"),
+        (['{name: "a\\nb"}'], "name must have 1 to 256 printable characters"),
         (["{name: a, requests-per-minute: 0}"], "requests-per-minute is 0; it must be >= 1"),
         (["{name: a, max-priority: 3000000000}"], "max-priority is 3000000000"),
         (["{name: a, requests: 3}"], "unknown flag requests"),
         (["{name: a}", "{name: a}"], "two entries have the same name"),
         ([entry_of("a", KEY), entry_of("b", KEY)], "'a' and 'b' have the same key"),
         ([entry_of("'*'", KEY)], "entry 0: the entry \\* is no tenant"),
-        ([f"{{name: {'x' * 300}}}"], "name must have 1 to 256 characters"),
+        ([f"{{name: {'x' * 300}}}"], "name must have 1 to 256 printable characters"),
         (["[1]"], "must be a mapping"),
     ],
 )
