@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
-from threading import BoundedSemaphore, Thread
+from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -24,6 +24,8 @@ __all__ = ["serving_metrics"]
 
 _CLIENT_TIMEOUT_S = 10.0
 """A client that is silent for this long loses its connection, which frees its thread."""
+_LONGEST_CONNECTION_S = 30.0
+"""A client loses its connection after this time, also one that sends a byte now and then."""
 
 _MAX_CONNECTIONS = 16
 
@@ -123,12 +125,29 @@ class _Server(ThreadingMixIn, WSGIServer):
     @override
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(_CLIENT_TIMEOUT_S)
+        # A socket of its own for the same connection: TLS takes the other one over.
+        with request.dup() as connection:
+            # It wakes the thread that waits for the client.
+            deadline = Timer(_LONGEST_CONNECTION_S, _shut_down, (connection,))
+            deadline.daemon = True
+            deadline.start()
+            try:
+                self._answer(request, client_address)
+            finally:
+                deadline.cancel()
+
+    def _answer(self, request: Any, client_address: Any) -> None:
         with suppress(OSError):  # the client is silent, gone, or speaks no TLS
             if self.context is None:
                 super().finish_request(request, client_address)
                 return
             with self.context.wrap_socket(request, server_side=True) as encrypted:
                 super().finish_request(encrypted, client_address)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Server6(_Server):

@@ -22,7 +22,6 @@ NUM_TOKENS = 12
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("grpc", "recompute"),
         ("grpc", "fail"),
         ("nixl", "recompute"),
     ],

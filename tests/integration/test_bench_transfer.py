@@ -1,7 +1,6 @@
 """`baton bench transfer --smoke` runs every part at a tiny size; faults get no figures."""
 
 import json
-import shutil
 
 import pytest
 
@@ -12,13 +11,6 @@ from benchmarks.transfer.plan import SMOKE
 from tests.support.nixl_remote import needs_process_vm_readv
 
 pytestmark = pytest.mark.alone
-
-
-@pytest.fixture
-def shm_url(tmp_path):
-    name = f"test-{tmp_path.parent.name}-{tmp_path.name}"
-    yield f"shm://{name}?max_bytes=64MiB&timeout_s=30"
-    shutil.rmtree(f"/dev/shm/baton-{name}", ignore_errors=True)
 
 
 def run(tmp_path, *flags):
@@ -44,20 +36,8 @@ def check_prompts(rows, names):
 
 
 @pytest.mark.slow
-def test_every_part_runs(tmp_path, capsys, shm_url):
-    status, report = run(tmp_path, "--connector", "memory://bench", shm_url)
-    assert status == 0
-    check_moves(report["moves"], ("memory", "shm"))
-    check_prompts(report["prompts"], ("shm",))
-    assert {"cpu", "commit", "torch", "xxhash"} <= report["machine"].keys()
-    printed = capsys.readouterr().out
-    for title in ("tiny, blocks of 4 KiB", "Beside them", "Transfers behind prefill", "Aims"):
-        assert title in printed
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_connector_of_a_machine_is_measured(tmp_path):
+def test_every_connector_of_a_machine_is_measured(tmp_path, capsys):
     needs_process_vm_readv()  # bare nixl is measured as well
     status, report = run(tmp_path)
     assert report["not_measured"] == []
@@ -68,6 +48,17 @@ def test_every_connector_of_a_machine_is_measured(tmp_path):
         has_raw = row["backend"] in ("redis", "nixl")
         assert ("load_to_raw_load" in row) == has_raw
     assert status == 0
+    assert {"cpu", "commit", "torch", "xxhash"} <= report["machine"].keys()
+    printed = capsys.readouterr().out
+    for title in ("tiny, blocks of 4 KiB", "Beside them", "Transfers behind prefill", "Aims"):
+        assert title in printed
+
+
+def test_the_named_connectors_are_measured(tmp_path):
+    status, report = run(tmp_path, "--connector", "memory://bench")
+    assert status == 0
+    check_moves(report["moves"], ("memory",))
+    assert report["prompts"] == []  # memory is of one process
 
 
 def test_corrupt_bytes_get_no_figure():

@@ -72,10 +72,8 @@ def fresh_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
-        ("llama", "triton, eager"),
         ("llama", "triton, graphs"),
         ("qwen2_alternating", "triton, eager"),
-        ("qwen2_alternating", "triton, graphs"),
     ],
 )
 def test_steps_launch_only_versions_that_the_warm_up_launched(variant, kind, monkeypatch):

@@ -1,9 +1,6 @@
 """Baton's own connectors pass the public conformance suite, run as a third party runs it,
 and connectors that break the contract do not."""
 
-import json
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from shutil import rmtree
@@ -13,8 +10,8 @@ import pytest
 from tests.support.conformance_suite import (
     SUITE_DEADLINE_S,
     install_stores,
+    run_failing_suites,
     start_suite,
-    with_python_path,
 )
 from tests.support.redis_server import running_redis_server
 
@@ -40,17 +37,6 @@ _FAILING_TESTS = {
     "careless": "test_an_unknown_option_is_an_error_that_names_it",
     "modest": "test_what_is_lent_is_declared",
 }
-# One process runs every case, since most of a run's time is its start.
-_RUN_EACH = """
-import json, pytest, sys
-arguments = ["-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider", "-p", "no:asyncio"]
-arguments += ["-W", "error", "-q", "--tb=no", "-x"]
-codes = {}
-for scheme, test in json.loads(sys.argv[1]).items():
-    url = ["--pyargs", "kvstore.conformance", "--kv-connector", scheme + "://", "-k", test]
-    codes[scheme] = pytest.main(url + arguments)
-print(json.dumps(codes))
-"""
 
 
 def _check(suite):
@@ -115,20 +101,7 @@ def test_a_third_partys_connector_conforms(tmp_path, third_party_packages):
 
 @pytest.mark.slow
 def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages):
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN_EACH, json.dumps(_FAILING_TESTS)],
-        check=False,
-        cwd=tmp_path,
-        env=with_python_path(third_party_packages),
-        capture_output=True,
-        text=True,
-        timeout=2 * SUITE_DEADLINE_S,
-    )
-    assert run.returncode == 0, run.stderr
-    *output, codes = run.stdout.splitlines()
-    assert json.loads(codes) == dict.fromkeys(_FAILING_TESTS, 1), "\n".join(output)
-    for test in _FAILING_TESTS.values():
-        assert any(line.startswith("FAILED") and test in line for line in output)
+    run_failing_suites(_FAILING_TESTS, tmp_path, third_party_packages)
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ from shutil import rmtree
 
 import pytest
 
-from tests.support.conformance_suite import SUITE_DEADLINE_S, install_stores, start_suite
+from tests.support.conformance_suite import (
+    SUITE_DEADLINE_S,
+    install_stores,
+    run_failing_suites,
+    start_suite,
+)
 from tests.support.redis_server import running_redis_server
 
 pytestmark = pytest.mark.alone
@@ -105,28 +110,10 @@ def test_a_third_partys_store_is_found(tmp_path, third_party_packages):
     assert suite.returncode == 0, output
 
 
-@pytest.fixture(scope="module")
-def failing_suites(tmp_path_factory, third_party_packages):
-    """Runs, on each store that breaks the contract, the test that must fail."""
-    folder, packages = tmp_path_factory.mktemp("failing"), third_party_packages
-    suites = {
-        scheme: start_suite(
-            f"{scheme}://x", folder / scheme, "-k", test, "-x", "--tb=no", python_path=packages
-        )
-        for scheme, test in _FAILING_TESTS.items()
-    }
-    yield suites
-    for suite in suites.values():
-        suite.kill()
-        suite.communicate()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", _FAILING_TESTS)
-def test_a_store_that_breaks_the_contract_fails(failing_suites, scheme):
-    output, _ = failing_suites[scheme].communicate(timeout=SUITE_DEADLINE_S)
-    assert failing_suites[scheme].returncode == 1, output
-    assert f"::{_FAILING_TESTS[scheme]}" in output
+@pytest.mark.timeout(3 * SUITE_DEADLINE_S)
+def test_stores_that_break_the_contract_fail(tmp_path, third_party_packages):
+    run_failing_suites(_FAILING_TESTS, tmp_path, third_party_packages)
 
 
 @pytest.mark.slow

@@ -95,6 +95,22 @@ def test_a_client_that_sends_nothing_is_disconnected(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(monkeypatch, tmp_path, has_tls):
+    monkeypatch.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("rpc.metrics_server._LONGEST_CONNECTION_S", 0.3)
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue(), authority.certificate) if has_tls else None
+    config = _config("--metrics-port", "0")
+    access = MetricsAccess(config, ClusterSecurity())
+    with (
+        serving_metrics(config, CollectorRegistry(), access, files) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as client,
+    ):
+        client.sendall(b"\x16" if has_tls else b"G")  # how a handshake, or a request, begins
+        assert client.recv(1) == b""
+
+
 def test_no_server_is_started_without_a_port():
     before = threading.active_count()
     with _open(_config(), CollectorRegistry()) as port:

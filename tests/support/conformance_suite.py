@@ -1,13 +1,25 @@
 """Runs the public conformance suite as a third party does: in its own process and folder."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 
-__all__ = ["SUITE_DEADLINE_S", "install_stores", "start_suite", "with_python_path"]
+__all__ = ["SUITE_DEADLINE_S", "install_stores", "run_failing_suites", "start_suite"]
 
 SUITE_DEADLINE_S = 110
+# One process runs every case, since most of a run's time is its start.
+_RUN_EACH = """
+import json, pytest, sys
+arguments = ["-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+arguments += ["-W", "error", "-q", "--tb=no", "-x"]
+codes = {}
+for scheme, test in json.loads(sys.argv[1]).items():
+    url = ["--pyargs", "kvstore.conformance", "--kv-connector", scheme + "://x", "-k", test]
+    codes[scheme] = pytest.main(url + arguments)
+print(json.dumps(codes))
+"""
 
 
 def start_suite(url, folder, *arguments, python_path=""):
@@ -30,14 +42,38 @@ def start_suite(url, folder, *arguments, python_path=""):
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=with_python_path(python_path),
+        env=_with_python_path(python_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def with_python_path(folder):
+def run_failing_suites(failing_tests, folder, python_path):
+    """Checks that each store or connector that breaks the contract fails its test.
+
+    Args:
+        failing_tests: by scheme, the test that must fail.
+        folder: working folder.
+        python_path: a folder of installed packages.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN_EACH, json.dumps(failing_tests)],
+        check=False,
+        cwd=folder,
+        env=_with_python_path(python_path),
+        capture_output=True,
+        text=True,
+        timeout=2 * SUITE_DEADLINE_S,
+    )
+    assert run.returncode == 0, run.stderr
+    *output, codes = run.stdout.splitlines()
+    assert json.loads(codes) == dict.fromkeys(failing_tests, 1), "\n".join(output)
+    for test in failing_tests.values():
+        assert any(line.startswith("FAILED") and test in line for line in output), test
+
+
+def _with_python_path(folder):
     """Returns this process's environment with a folder at the front of PYTHONPATH."""
     folders = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}

@@ -11,6 +11,7 @@ from kvstore.codec import HEADER_BYTES, seal
 from kvstore.store import KvObject
 from kvstore.stores import memory
 from kvstore.stores.redis.objects import object_name
+from kvstore.stores.shm.extent_table import Extent, State
 from tests.support.shm_arena import ArenaContents
 
 __all__ = [
@@ -94,17 +95,27 @@ class RawArenaObjects:
 
     def __init__(self, folder: Path) -> None:
         self._contents = ArenaContents(folder)
+        self._extents: dict[bytes, Extent] = {}
 
     def read(self, key: bytes) -> bytes | None:
-        extent = self._contents.objects().get(key)
+        extent = self._find(key)
         return self._contents.bytes_at(extent) if extent is not None else None
 
     def write(self, key: bytes, value: bytes) -> None:
-        extent = self._contents.objects()[key]
+        extent = self._find(key)
+        assert extent is not None
         spoiled = KvObject.split(memoryview(value)[: extent.room], HEADER_BYTES)
         self._contents.memory.write([(extent.offset, spoiled)])
         self._contents.header.object_bytes += spoiled.nbytes - extent.num_bytes
         extent.num_bytes = spoiled.nbytes
+
+    def _find(self, key: bytes) -> Extent | None:
+        """The extent of an object; None once it has been removed, as none comes back."""
+        if key not in self._extents:
+            self._extents = self._contents.objects()  # looks at the whole table
+        extent = self._extents.get(key)
+        is_there = extent is not None and extent.state == State.OBJECT and extent.key == key
+        return extent if is_there else None
 
 
 class RawFileObjects:
