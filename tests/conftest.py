@@ -1,7 +1,9 @@
 """Fixtures that tests of several kinds share."""
 
 import os
+import random
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -31,10 +33,21 @@ _CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "chaos")]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
 def pytest_collection_modifyitems(items):
-    """Marks tests of whole clusters as `alone`: their processes need all cores."""
+    """Marks tests of whole clusters as `alone`: their processes need all cores. Marks most cases of
+    tests that are `sampled` as slow.
+    """
+    sampled = defaultdict(list)
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in _CLUSTER_FOLDERS):
             item.add_marker(pytest.mark.alone)
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sampled[f"{item.path.name}::{item.originalname}"].append(item)
+    for name, cases in sampled.items():
+        one_in = cases[0].get_closest_marker("sampled").kwargs["one_in"]
+        # The same ones each time.
+        rest = random.Random(name).sample(cases, len(cases) - max(len(cases) // one_in, 1))
+        for item in rest:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

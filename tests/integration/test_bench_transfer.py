@@ -61,6 +61,7 @@ def test_the_named_connectors_are_measured(tmp_path):
     assert report["prompts"] == []  # memory is of one process
 
 
+@pytest.mark.slow
 def test_corrupt_bytes_get_no_figure():
     backend = named_backend("faulty+memory://bench-harm?faults=corrupt:1")
     for row in measure_moves(SMOKE, [backend]):

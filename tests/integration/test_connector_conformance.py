@@ -1,21 +1,23 @@
 """Baton's own connectors pass the public conformance suite, run as a third party runs it,
 and connectors that break the contract do not."""
 
-import uuid
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 
 from tests.support.conformance_suite import (
     SUITE_DEADLINE_S,
+    Suites,
+    check_suite,
     install_stores,
     run_failing_suites,
-    start_suite,
 )
-from tests.support.redis_server import running_redis_server
 
-pytestmark = [pytest.mark.timeout(3 * SUITE_DEADLINE_S), pytest.mark.alone]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(4 * SUITE_DEADLINE_S),
+]
 
 _REPOSITORY = Path(__file__).parents[2]
 _CONNECTOR_GROUP = "baton.kv_connectors"
@@ -39,47 +41,35 @@ _FAILING_TESTS = {
 }
 
 
-def _check(suite):
-    try:
-        output, _ = suite.communicate(timeout=2 * SUITE_DEADLINE_S)
-    finally:
-        suite.kill()
-    assert suite.returncode == 0, output
-    assert " passed" in output
-    return output
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "memory://connectors",
-        pytest.param("grpc://", marks=pytest.mark.slow),
-        pytest.param("nixl://", marks=pytest.mark.slow),
-        pytest.param("faulty+memory://faultless?faults=", marks=pytest.mark.slow),
-        pytest.param("multi://grpc://,memory://several", marks=pytest.mark.slow),
-        pytest.param("multi://faulty+grpc://?faults=fail_load:1,file://{}", marks=pytest.mark.slow),
-    ],
+URLS = (
+    "grpc://",
+    "nixl://",
+    "faulty+memory://faultless?faults=",
+    "multi://grpc://,memory://several",
+    "multi://faulty+grpc://?faults=fail_load:1,file://{}",
 )
-def test_our_connectors_conform(url, tmp_path):
-    _check(start_suite(url.format(tmp_path), tmp_path / "run", "-k", "connector"))
 
 
-@pytest.mark.slow
-def test_our_stores_conform_as_connectors(tmp_path):
-    name = f"connectors-{uuid.uuid4().hex}"
-    with running_redis_server() as redis_server:
-        urls = (f"shm://{name}", f"file://{tmp_path}/store", redis_server.url)
-        suites = [
-            start_suite(url, tmp_path / str(index), "-k", "connector")
-            for index, url in enumerate(urls)
-        ]
-        try:
-            for suite in suites:
-                _check(suite)
-        finally:
-            for suite in suites:
-                suite.kill()
-            rmtree(f"/dev/shm/baton-{name}", ignore_errors=True)
+@pytest.fixture(scope="module")
+def suites():
+    running = Suites()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def started_suites(suites, tmp_path_factory):
+    """The suites on our connectors; test_kv_conformance.py tests stores as connectors, too."""
+    started = {}
+    for index, url in enumerate(URLS):
+        folder = tmp_path_factory.mktemp(f"connector-{index}")
+        started[url] = suites.start(url.format(folder), folder / "run", "-k", "connector")
+    return started
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_our_connectors_conform(started_suites, url):
+    check_suite(started_suites[url])
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +82,20 @@ def third_party_packages(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_a_third_partys_connector_conforms(tmp_path, third_party_packages):
-    suite = start_suite("good://", tmp_path / "run", python_path=third_party_packages)
-    output = _check(suite)
+def test_a_third_partys_connector_conforms(tmp_path, suites, third_party_packages):
+    output = check_suite(
+        suites.start("good://", tmp_path / "run", python_path=third_party_packages)
+    )
     assert "test_prefix" not in output, "a connector is not a store"
 
 
-@pytest.mark.slow
 def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages):
     run_failing_suites(_FAILING_TESTS, tmp_path, third_party_packages)
 
 
-@pytest.mark.slow
-def test_the_guides_connector_conforms(tmp_path):
+def test_the_guides_connector_conforms(tmp_path, suites):
     """The connector that docs/connector-contract.md shows must work."""
     guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[2].split("```")[0]
     install_stores(tmp_path, source, {"mailbox": "MailboxConnector"}, _CONNECTOR_GROUP)
-    _check(start_suite(f"mailbox://{tmp_path}/box", tmp_path / "run", python_path=tmp_path))
+    check_suite(suites.start(f"mailbox://{tmp_path}/box", tmp_path / "run", python_path=tmp_path))

@@ -81,6 +81,7 @@ def check_outputs(
             check_text(constraint, text_of(tokens))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_change_no_token(feature: str) -> None:
     is_tight = "num_gpu_blocks_override" in FEATURES[feature]

@@ -48,6 +48,7 @@ def _build(variant="llama", **flags):
     return build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("kind", "feature"),
     [
@@ -78,6 +79,7 @@ def test_features_change_no_token(kind, feature, monkeypatch):
     core.close()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("variant", ["gpt2", "mistral_sliding", "qwen2_alternating"])
 def test_model_families_on_graphs_equal_transformers(variant, monkeypatch):
     use_kind("device, graphs", monkeypatch)
@@ -150,6 +152,7 @@ def test_draws_candidates_and_beams_equal_those_of_the_host(kind, monkeypatch):
     assert all(len(tokens) == NUM_TOKENS for tokens in results[0]["several"])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["write_table_entries", "keep_drawn", "row_maxima"])
 def test_no_step_follows_a_failed_launch(name, monkeypatch):
     """Such a step would write KV to blocks that only the device's tables have, not the host's."""

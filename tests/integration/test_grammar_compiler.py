@@ -277,6 +277,7 @@ def new_compiler(**limits):
     return GrammarCompiler(load_vocabulary, backend="llguidance", limits=CompileLimits(**limits))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "hostile",
     [pytest.param(name, marks=pytest.mark.slow if name in RARELY else ()) for name in HOSTILE],

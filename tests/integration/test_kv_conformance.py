@@ -1,9 +1,8 @@
 """Baton's own stores pass the public conformance suite, run as a third party runs it,
 and stores that break the contract do not."""
 
-import subprocess
-import sys
 import uuid
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import rmtree
 
@@ -11,11 +10,14 @@ import pytest
 
 from tests.support.conformance_suite import (
     SUITE_DEADLINE_S,
+    Suites,
+    check_suite,
     install_stores,
     run_failing_suites,
-    start_suite,
+    run_suite,
 )
-from tests.support.redis_server import running_redis_server
+from tests.support.redis_deployments import make_certificate, running_cluster, running_sentinels
+from tests.support.redis_server import free_port, running_redis_server
 
 pytestmark = pytest.mark.alone
 
@@ -36,48 +38,92 @@ _FAILING_TESTS = {
 }
 
 
+@contextmanager
+def _memory(folder):
+    yield "memory://conformance"
+
+
+@contextmanager
+def _shm(folder):
+    name = f"conformance-{uuid.uuid4().hex}"
+    yield f"shm://{name}"
+    rmtree(f"/dev/shm/baton-{name}", ignore_errors=True)
+
+
+@contextmanager
+def _file(folder):
+    yield f"file://{folder}/store"
+
+
+@contextmanager
+def _redis(folder):
+    with running_redis_server() as server:
+        yield server.url
+
+
+@contextmanager
+def _redis_with_tls_and_password(folder):
+    certificate, port = make_certificate(folder), free_port()
+    with running_redis_server(*certificate.server_arguments(port), "--requirepass", "p@ss"):
+        yield f"rediss://:p%40ss@127.0.0.1:{port}/3?ca_file={certificate.path}"
+
+
+@contextmanager
+def _redis_cluster(folder):
+    with running_cluster(folder) as cluster:
+        yield cluster.url
+
+
+@contextmanager
+def _redis_sentinels(folder):
+    with running_sentinels(folder) as deployment:
+        yield deployment.url
+
+
+STORES = {
+    "memory": _memory,
+    "shm": _shm,
+    "file": _file,
+    "redis": _redis,
+    "redis with TLS and a password": _redis_with_tls_and_password,
+    "redis cluster": _redis_cluster,
+    "redis sentinels": _redis_sentinels,
+}
+
+
 @pytest.fixture(scope="module")
-def running_suites(request, tmp_path_factory):
-    """Runs the suite on all requested stores of Baton at once, since it mostly waits for TTLs."""
+def suites():
+    running = Suites()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def started_suites(request, tmp_path_factory, suites):
+    """The suites on the stores whose tests were selected."""
     cases = [item for item in request.session.items if item.module is request.module]
-    requested = {
-        item.callspec.params["scheme"] for item in cases if "running_suites" in item.fixturenames
-    }
-    folder = tmp_path_factory.mktemp("conformance")
-    shm_name = f"conformance-{uuid.uuid4().hex}"
-    with running_redis_server() as redis_server:
-        urls = {
-            "memory": "memory://conformance",
-            "shm": f"shm://{shm_name}",
-            "file": f"file://{folder}/store",
-            "redis": redis_server.url,
-        }
-        suites = {
-            # What a store does as a connector is tested in test_connector_conformance.py.
-            scheme: start_suite(url, folder / scheme, "-k", "not connector")
-            for scheme, url in urls.items()
-            if scheme in requested
-        }
-        yield suites
-        for suite in suites.values():
-            suite.kill()
-            suite.communicate()
-    rmtree(f"/dev/shm/baton-{shm_name}", ignore_errors=True)
+    selected = [
+        item.callspec.params["store"] for item in cases if "started_suites" in item.fixturenames
+    ]
+    with ExitStack() as stack:
+        started = {}
+        for index, store in enumerate(selected):
+            folder = tmp_path_factory.mktemp(f"store-{index}")
+            url = stack.enter_context(STORES[store](folder))
+            # As a connector, a store does the same on every deployment of Redis.
+            arguments = ("-k", "not connector") if store.startswith("redis ") else ()
+            started[store] = suites.start(url, folder / "run", *arguments)
+        yield started
+        suites.close()  # before the stores go
 
 
+@pytest.mark.timeout(4 * SUITE_DEADLINE_S)
 @pytest.mark.parametrize(
-    "scheme",
-    [
-        "memory",
-        pytest.param("redis", marks=pytest.mark.slow),
-        pytest.param("shm", marks=pytest.mark.slow),
-        pytest.param("file", marks=pytest.mark.slow),
-    ],
+    "store",
+    [pytest.param(name, marks=() if name == "memory" else pytest.mark.slow) for name in STORES],
 )
-def test_our_stores_conform(running_suites, scheme):
-    output, _ = running_suites[scheme].communicate(timeout=SUITE_DEADLINE_S)
-    assert running_suites[scheme].returncode == 0, output
-    assert " passed" in output
+def test_our_stores_conform(started_suites, store):
+    check_suite(started_suites[store])
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +138,19 @@ def third_party_packages(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_guides_store_conforms(tmp_path):
+def test_the_guides_store_conforms(tmp_path, suites):
     """The store that docs/connector-contract.md shows must work."""
     guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[1].split("```")[0]
     install_stores(tmp_path, source, {"sqlite": "SqliteStore"})
-    suite = start_suite(f"sqlite://{tmp_path}/kv.sqlite", tmp_path / "run", python_path=tmp_path)
-    output, _ = suite.communicate(timeout=SUITE_DEADLINE_S)
-    assert suite.returncode == 0, output
+    url = f"sqlite://{tmp_path}/kv.sqlite"
+    check_suite(suites.start(url, tmp_path / "run", python_path=tmp_path))
 
 
 @pytest.mark.slow
-def test_a_third_partys_store_is_found(tmp_path, third_party_packages):
+def test_a_third_partys_store_is_found(tmp_path, suites, third_party_packages):
     folder, packages = tmp_path / "run", third_party_packages
-    suite = start_suite("good://x", folder, "-k", "test_prefix", python_path=packages)
-    output, _ = suite.communicate(timeout=SUITE_DEADLINE_S)
-    assert suite.returncode == 0, output
+    check_suite(suites.start("good://x", folder, "-k", "test_prefix", python_path=packages))
 
 
 @pytest.mark.slow
@@ -118,18 +161,6 @@ def test_stores_that_break_the_contract_fail(tmp_path, third_party_packages):
 
 @pytest.mark.slow
 def test_the_suite_requires_a_url(tmp_path):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance.test_prefix"]
-    command += [
-        "-p",
-        "kvstore.conformance.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:asyncio",
-        "-x",
-    ]
-    run = subprocess.run(
-        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=SUITE_DEADLINE_S
-    )
+    run = run_suite(tmp_path, "-k", "test_prefix", "-x")
     assert run.returncode != 0
-    assert "--kv-connector URL" in run.stdout + run.stderr
+    assert "--kv-connector URL" in run.stdout

@@ -130,6 +130,7 @@ def test_greedy_tokens_equal_those_of_transformers(variant):
     assert num_changed >= len(requests) - 2  # some models seldom, or always, repeat themselves
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_tokens_equal_those_of_the_oracle(variant):
     core = _build(variant, max_num_batched_tokens=24)
@@ -138,6 +139,7 @@ def test_tokens_equal_those_of_the_oracle(variant):
     assert {name: tokens_of(of_one) for name, of_one in outputs.items()} == _expected(variant)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("kind", "feature"),
     [

@@ -92,6 +92,7 @@ def test_the_processors_change_the_tokens():
     assert len({*map(tuple, _expected().values()), tuple(plain)}) == len(REQUESTS) + 1
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("kind", "feature"),
     [

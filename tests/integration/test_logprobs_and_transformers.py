@@ -103,6 +103,7 @@ def check_outputs(
     check_tokens(path, prompt, details, params.prompt_logprobs)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
 def test_features_change_no_logprob(variant: str, feature: str) -> None:
@@ -137,6 +138,7 @@ def test_families(variant: str) -> None:
             check_outputs(variant, request, outputs[request.spec.request_id])
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("variant", "overlap"), pairs(FAMILIES, (False, True)))
 def test_two_tiers(variant: str, overlap: bool, tmp_path) -> None:
     flags = {

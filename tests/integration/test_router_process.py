@@ -108,6 +108,7 @@ async def generate_forever(stub) -> None:
         await stub.Generate(request([5, 6], max_tokens=1))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

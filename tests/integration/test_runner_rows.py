@@ -50,6 +50,7 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **(defaults | flags))
 
 
+pytestmark = pytest.mark.sampled(one_in=2)
 KINDS = ("host", "device, eager", "device, graphs")
 
 

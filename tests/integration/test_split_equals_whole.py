@@ -58,6 +58,7 @@ def make_requests(block_size: int) -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("variant", "connector_url", "block_size", "layers"),
     pairs(FAMILIES, CONNECTORS, (8, 16), tuple(LAYERS)),
@@ -72,6 +73,7 @@ def test_split_equals_transformers(
         assert any(steps_saved) == (is_store and layers == "in slices")
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("variant", "connector_url"),
     [

@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

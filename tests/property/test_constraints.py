@@ -24,7 +24,7 @@ SETTINGS = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
 # Of schemas and of expressions each: 250 texts, a few ms each.
-MANY = settings(SETTINGS, max_examples=250)
+MANY = settings(SETTINGS, max_examples=120)
 names, kinds, seeds = st.sampled_from(BACKENDS), st.sampled_from(KINDS), st.integers(0, 2**32)
 schemas = st.one_of(SCHEMAS, schemas_with_refs())
 

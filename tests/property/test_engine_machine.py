@@ -370,10 +370,10 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestCluster.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 class TestManyClusters(Cluster.TestCase):
-    settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

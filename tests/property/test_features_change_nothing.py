@@ -110,7 +110,7 @@ def blocks_of_largest(
     return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in batch)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(batch=requests())
 def test_no_feature_changes_an_output(batch: list[EngineRequest]) -> None:
     plain, _ = run(batch, 500, PLAIN)
@@ -121,7 +121,7 @@ def test_no_feature_changes_an_output(batch: list[EngineRequest]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batch=requests())
 def test_a_feature_changes_no_output(feature: str, batch: list[EngineRequest]) -> None:
     plain, _ = run(batch, 500, PLAIN)
@@ -129,7 +129,7 @@ def test_a_feature_changes_no_output(feature: str, batch: list[EngineRequest]) -
     assert run(batch, 500, FEATURES[feature])[0] == plain
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(batch=requests(), windows=st.sampled_from(WINDOWS), caching=st.booleans())
 def test_a_window_changes_no_output(
     batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool

@@ -492,9 +492,9 @@ def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow
 class TestManyManagers(ManagerMachine.TestCase):
-    settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=500, stateful_step_count=50, deadline=None)

@@ -172,8 +172,8 @@ def test_malformed_schemas_are_refused_with_a_typed_error():
 @pytest.mark.slow
 def test_many_mixed_schemas():
     seed = random.randrange(10**9, 10**10)
-    assert check_mixed(range(seed, seed + 8_000)) > 1000
-    check_malformed(range(seed, seed + 15_000))
+    assert check_mixed(range(seed, seed + 4_000)) > 500
+    check_malformed(range(seed, seed + 8_000))
 
 
 @pytest.mark.parametrize(

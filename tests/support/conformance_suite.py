@@ -5,47 +5,77 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["SUITE_DEADLINE_S", "install_stores", "run_failing_suites", "start_suite"]
+__all__ = [
+    "SUITE_DEADLINE_S",
+    "Suites",
+    "check_suite",
+    "install_stores",
+    "run_failing_suites",
+    "run_suite",
+]
 
-SUITE_DEADLINE_S = 110
+SUITE_DEADLINE_S = 180
+_PLUGINS = ("-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider")
 # One process runs every case, since most of a run's time is its start.
 _RUN_EACH = """
 import json, pytest, sys
-arguments = ["-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider", "-p", "no:asyncio"]
-arguments += ["-W", "error", "-q", "--tb=no", "-x"]
+failing_tests, *plugins = sys.argv[1:]
+arguments = [*plugins, "-W", "error", "-q", "--tb=no", "-x"]
 codes = {}
-for scheme, test in json.loads(sys.argv[1]).items():
+for scheme, test in json.loads(failing_tests).items():
     url = ["--pyargs", "kvstore.conformance", "--kv-connector", scheme + "://x", "-k", test]
     codes[scheme] = pytest.main(url + arguments)
 print(json.dumps(codes))
 """
 
 
-def start_suite(url, folder, *arguments, python_path=""):
-    """Starts the suite in a new folder, away from this repository's pytest settings.
+class Suites:
+    """Runs suites, two at a time: they mostly wait for times to live and for leases."""
 
-    Args:
-        url: the store to test.
-        folder: new working folder; created here.
-        arguments: more arguments for pytest.
-        python_path: a folder of installed packages.
-    """
-    folder.mkdir()
-    # fmt: off
-    command = [
-        sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance", "--kv-connector", url,
-        "-p", "kvstore.conformance.plugin", "-p", "no:cacheprovider",
-        "-p", "no:asyncio", "-W", "error", "-q", *arguments,
-    ]
-    # fmt: on
-    return subprocess.Popen(
+    def __init__(self):
+        self._threads = ThreadPoolExecutor(2)
+
+    def start(self, url, folder, *arguments, python_path=""):
+        """Starts the suite in a new folder, away from this repository's pytest settings.
+
+        Args:
+            url: the store or connector to test.
+            folder: new working folder; created here.
+            arguments: more arguments for pytest.
+            python_path: a folder of installed packages.
+        """
+        folder.mkdir()
+        arguments = ("--kv-connector", url, *arguments)
+        return self._threads.submit(run_suite, folder, *arguments, python_path=python_path)
+
+    def close(self):
+        """Waits for the suites that run; the others do not begin."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def check_suite(started):
+    """Waits for a suite and checks that it has passed; returns what it printed."""
+    run = started.result()
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout
+    return run.stdout
+
+
+def run_suite(folder, *arguments, python_path=""):
+    """Runs the suite in a folder with more arguments for pytest."""
+    command = [sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance"]
+    command += [*_PLUGINS, "-W", "error", "-q", *arguments]
+    return subprocess.run(
         command,
+        check=False,
         cwd=folder,
-        env=_with_python_path(python_path),
+        env=_environment(python_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=SUITE_DEADLINE_S,
     )
 
 
@@ -58,10 +88,10 @@ def run_failing_suites(failing_tests, folder, python_path):
         python_path: a folder of installed packages.
     """
     run = subprocess.run(
-        [sys.executable, "-c", _RUN_EACH, json.dumps(failing_tests)],
+        [sys.executable, "-c", _RUN_EACH, json.dumps(failing_tests), *_PLUGINS],
         check=False,
         cwd=folder,
-        env=_with_python_path(python_path),
+        env=_environment(python_path),
         capture_output=True,
         text=True,
         timeout=2 * SUITE_DEADLINE_S,
@@ -73,10 +103,13 @@ def run_failing_suites(failing_tests, folder, python_path):
         assert any(line.startswith("FAILED") and test in line for line in output), test
 
 
-def _with_python_path(folder):
-    """Returns this process's environment with a folder at the front of PYTHONPATH."""
-    folders = [str(folder), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+def _environment(python_path):
+    """Returns this process's environment with a folder at the front of PYTHONPATH, and without the
+    plug-ins of pytest that this project uses, whose import would take most of a run's time.
+    """
+    folders = [str(python_path), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    return {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def install_stores(folder, source, class_names, group="baton.kv_stores"):

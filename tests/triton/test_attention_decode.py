@@ -17,6 +17,7 @@ DECODE = [(0, 1), (7, 1), (200, 1), (63, 1), (64, 1), (9, 1)]
 SPECULATION = [(0, 5), (130, 2), (3, 1), (62, 8), (64, 4)]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [[(0, 1)], DECODE, SPECULATION])
 def test_types(spans, dtype):
@@ -37,6 +38,7 @@ def test_heads(heads, spans):
     check(make_case(spans, num_heads=heads[0], num_kv_heads=heads[1], dtype=torch.bfloat16))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 5, 33, 64, 80, 128, 256])
 def test_head_sizes(head_dim, dtype):

@@ -39,6 +39,7 @@ def _check(case):
     assert case.draw(sampling, DEVICE).tolist() == case.expected().tolist()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 @pytest.mark.parametrize("vocab_size", [5, pytest.param(700, marks=pytest.mark.slow)])
 def test_tokens_equal_those_of_the_reference(kind, vocab_size):

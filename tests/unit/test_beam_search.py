@@ -111,6 +111,7 @@ def sample_stop_tokens(rng, model, prompt, count, **case):
     return frozenset(rng.sample(tokens, min(count, len(tokens))))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"),
     pairs((1, 2, 3, 4, 5), LENGTH_PENALTIES, EARLY_STOPPINGS),

@@ -49,6 +49,7 @@ def test_sharing_grows_with_width_and_is_larger_for_beams():
             assert share > saved["parallel", lengths, width]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_each_sequence_is_due_every_sixteen_steps(pattern):
     load = start_load(NullRunner(), 16, 48, pattern)
