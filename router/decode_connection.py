@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton.errors import UnavailableError
+from baton.errors import InvalidArgumentError, UnavailableError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
+from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
 from rpc.pending_outputs import PendingOutputs, add_output
 
@@ -20,6 +21,7 @@ __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
 
 _CommandKey = tuple[str, str | int]
 """A request's id, and the command's target: `_REQUEST`, `_PREFETCH` or a candidate's number."""
+_MAX_START_BYTES = MAX_MESSAGE_BYTES - 64  # what the message around a start adds
 _REQUEST = "request"
 _PREFETCH = "prefetch"
 
@@ -131,9 +133,17 @@ class DecodeConnection:
 
         Raises:
             ReplicaLostError: the connection has broken.
+            InvalidArgumentError: the request is too large for a message, which would break the
+                connection for all requests.
         """
         if not self.is_open:
             raise self._lost("the connection is closed")
+        num_bytes = command.ByteSize()
+        if num_bytes > _MAX_START_BYTES:
+            raise InvalidArgumentError(
+                f"the prompt, its tokens so far and the parameters have {num_bytes} bytes; a "
+                f"decode replica takes at most {_MAX_START_BYTES}"
+            )
         request_id = command.spec.request_id
         stream = self._streams[request_id] = DecodeStream(request_id, self)
         self._send((request_id, _REQUEST), decode_pb2.ConnectRequest(start=command))

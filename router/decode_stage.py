@@ -139,7 +139,10 @@ class DecodeStage:
                 is_last = output.is_last
                 if own.first_output_at is None:
                     own.take(output)
-                handoff.release()
+                if is_last or (output.token_ids and not output.finish_reason):
+                    # Not on the end of one of several candidates, which may come before the load:
+                    # the token from prefill may have ended it.
+                    handoff.release()
                 progress.add(output)
                 try:
                     yield output

@@ -13,7 +13,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.request_spec import client_id_of
-from baton.v1 import common_pb2, generation_pb2_grpc, prefill_pb2
+from baton.v1 import common_pb2, generation_pb2_grpc, prefill_pb2, request_pb2
 from router import replica as replica_module
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
@@ -79,6 +79,41 @@ async def test_the_handoff_is_sent_to_another_replica_if_decode_dies_before_load
     assert survivor.starts[0].handoff == dying.starts[0].handoff
     assert given_tokens(survivor.starts[0]) == {0: SCRIPT[:1]}
     assert len(prefill.released) == 1
+
+
+class EndsACandidateFirst(FakeDecode):
+    """Reports, before it loads KV, that a candidate's first token has ended it."""
+
+    async def _generate(self, start, outputs):
+        end = request_pb2.CandidateOutput(
+            request_id=start.spec.request_id,
+            index=1,
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+        )
+        outputs.put_nowait([end])
+        await super()._generate(start, outputs)
+
+
+async def test_the_handoff_is_kept_when_a_candidate_ends_before_the_kv_is_loaded():
+    prefill = FakePrefill(SCRIPT)
+    decodes = [EndsACandidateFirst(SCRIPT, pause_after=0) for _ in range(2)]
+    workers = (prefill, *decodes)
+    async with running_workers(*workers), running_router(*workers) as router:
+        message = request(max_tokens=5)
+        message.sampling.temperature, message.sampling.n = 1.0, 2
+        call = router.stub.GenerateStream(message, timeout=30)
+        async for response in call:
+            if response.index == 1 and response.finish_reason:
+                break
+        assert not prefill.released
+        dying = await first_of(decodes, lambda decode: decode.starts)
+        survivor = other_of(decodes, dying)
+        await dying.stop()
+        await survivor.changes.until(lambda: survivor.starts)
+        assert survivor.starts[0].handoff == dying.starts[0].handoff
+        survivor.resume()
+        await prefill.changes.until(lambda: prefill.released)
+        call.cancel()
 
 
 async def test_a_request_resumes_on_a_replica_that_restarts_at_the_same_address():

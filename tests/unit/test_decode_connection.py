@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import InternalError
+from baton.errors import InternalError, InvalidArgumentError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
 from router.decode_connection import DecodeConnection, ReplicaLostError
@@ -79,6 +79,19 @@ async def test_unread_outputs_are_merged(connected):
     assert merged.cached_tokens == 5
     assert merged.finish_reason == common_pb2.FINISH_REASON_STOP
     assert list((await b.read()).token_ids) == [9]
+
+
+async def test_a_request_that_is_too_large_for_a_message_is_refused_alone(connected):
+    stub, connection, _ = connected
+    running = connection.start(start_command("a"))
+    large = start_command("b")
+    large.spec.prompt_token_ids.extend([2**31 - 1] * (4 * 2**20))  # five bytes each
+    with pytest.raises(InvalidArgumentError, match=r"20971\d+ bytes; a decode"):
+        connection.start(large)
+    assert connection.is_open
+    stub.send(make_output("a", 1))
+    assert list((await running.read()).token_ids) == [1]
+    connection.start(start_command("b"))  # the id is not in use
 
 
 async def test_candidates_are_merged_separately_and_the_last_output_stays_last(connected):
