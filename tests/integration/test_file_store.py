@@ -311,6 +311,24 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 1000
 
 
+def test_a_store_is_usable_after_the_clock_was_set_back(folder):
+    keys = random_keys(10)
+    with opened(folder, max_bytes=1000) as store:
+        store.put(keys, [filled(1, 100)] * 10)
+        future_ns = time.time_ns() + 3600 * 10**9
+        for key in keys:
+            os.utime(object_path(folder, key), ns=(future_ns, future_ns))
+        others = random_keys(3)
+        store.put(others, [filled(1, 100)] * 3)
+        assert store.contains_prefix(others) == 3
+        assert used_bytes(folder) == store.stats().num_bytes == 1000
+    touched = [
+        path.stat().st_mtime_ns for path in (folder / "objects").rglob("*") if path.is_file()
+    ]
+    assert len(touched) == 10
+    assert max(touched) <= time.time_ns()
+
+
 def test_fsync_commit_syncs_the_object_before_its_name_and_then_the_name(folder, monkeypatch):
     keys, synced = random_keys(2), []
     sync = os.fsync
