@@ -4,8 +4,8 @@ One folder holds the default KV store, which needs no server. Another holds the 
 which workers on the CPU take turns (`engine/runtime/turns.py`), a third one the cluster's token.
 """
 
+import fcntl
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from baton.up.plan import ClusterConfig
 __all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns", "with_token"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes private folders
-_FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
+_PREFIX = "baton-up-"
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def run_folder(least_free_bytes: int = 0) -> Iterator[Path]:
     """Makes an empty folder for processes of this user and machine; removes it at the end.
 
     The folder lies in shared memory if that can be written and has `least_free_bytes` left, else
-    among the temporary files. Folders left there by killed clusters are removed too.
+    among the temporary files. Folders left there by killed clusters are removed too. A cluster
+    locks its folders: containers may share a folder and yet not see each other's processes.
     """
     parent = Path(tempfile.gettempdir())
     if os.access(SHARED_MEMORY, os.W_OK):
@@ -36,28 +37,48 @@ def run_folder(least_free_bytes: int = 0) -> Iterator[Path]:
         if shutil.disk_usage(SHARED_MEMORY).free >= least_free_bytes:
             parent = SHARED_MEMORY
     _remove_leftovers(parent)
-    folder = Path(tempfile.mkdtemp(prefix=f"baton-up-{os.getpid()}-", dir=parent))
+    folder, lock = _make_locked(parent)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    """Makes a folder; returns it and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        lock = _lock(folder)
+        if lock is not None:
+            return folder, lock
+        # Another process took it for a leftover, before it was locked.
 
 
 def _remove_leftovers(parent: Path) -> None:
-    for folder in parent.glob("baton-up-*"):
-        match = _FOLDER_NAME.fullmatch(folder.name)
-        if match and not _is_alive(int(match[1])):
+    for folder in parent.glob(f"{_PREFIX}*"):
+        lock = _lock(folder)
+        if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
-def _is_alive(pid: int) -> bool:
+def _lock(folder: Path) -> int | None:
+    """Locks a folder until the descriptor that it returns is closed; None if another process has
+    locked or removed it, or it belongs to another user.
+    """
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
 
 
 @contextmanager

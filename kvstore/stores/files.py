@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from kvstore.store import StoreUnavailableError
 __all__ = [
     "FileLock",
     "create_locked",
+    "is_private_or_absent",
     "os_errors_as_unavailable",
     "read_all",
     "status_of",
@@ -138,6 +140,16 @@ def status_of(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except FileNotFoundError:
         return None
+
+
+def is_private_or_absent(folder: Path) -> bool:
+    """Whether only this user can have put anything into a folder."""
+    status = status_of(str(folder))
+    return status is None or (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and stat.S_IMODE(status.st_mode) & 0o077 == 0
+    )
 
 
 def touch(target: int | str) -> None:

@@ -311,6 +311,13 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 1000
 
 
+@pytest.mark.parametrize("inner", ["objects", "temporary"])
+def test_a_folder_that_another_user_may_have_filled_is_refused(folder, inner):
+    (folder / inner).mkdir(mode=0o755, parents=True)
+    with pytest.raises(ConfigurationError, match=f"{inner} is not a private folder of this user"):
+        open_store(folder.as_uri())
+
+
 def test_a_store_is_usable_after_the_clock_was_set_back(folder):
     keys = random_keys(10)
     with opened(folder, max_bytes=1000) as store:

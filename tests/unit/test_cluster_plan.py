@@ -1,7 +1,6 @@
 """`baton serve`: planned processes, their flags, the embedded store, turns on the CPU."""
 
 import argparse
-import os
 import shutil
 import socket
 import stat
@@ -266,18 +265,27 @@ def test_the_embedded_store_lies_in_a_temporary_folder_if_shared_memory_is_small
 
 
 def test_folders_left_by_a_killed_cluster_are_removed(shared_memory):
-    ended = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    hold = (
+        "import sys; from pathlib import Path; from baton.up import run_folder as module\n"
+        "module.SHARED_MEMORY = Path(sys.argv[1])\n"
+        "with module.run_folder() as folder: print(folder, flush=True); sys.stdin.read()"
     )
-    dead = shared_memory / f"baton-up-{int(ended.stdout)}-ab12"
-    alive = shared_memory / f"baton-up-{os.getppid()}-ab12"
+    command = [sys.executable, "-c", hold, shared_memory]
+    holders = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    dead, alive = (Path(holder.stdout.readline().strip()) for holder in holders)
     foreign = shared_memory / "baton-upper"
-    for folder in (dead, alive, foreign):
-        folder.mkdir()
+    foreign.mkdir()
+    holders[0].kill()
+    holders[0].communicate()
     with embedded_store():
         assert not dead.exists()
         assert alive.exists()
         assert foreign.exists()
+    holders[1].communicate("")
+    assert not alive.exists()
 
 
 def test_the_embedded_store_is_a_temporary_folder_without_shared_memory(tmp_path, monkeypatch):

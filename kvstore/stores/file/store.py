@@ -23,7 +23,14 @@ from typing_extensions import override
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, batches
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
-from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
+from kvstore.stores.files import (
+    is_private_or_absent,
+    read_all,
+    status_of,
+    sync_folder,
+    touch,
+    write_all,
+)
 from kvstore.url import LIMIT_OPTIONS, StoreUrl, usable_folder
 
 __all__ = ["FileStore", "ObjectFolder"]
@@ -54,7 +61,7 @@ class FileStore(SharedStore):
 
         Raises:
             ConfigurationError: the path is not absolute; an option is wrong; the folder cannot be
-                used.
+                used, or another user may have put something into it.
         """
         parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
         syncs = parts.choice("fsync", "never", "commit") == "commit"
@@ -62,6 +69,12 @@ class FileStore(SharedStore):
             raise parts.error("write file:///absolute/path")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
         with usable_folder(parts, Path(parts.path)) as path:
+            # The folder itself may be a volume's root, which belongs to root.
+            for inner in ("objects", "temporary"):
+                if not is_private_or_absent(path / inner):
+                    raise parts.error(
+                        f"{path / inner} is not a private folder of this user; choose another path"
+                    )
             space = FolderSpace(path, limits)
         return cls(ObjectFolder(space, syncs=syncs), limits)
 

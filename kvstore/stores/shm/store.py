@@ -1,9 +1,7 @@
 """`ShmStore`: the `KvStore` of `shm://NAME`."""
 
-import os
 import re
 import shutil
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -12,7 +10,7 @@ from typing_extensions import override
 
 from kvstore.store import KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore
-from kvstore.stores.files import status_of
+from kvstore.stores.files import is_private_or_absent
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
@@ -65,7 +63,7 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        if not _is_private_or_absent(folder):
+        if not is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
         if limits.max_bytes is None and not folder.exists():
@@ -94,13 +92,3 @@ def _check_free_memory(url: StoreUrl) -> None:
             "larger --shm-size (Docker's default is 64m), add max_bytes=SIZE to the URL, or use "
             "another connector, such as file:///path or grpc://"
         )
-
-
-def _is_private_or_absent(folder: Path) -> bool:
-    """Whether only this user can have put anything into a folder."""
-    status = status_of(str(folder))
-    return status is None or (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.getuid()
-        and stat.S_IMODE(status.st_mode) & 0o077 == 0
-    )
