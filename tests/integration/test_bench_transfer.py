@@ -54,6 +54,7 @@ def test_every_connector_of_a_machine_is_measured(tmp_path, capsys):
         assert title in printed
 
 
+@pytest.mark.slow
 def test_the_named_connectors_are_measured(tmp_path):
     status, report = run(tmp_path, "--connector", "memory://bench")
     assert status == 0
