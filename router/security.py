@@ -98,7 +98,7 @@ def _operators_apart(authorize_operator: Authorize, authorize: Authorize) -> Aut
 def _authorize_token(cluster: ClusterSecurity) -> Authorize:
     def authorize(method: str, context: Any) -> None:
         if not cluster.carries_token(context.invocation_metadata() or ()):
-            raise UnauthenticatedError("the call lacks the token of this cluster")
+            raise UnauthenticatedError("the call lacks a valid credential of this cluster")
 
     return authorize
 
