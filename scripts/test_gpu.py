@@ -12,6 +12,7 @@ a required module.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ DEADLINE_S = 450.0  # a little less than the eight minutes that the whole run ma
 _MODULES = ("pytest", "pytest_timeout", "hypothesis")
 _MAX_PROCESSES = 6
 _QUICK, _SLOW = "not slow", "slow"  # pytest's mark expressions
+_MAY_BE_SLOW = re.compile(r"mark\.(slow|sampled)")
 # Exit statuses of pytest; the second one means that a file could not be collected.
 _FAILED, _INTERRUPTED, _NO_TESTS = 1, 2, 5
 _LAST_CHARACTERS = 2000
@@ -179,9 +181,9 @@ def in_words(report: dict[str, Any]) -> str:
 
 
 def _files(folder: Path, marks: str) -> list[Path]:
-    """Returns the test files; for slow tests, only the files that use the mark."""
+    """Returns the test files; for slow tests, only the files that may have some."""
     files = sorted(folder.glob("test_*.py"))
-    return [file for file in files if marks != _SLOW or "mark.slow" in file.read_text()]
+    return [file for file in files if marks != _SLOW or _MAY_BE_SLOW.search(file.read_text())]
 
 
 def _run_process(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.triton_attention import check, make_case
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXES = {

@@ -13,7 +13,7 @@ from kernels.triton.linear import silu_and_mul
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, spacing_at_zero
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS32 = eps_of(torch.float32)

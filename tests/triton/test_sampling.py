@@ -24,7 +24,7 @@ from tests.support.draw_cases import (
     table_on,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
 _TOKENS_PER_SPLIT = launch_table(DEVICE).draw_tokens.for_size(10**5).block_size * sampling._TILES
 
