@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,26 +57,34 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
 
 def _remove_leftovers(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        lock = _lock(folder)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        with suppress(OSError):  # it belongs to another user
+            lock = _lock(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _lock(folder: Path) -> int | None:
     """Locks a folder until the descriptor that it returns is closed; None if another process has
-    locked or removed it, or it belongs to another user.
+    locked or removed it.
+
+    Raises:
+        OSError: the folder cannot be opened, or its file system has no locks.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.exists():
-            return descriptor
+        is_locked = folder.exists()
+    except BlockingIOError:
+        is_locked = False
     except OSError:
-        pass
+        os.close(descriptor)
+        raise
+    if is_locked:
+        return descriptor
     os.close(descriptor)
     return None
 

@@ -142,14 +142,24 @@ def status_of(path: str) -> os.stat_result | None:
         return None
 
 
-def is_private_or_absent(folder: Path) -> bool:
-    """Whether only this user can have put anything into a folder."""
+def is_private_or_absent(folder: Path, *, shares_group: bool = False) -> bool:
+    """Whether only this user can have put anything into a folder.
+
+    Args:
+        folder: the folder.
+        shares_group: whether members of a group of this process may have done so, too, in a folder
+            that they can write to, such as a volume in Kubernetes.
+    """
     status = status_of(str(folder))
-    return status is None or (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.getuid()
-        and stat.S_IMODE(status.st_mode) & 0o077 == 0
-    )
+    if status is None:
+        return True
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    if not shares_group:
+        return status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
+    is_of_group = status.st_mode & stat.S_IWGRP and status.st_gid in {os.getgid(), *os.getgroups()}
+    is_own = status.st_uid == os.getuid() or bool(is_of_group)
+    return is_own and not status.st_mode & stat.S_IWOTH
 
 
 def touch(target: int | str) -> None:

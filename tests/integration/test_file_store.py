@@ -313,9 +313,27 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
 
 @pytest.mark.parametrize("inner", ["objects", "temporary"])
 def test_a_folder_that_another_user_may_have_filled_is_refused(folder, inner):
-    (folder / inner).mkdir(mode=0o755, parents=True)
-    with pytest.raises(ConfigurationError, match=f"{inner} is not a private folder of this user"):
+    (folder / inner).mkdir(parents=True)
+    (folder / inner).chmod(0o757)
+    with pytest.raises(ConfigurationError, match=f"{inner} belongs to another user, or all may"):
         open_store(folder.as_uri())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives folders to another user")
+@pytest.mark.parametrize(
+    ("group", "mode", "is_used"), [(0, 0o2770, True), (0, 0o2750, False), (1, 0o770, False)]
+)
+def test_a_folder_of_another_user_is_used_if_it_is_shared_with_a_group(
+    folder, group, mode, is_used
+):
+    open_store(folder.as_uri()).close()
+    os.chown(folder / "objects", 12345, group)
+    (folder / "objects").chmod(mode)
+    if is_used:
+        open_store(folder.as_uri()).close()
+    else:
+        with pytest.raises(ConfigurationError, match="belongs to another user"):
+            open_store(folder.as_uri())
 
 
 def test_a_store_is_usable_after_the_clock_was_set_back(folder):

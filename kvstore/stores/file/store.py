@@ -71,9 +71,10 @@ class FileStore(SharedStore):
         with usable_folder(parts, Path(parts.path)) as path:
             # The folder itself may be a volume's root, which belongs to root.
             for inner in ("objects", "temporary"):
-                if not is_private_or_absent(path / inner):
+                if not is_private_or_absent(path / inner, shares_group=True):
                     raise parts.error(
-                        f"{path / inner} is not a private folder of this user; choose another path"
+                        f"{path / inner} belongs to another user, or all may write to it; choose "
+                        "another path"
                     )
             space = FolderSpace(path, limits)
         return cls(ObjectFolder(space, syncs=syncs), limits)
