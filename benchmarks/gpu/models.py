@@ -10,6 +10,7 @@ from benchmarks.gpu.plan import MODELS, Plan
 from benchmarks.model_cost import ModelShape
 from benchmarks.models import write_dummy_model
 from engine.config import EngineConfig
+from engine.models.config_fields import ConfigFields
 from engine.models.registry import family_of
 from kvstore.layout import DTYPE_BYTES
 
@@ -53,15 +54,12 @@ def engine_config(plan: Plan, folder: Path, **flags: Any) -> EngineConfig:
 
 def shape_of(name: str, dtype: str) -> ModelShape:
     """Returns a model's size, counted on a model without memory (torch's device "meta")."""
-    from transformers import AutoConfig
-
-    fields = dict(MODELS[name])
-    family = family_of(fields.pop("architectures")[0])
-    source = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = MODELS[name]
+    family = family_of(config["architectures"][0])
     with torch.device("meta"):
-        model = family.build(family.read_config(source))
+        model = family.build(family.read_config(ConfigFields(config, family.model_type)))
     num_weights = sum(math.prod(part.shape) for part in model.checkpoint_tensors().values())
-    return ModelShape.of_config(MODELS[name], num_weights, dtype)
+    return ModelShape.of_config(config, num_weights, dtype)
 
 
 def kv_bytes_per_token(name: str, dtype: str) -> int:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.device import resolve_device
-from engine.runtime.loader import parse_config, resolve_dtype
+from engine.runtime.loader import config_fields, resolve_dtype
 from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]
@@ -50,11 +50,11 @@ def measure_floors(config: EngineConfig) -> Floors:
 def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
     checkpoint = open_checkpoint(config.model, with_weights=False)
     family = family_of(checkpoint.architecture)
-    source = parse_config(checkpoint, family.model_type)
-    model = family.read_config(source)
+    fields = config_fields(checkpoint, family.model_type)
+    model = family.read_config(fields)
     with torch.device("meta"):
         tensors = family.build(model).checkpoint_tensors()
-    dtype = resolve_dtype(config.dtype, source)
+    dtype = resolve_dtype(config.dtype, fields)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
     shape = ModelShape(

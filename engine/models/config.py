@@ -1,14 +1,16 @@
 """Frozen dataclasses for the model that a checkpoint's config.json describes.
 
-`transformers` parses and completes the file; these classes keep the fields that
-the model code needs, under one set of names. Reading raises an error that names
-the field if Baton does not support its value.
+`ConfigFields` completes the file; these classes keep the fields that the model code
+needs, under one set of names. Reading raises an error that names the field if Baton
+does not support its value.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigurationError
+from engine.models.config_fields import ConfigFields, positive, unsupported
 
 __all__ = [
     "DecoderConfig",
@@ -101,148 +103,176 @@ class Gpt2Config(ModelConfig):
 
 
 def decoder_config(
-    source: Any, *, qkv_bias: bool = False, qk_norm: bool = False, windowed: bool = False
+    fields: ConfigFields,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    windows: str = "none",
 ) -> DecoderConfig:
     """Reads the config of a Llama-shaped model.
 
     Args:
-        source: the `transformers` config.
+        fields: of config.json.
         qkv_bias: whether the family always has biases on Q, K and V.
         qk_norm: whether the family normalizes Q and K per head.
-        windowed: whether the family uses the config's `sliding_window`.
+        windows: whether the family uses the config's `sliding_window`: "none", "always", or
+            "optional", if `use_sliding_window` is set.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
-    if source.hidden_act != "silu":
-        raise unsupported("hidden_act", source.hidden_act)
-    rope = _rope_config(source)
-    attention_bias = bool(getattr(source, "attention_bias", False))
-    common = _common(source)
+    if fields.text("hidden_act") != "silu":
+        raise unsupported("hidden_act", fields.text("hidden_act"))
+    rope = _rope_config(fields.rope_parameters())
+    attention_bias = fields.flag("attention_bias")
+    common = _common(fields)
     if common["head_dim"] % 2:  # rotary embedding rotates pairs of elements
         raise unsupported("head_dim", common["head_dim"])
-    common["sliding_windows"] = _sliding_windows(source, windowed=windowed)
+    common["sliding_windows"] = _sliding_windows(fields, windows)
     if rope.rope_type == "yarn":
         extended_len = int(rope.original_len * rope.factor)
         common["max_model_len"] = max(common["max_model_len"], extended_len)
     return DecoderConfig(
         **common,
-        intermediate_size=source.intermediate_size,
-        rms_norm_eps=source.rms_norm_eps,
+        intermediate_size=fields.count("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
         rope=rope,
         qkv_bias=qkv_bias or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(getattr(source, "mlp_bias", False)),
+        mlp_bias=fields.flag("mlp_bias"),
         qk_norm=qk_norm,
     )
 
 
-def opt_config(source: Any) -> OptConfig:
+def opt_config(fields: ConfigFields) -> OptConfig:
     """Reads the config of an OPT model.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
+    norm_before = fields.flag("do_layer_norm_before")
     return OptConfig(
-        **_common(source),
-        ffn_dim=source.ffn_dim,
-        embedding_size=source.word_embed_proj_dim,
-        activation=source.activation_function,
-        norm_before=source.do_layer_norm_before,
-        final_norm=source.do_layer_norm_before and not source._remove_final_layer_norm,
-        norm_affine=source.layer_norm_elementwise_affine,
-        bias=source.enable_bias,
+        **_common(fields),
+        ffn_dim=fields.count("ffn_dim"),
+        embedding_size=fields.optional_count("word_embed_proj_dim") or fields.count("hidden_size"),
+        activation=fields.text("activation_function"),
+        norm_before=norm_before,
+        final_norm=norm_before and not fields.flag("_remove_final_layer_norm"),
+        norm_affine=fields.flag("layer_norm_elementwise_affine"),
+        bias=fields.flag("enable_bias"),
     )
 
 
-def gpt2_config(source: Any) -> Gpt2Config:
+def gpt2_config(fields: ConfigFields) -> Gpt2Config:
     """Reads the config of a GPT-2 model.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
-    if source.add_cross_attention:
+    if fields.flag("add_cross_attention"):
         raise unsupported("add_cross_attention", value=True)
-    common = _common(source)
-    scale = common["head_dim"] ** -0.5 if source.scale_attn_weights else 1.0
-    by_layer = source.scale_attn_by_inverse_layer_idx
+    common = _common(fields)
+    scale = common["head_dim"] ** -0.5 if fields.flag("scale_attn_weights") else 1.0
+    by_layer = fields.flag("scale_attn_by_inverse_layer_idx")
     return Gpt2Config(
         **common,
-        inner_size=source.n_inner or 4 * source.hidden_size,
-        activation=source.activation_function,
-        layer_norm_eps=source.layer_norm_epsilon,
+        inner_size=fields.optional_count("n_inner") or 4 * common["hidden_size"],
+        activation=fields.text("activation_function"),
+        layer_norm_eps=fields.number("layer_norm_epsilon"),
         attention_scales=tuple(
-            scale / (layer + 1) if by_layer else scale for layer in range(source.num_hidden_layers)
+            scale / (layer + 1) if by_layer else scale for layer in range(common["num_layers"])
         ),
     )
 
 
-def unsupported(field: str, value: Any) -> ConfigurationError:
-    """Returns the error for a config.json field with a value that Baton does not support."""
-    return ConfigurationError(f"config.json: {field} {value!r} is not supported")
-
-
-def _common(source: Any) -> dict[str, Any]:
+def _common(fields: ConfigFields) -> dict[str, Any]:
     """Reads the fields of `ModelConfig`."""
-    if getattr(source, "quantization_config", None) is not None:
-        raise unsupported("quantization_config", source.quantization_config)
-    num_heads = source.num_attention_heads
-    num_kv_heads = getattr(source, "num_key_value_heads", None) or num_heads
+    quantization = fields.raw("quantization_config")
+    if quantization is not None:
+        raise unsupported("quantization_config", quantization)
+    num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
+    num_kv_heads = fields.optional_count("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise ConfigurationError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
+    hidden_size, head_dim = fields.count("hidden_size"), fields.optional_count("head_dim")
+    if head_dim is None and hidden_size % num_heads:
+        raise ConfigurationError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+            f"{num_heads}, and there is no head_dim"
+        )
     return {
-        "vocab_size": source.vocab_size,
-        "hidden_size": source.hidden_size,
-        "num_layers": source.num_hidden_layers,
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // num_heads,
-        "max_model_len": source.max_position_embeddings,
-        "tie_word_embeddings": source.tie_word_embeddings,
-        "sliding_windows": (None,) * source.num_hidden_layers,
+        "head_dim": head_dim or hidden_size // num_heads,
+        "max_model_len": fields.count("max_position_embeddings"),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "sliding_windows": (None,) * num_layers,
     }
 
 
 # From config.json's names to RopeConfig's.
-_ROPE_FIELDS = {
+_ROPE_NUMBERS = {
     "factor": "factor",
-    "original_max_position_embeddings": "original_len",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
-    "truncate": "truncate",
     "attention_factor": "attention_factor",
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
+_NEEDED_BY_TYPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
-def _rope_config(source: Any) -> RopeConfig:
-    parameters = source.rope_parameters
-    rope_type = parameters.get("rope_type")
-    if rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise unsupported("rope_type", rope_type or "per layer type")
+def _rope_config(parameters: Mapping[str, Any]) -> RopeConfig:
+    rope_type = parameters["rope_type"]
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise unsupported("rope_type", "per layer type")
+    if rope_type not in _NEEDED_BY_TYPE:
+        raise unsupported("rope_type", rope_type)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
-    if rope_type != "default" and parameters.get("factor") is None:
-        raise ConfigurationError(f"config.json: rope_type {rope_type!r} needs a factor")
-    given = {
-        name: parameters[key]
-        for key, name in _ROPE_FIELDS.items()
+    for name in _NEEDED_BY_TYPE[rope_type]:
+        if parameters.get(name) is None:
+            raise ConfigurationError(f"config.json: rope_type {rope_type!r} needs {name}")
+    given: dict[str, Any] = {
+        name: positive(key, parameters[key])
+        for key, name in _ROPE_NUMBERS.items()
         if parameters.get(key) is not None
     }
-    return RopeConfig(rope_type=rope_type, theta=parameters["rope_theta"], **given)
+    original_len = parameters.get("original_max_position_embeddings")
+    if original_len is not None:
+        given["original_len"] = int(positive("original_max_position_embeddings", original_len))
+    truncate = parameters.get("truncate")
+    if truncate is not None:
+        given["truncate"] = bool(truncate)
+    theta = positive("rope_theta", parameters["rope_theta"])
+    return RopeConfig(rope_type=rope_type, theta=theta, **given)
 
 
-def _sliding_windows(source: Any, *, windowed: bool) -> tuple[int | None, ...]:
-    window = source.sliding_window if windowed else None
-    layer_types = getattr(source, "layer_types", None) or ["sliding_attention"] * (
-        source.num_hidden_layers
-    )
+def _sliding_windows(fields: ConfigFields, windows: str) -> tuple[int | None, ...]:
+    num_layers = fields.count("num_hidden_layers")
+    is_used = windows == "always" or (windows == "optional" and fields.flag("use_sliding_window"))
+    window = fields.optional_count("sliding_window") if is_used else None
+    layer_types = fields.raw("layer_types")
+    if layer_types is None:
+        first = fields.index("max_window_layers") if windows == "optional" else 0
+        return (None,) * min(first, num_layers) + (window,) * max(num_layers - first, 0)
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ConfigurationError(
+            f"config.json: layer_types must be a list of {num_layers}, one for each layer"
+        )
     for layer_type in layer_types:
         if layer_type not in ("sliding_attention", "full_attention"):
             raise unsupported("layer_types", layer_type)

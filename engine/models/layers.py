@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
 
 import kernels
-from engine.models.config import ModelConfig, unsupported
+from engine.models.config import ModelConfig
+from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, PackedModule, WeightTarget
 from kernels import QkNorms, Rotation
 from kernels.paged_kv import LayerKv, PagedKv

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from engine.models.config import decoder_config, gpt2_config, opt_config
+from engine.models.config_fields import ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
@@ -22,14 +23,14 @@ class ModelFamily:
 
     Attributes:
         model_type: the `model_type` in the family's config.json.
-        read_config: converts the `transformers` config to the family's own; raises
+        read_config: makes the family's config of config.json's fields; raises
             ConfigurationError for unsupported values.
         build: builds a model from the family's config on torch's default device, with
             uninitialized weights.
     """
 
     model_type: str
-    read_config: Callable[[Any], Any]
+    read_config: Callable[[ConfigFields], Any]
     build: Callable[[Any], CausalModel]
 
 
@@ -38,13 +39,13 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily(
-            "mistral", partial(decoder_config, windowed=True), Decoder
+            "mistral", partial(decoder_config, windows="always"), Decoder
         ),
         "Qwen2ForCausalLM": ModelFamily(
-            "qwen2", partial(decoder_config, qkv_bias=True, windowed=True), Decoder
+            "qwen2", partial(decoder_config, qkv_bias=True, windows="optional"), Decoder
         ),
         "Qwen3ForCausalLM": ModelFamily(
-            "qwen3", partial(decoder_config, qk_norm=True, windowed=True), Decoder
+            "qwen3", partial(decoder_config, qk_norm=True, windows="optional"), Decoder
         ),
         "OPTForCausalLM": ModelFamily("opt", opt_config, Opt),
         "GPT2LMHeadModel": ModelFamily("gpt2", gpt2_config, Gpt2),

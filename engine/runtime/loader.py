@@ -28,18 +28,19 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
 from engine.config import DTYPES
+from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, WeightTarget
 from engine.models.registry import family_of
-from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
+from engine.runtime.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
 __all__ = [
     "LoadedModel",
+    "config_fields",
     "draw_weights",
     "dummy_fingerprint",
     "load_model",
-    "parse_config",
     "resolve_dtype",
 ]
 
@@ -111,10 +112,10 @@ def load_model(
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     family = family_of(checkpoint.architecture)
-    source = parse_config(checkpoint, family.model_type)
-    dtype_name = resolve_dtype(dtype, source)
+    fields = config_fields(checkpoint, family.model_type)
+    dtype_name = resolve_dtype(dtype, fields)
     with torch.device("meta"):
-        model = family.build(family.read_config(source))
+        model = family.build(family.read_config(fields))
     weights_dtype = getattr(torch, dtype_name)
     if is_dummy:
         _allocate(model, weights_dtype, device, path_or_name)
@@ -137,41 +138,36 @@ def load_model(
     )
 
 
-def parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
-    """Returns a checkpoint's config.json as `transformers` completes it.
+def config_fields(checkpoint: Checkpoint, model_type: str) -> ConfigFields:
+    """Returns the fields of a checkpoint's config.json.
 
     Args:
         checkpoint: the checkpoint.
         model_type: the `model_type` that its architecture has.
 
     Raises:
-        ConfigurationError: the config has another `model_type`, or is refused by `transformers`.
+        ConfigurationError: the config has another `model_type`.
     """
-    from transformers import CONFIG_MAPPING
-
-    file = checkpoint.files.locate("config.json")
-    if checkpoint.config.get("model_type") != model_type:
+    given = checkpoint.config.get("model_type")
+    if given != model_type:
+        file = checkpoint.files.locate("config.json")
         raise ConfigurationError(
-            f"{file}: model_type is {checkpoint.config.get('model_type')!r}; "
-            f"{checkpoint.architecture} is {model_type!r}"
+            f"{file}: model_type is {given!r}; {checkpoint.architecture} is {model_type!r}"
         )
-    try:
-        return CONFIG_MAPPING[model_type].from_dict(checkpoint.config)
-    except Exception as error:  # transformers' validators raise any type
-        raise ConfigurationError(f"{file}: {one_line(error)}") from error
+    return ConfigFields(checkpoint.config, model_type)
 
 
-def resolve_dtype(dtype: str, source: Any) -> str:
+def resolve_dtype(dtype: str, fields: ConfigFields) -> str:
     """Returns the name of the type that a model's weights are loaded in.
 
     Args:
         dtype: `EngineConfig.dtype`; "auto" is config.json's type, or float32 if it has none.
-        source: config.json as `transformers` reads it.
+        fields: of config.json.
 
     Raises:
         ConfigurationError: weights cannot be loaded in that type.
     """
-    name = str(source.dtype or "float32").removeprefix("torch.") if dtype == "auto" else dtype
+    name = fields.dtype if dtype == "auto" else dtype
     if name not in DTYPES[1:]:
         raise ConfigurationError(
             f"dtype {name} is not supported; --dtype takes {', '.join(DTYPES)}"

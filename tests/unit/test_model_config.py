@@ -8,6 +8,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.errors import ConfigurationError
+from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.registry import FAMILIES
 from engine.models.rotary import RotaryEmbedding
@@ -27,7 +28,7 @@ def source_config(model_type, **fields):
 
 
 def read_config_of(model_type, **fields):
-    return FAMILIES[ARCHITECTURE[model_type]].read_config(source_config(model_type, **fields))
+    return FAMILIES[ARCHITECTURE[model_type]].read_config(ConfigFields(fields, model_type))
 
 
 def build_model(model_type, **fields) -> CausalModel:
@@ -72,6 +73,27 @@ def test_a_config_does_not_change(model_type):
         ("opt", {"activation_function": "tanhshrink"}, "activation_function 'tanhshrink'"),
         ("gpt2", {"activation_function": "mish"}, "activation_function 'mish'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("llama", {"hidden_size": "64"}, "hidden_size is '64'; it must be a positive integer"),
+        ("llama", {"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
+        ("opt", {"ffn_dim": 0}, "ffn_dim is 0; it must be a positive integer"),
+        ("gpt2", {"n_layer": -1}, "num_hidden_layers is -1"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None; it must be a positive number"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+        ("llama", {"hidden_act": None}, "hidden_act is None; it must be a text"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        ("llama", {"rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
+        ("llama", rope_fields("linear"), "rope_type 'linear' needs factor"),
+        ("llama", rope_fields("linear", factor="2"), "factor is '2'; it must be a positive number"),
+        ("llama", rope_fields("llama3", factor=2.0), "rope_type 'llama3' needs low_freq_factor"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_type 'per layer type'",
+        ),
+        ("llama", {"hidden_size": 20, "num_attention_heads": 3}, "hidden_size 20"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 32"),
+        ("qwen2", {"layer_types": 5}, "layer_types must be a list of 32"),
     ],
 )
 def test_the_error_of_an_unsupported_field_names_it(model_type, fields, named):

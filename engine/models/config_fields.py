@@ -1,0 +1,217 @@
+"""`ConfigFields`: the fields of a checkpoint's config.json, with the defaults of its family.
+
+Defaults, and what older names mean, are those of `transformers` 5. Its own classes are not used
+where a model is served: their import takes a worker as long as that of torch.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from baton.errors import ConfigurationError
+
+__all__ = ["ConfigFields", "positive", "unsupported"]
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_QWEN = _DECODER | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+# By model_type.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": _DECODER,
+        "mistral": _DECODER
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+        },
+        "qwen2": _QWEN,
+        "qwen3": _QWEN | {"head_dim": 128},
+        "opt": {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "word_embed_proj_dim": None,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
+        "gpt2": {
+            "vocab_size": 50257,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "n_inner": None,
+            "max_position_embeddings": 1024,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+    }
+)
+# Other names that config.json may have, by model_type.
+_OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        }
+    }
+)
+_LARGEST = 2**63
+
+
+class ConfigFields:
+    """Reads fields by name, and checks their types.
+
+    Args:
+        given: the content of config.json.
+        model_type: the family's name in it, which must be a key of the registry's families.
+    """
+
+    def __init__(self, given: Mapping[str, Any], model_type: str) -> None:
+        self._given = given
+        self._defaults = _DEFAULTS[model_type]
+        self._other_names = _OTHER_NAMES.get(model_type, {})
+
+    @property
+    def dtype(self) -> str:
+        """The type of the checkpoint's weights; float32 if config.json has none."""
+        name = self._given.get("dtype")
+        name = self._given.get("torch_dtype") if name is None else name
+        return str("float32" if name is None else name).removeprefix("torch.")
+
+    def raw(self, name: str) -> Any:
+        """A field as it is in config.json; None if it is absent."""
+        return self._given.get(name)
+
+    def count(self, name: str) -> int:
+        """A positive integer.
+
+        Raises:
+            ConfigurationError: it is none; as all methods below, names the field.
+        """
+        value = self._value(name)
+        if not _is_count(value):
+            raise _wrong(name, value, "a positive integer")
+        return int(value)
+
+    def optional_count(self, name: str) -> int | None:
+        """A positive integer, or None."""
+        return None if self._value(name) is None else self.count(name)
+
+    def index(self, name: str) -> int:
+        """An integer that is not negative."""
+        return 0 if _is_integer(self._value(name)) and self._value(name) == 0 else self.count(name)
+
+    def number(self, name: str) -> float:
+        """A positive number."""
+        return positive(name, self._value(name))
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._value(name)
+        if not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        """A text."""
+        value = self._value(name)
+        if not isinstance(value, str):
+            raise _wrong(name, value, "a text")
+        return value
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """The parameters of rotary embedding: `rope_parameters`, or older fields in its place.
+
+        Has `rope_type` and `rope_theta`, and `original_max_position_embeddings` for types that
+        scale by it.
+        """
+        name = "rope_scaling" if self.raw("rope_scaling") else "rope_parameters"
+        given = self.raw(name)
+        if given is not None and not isinstance(given, Mapping):
+            raise _wrong(name, given, "an object")
+        parameters = dict(given or {})
+        parameters.setdefault("rope_theta", self._value("rope_theta"))
+        if (rotated := self.raw("partial_rotary_factor")) is not None:
+            parameters.setdefault("partial_rotary_factor", rotated)
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if parameters["rope_type"] in ("llama3", "yarn"):
+            parameters.setdefault(
+                "original_max_position_embeddings", self.count("max_position_embeddings")
+            )
+        return parameters
+
+    def _value(self, name: str) -> Any:
+        other = self._other_names.get(name, name)
+        default = self._defaults[name]
+        return self._given.get(name, self._given.get(other, default))
+
+
+def unsupported(field: str, value: Any) -> ConfigurationError:
+    """Returns the error for a config.json field with a value that Baton does not support."""
+    return ConfigurationError(f"config.json: {field} {value!r} is not supported")
+
+
+def positive(name: str, value: Any) -> float:
+    """Returns a number.
+
+    Raises:
+        ConfigurationError: it is not a positive number; names it.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise _wrong(name, value, "a positive number")
+    number: float = value
+    return number
+
+
+def _wrong(name: str, value: Any, kind: str) -> ConfigurationError:
+    return ConfigurationError(f"config.json: {name} is {value!r}; it must be {kind}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and 0 < value < _LARGEST
