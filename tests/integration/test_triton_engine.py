@@ -58,7 +58,6 @@ def _reference(variant):
     ("variant", "kind"),
     [
         ("qwen3", "triton, eager"),
-        ("llama", "triton, eager"),
         ("llama_sharded", "triton, eager"),  # heads whose width is no power of two
         ("mistral_sliding", "triton, eager"),
         ("qwen2_alternating", "triton, graphs"),
