@@ -36,6 +36,8 @@ from tests.support.real_engines import (
 from tests.support.requests import engine_request
 from tests.support.rounding_cache import RoundingCache, rounded
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 NUM_TOKENS = 12
 LENGTHS = (1, 7, 8, 9, 16, 31, 33, 43)
 FP8 = "fp8_e4m3"

@@ -24,6 +24,8 @@ from tests.support.pairs import pairs
 from tests.support.real_engines import Outputs, build_core, hand_over, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 WIDTH = 4
 NUM_TOKENS = 12
 PROMPTS = (1, 8, 21, 40)

@@ -305,6 +305,7 @@ def test_a_hostile_constraint_is_bounded_and_delays_no_other(compiler, hostile):
         assert len(error.message) < 1000
 
 
+@pytest.mark.slow
 def test_compiling_hungry_grammars_leaves_no_memory_behind(compiler):
     """And no process; a grammar that exceeds the limit of memory is refused."""
     server = psutil.Process(compiler._process._process.pid)
@@ -350,6 +351,7 @@ def test_llguidance_compiles_what_xgrammar_does_not_express(compiler):
         assert int(text_of(vocabulary, tokens)) % 7 == 0
 
 
+@pytest.mark.slow
 def test_llguidance_compiles_what_takes_xgrammar_too_long(compiler):
     schema = doubling(8, "anyOf")
     chosen = GrammarCompiler(

@@ -17,6 +17,8 @@ from tests.support.requests import changed, engine_request
 from tests.support.ruled_generation import by_oracle, generate
 from tests.support.runner_kinds import use_kind
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 NUM_TOKENS = 14
 PROMPT = tuple(prompt_of(21, seed=3))
 DRAWN = {"temperature": 1.2, "seed": 5}

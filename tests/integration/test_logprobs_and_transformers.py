@@ -17,6 +17,8 @@ from tests.support.real_engines import SplitRun, build_core, engine, run_all, to
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 NUM_TOKENS = 14
 TIGHT = {"max_model_len": 72, "num_gpu_blocks_override": 12}
 FEATURES = {

@@ -22,6 +22,8 @@ from tests.support.checkpoints import (
 from tests.support.paged_session import PagedSession, loaded
 
 # Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
+pytestmark = pytest.mark.sampled(one_in=2)
+
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
 
 # Steps: lists of (sequence, query length) in order.

@@ -32,6 +32,8 @@ from tests.support.requests import engine_request
 from tests.support.rounding_cache import RoundingCache
 from tests.support.runner_kinds import use_kind
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 BLOCK_SIZE = 8
 NUM_TOKENS = 12
 LENGTHS = (1, 7, 8, 9, 43)

@@ -20,6 +20,8 @@ from tests.support.tokenizer_folders import (
     write_opt_folder,
 )
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 WRITERS = {
     "byte_level": write_byte_level_folder,
     "byte_fallback": write_byte_fallback_folder,

@@ -21,6 +21,8 @@ from tests.support.constraints import (
 )
 from tests.support.json_schemas import allowed_tokens, text_of, walk
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 PERSON = {
     "type": "object",
     "properties": {
