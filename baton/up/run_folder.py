@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,18 +75,16 @@ def _lock(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_locked = folder.exists()
-    except BlockingIOError:
-        is_locked = False
-    except OSError:
-        os.close(descriptor)
-        raise
-    if is_locked:
-        return descriptor
-    os.close(descriptor)
-    return None
+    with ExitStack() as unlocked:
+        unlocked.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if not folder.exists():
+            return None
+        unlocked.pop_all()
+    return descriptor
 
 
 @contextmanager

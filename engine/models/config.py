@@ -216,17 +216,17 @@ def _common(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-# From config.json's names to RopeConfig's.
-_ROPE_NUMBERS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
+# Numbers that config.json and RopeConfig name alike.
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 _NEEDED_BY_TYPE = {
     "default": (),
     "linear": ("factor",),
@@ -247,9 +247,9 @@ def _rope_config(parameters: Mapping[str, Any]) -> RopeConfig:
         if parameters.get(name) is None:
             raise ConfigurationError(f"config.json: rope_type {rope_type!r} needs {name}")
     given: dict[str, Any] = {
-        name: positive(key, parameters[key])
-        for key, name in _ROPE_NUMBERS.items()
-        if parameters.get(key) is not None
+        name: positive(name, parameters[name])
+        for name in _ROPE_NUMBERS
+        if parameters.get(name) is not None
     }
     original_len = parameters.get("original_max_position_embeddings")
     if original_len is not None:

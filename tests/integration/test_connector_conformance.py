@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.conformance_suite import (
     SUITE_DEADLINE_S,
-    Suites,
     check_suite,
     install_stores,
     run_failing_suites,
@@ -48,13 +47,6 @@ URLS = (
     "multi://grpc://,memory://several",
     "multi://faulty+grpc://?faults=fail_load:1,file://{}",
 )
-
-
-@pytest.fixture(scope="module")
-def suites():
-    running = Suites()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

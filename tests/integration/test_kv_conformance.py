@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.conformance_suite import (
     SUITE_DEADLINE_S,
-    Suites,
     check_suite,
     install_stores,
     run_failing_suites,
@@ -89,13 +88,6 @@ STORES = {
     "redis cluster": _redis_cluster,
     "redis sentinels": _redis_sentinels,
 }
-
-
-@pytest.fixture(scope="module")
-def suites():
-    running = Suites()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
