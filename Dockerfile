@@ -14,6 +14,14 @@ RUN apt-get update \
 RUN python -m venv /opt/baton \
     && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 WORKDIR /source
+# So have the packages that Baton needs.
+COPY pyproject.toml .
+RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+    > /tmp/requirements.txt \
+    && /opt/baton/bin/pip install --requirement /tmp/requirements.txt
+# And the CPU kernels, which take long to compile.
+COPY kernels/native kernels/native
+RUN PYTHONPATH=kernels python -m native.build
 COPY . .
 # Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
 ARG EXTRAS=
@@ -21,6 +29,13 @@ RUN /opt/baton/bin/pip install ".${EXTRAS:+[${EXTRAS}]}"
 
 FROM python:3.11-slim
 COPY --from=builder /opt/baton /opt/baton
+# Triton compiles the launchers of its kernels when they first run; torch for GPUs needs it.
+# hadolint ignore=DL3008
+RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
+    apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*; \
+    fi
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1
 # Volumes that are mounted on these folders, see docker-compose.yml, get their owner.
 RUN useradd --create-home --uid 10001 baton \

@@ -41,14 +41,14 @@ test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 $(INTEGRATIONS)/.insta
 test-gpu: ## run the tests of Triton kernels and the device runtime on a GPU
 	$(GPU_PYTHON) -m scripts.test_gpu
 
-lint: $(VENV)/.dev ## check style, layers, protos, generated files and the Dockerfile
+lint: $(VENV)/.dev ## check style, layers, protos, generated files and Dockerfiles
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python -m scripts.generate_configuration --check
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile scripts/containers/redis/Dockerfile
 
 type: $(VENV)/.dev ## check types
 	$(BIN)/mypy

@@ -37,13 +37,11 @@ _TEXT = "models read and write text"
 _NO_LORA = "adapters are not supported"
 _NO_DRAFTS = "speculative decoding is not supported"
 _FIXED: Mapping[str, _Fixed] = {
-    "tensor_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "pipeline_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "data_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "decode_context_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
-    "distributed_executor_backend": _Fixed(("mp", "uni"), _ONE_DEVICE),
     "cpu_offload_gb": _Fixed((0,), "weights stay on the device"),
     "trust_remote_code": _Fixed((False,), _OWN_CODE),
     "model_impl": _Fixed(("auto",), _OWN_CODE),
@@ -160,9 +158,7 @@ class EngineArgs:
         self.generation_config = generation_config or "auto"
         self.seed = seed
         self.reasoning_strs = (reasoning_start_str, reasoning_end_str)
-        self.config = EngineConfig(
-            model=self.model, role="both", **_engine_fields(engine_arguments)
-        )
+        self.config = EngineConfig(model=self.model, **_engine_fields(engine_arguments))
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -171,7 +167,7 @@ class AsyncEngineArgs(EngineArgs):
 
 def _engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `EngineConfig` that the arguments set."""
-    known = {field.name for field in fields(EngineConfig)} - {"model", "role"}
+    known = {field.name for field in fields(EngineConfig)} - {"model"}
     values = {}
     for given, value in arguments.items():
         name = _RENAMED.get(given, given)

@@ -45,11 +45,11 @@ class BatonError(Exception):
     """
 
     code: ClassVar[str] = "UNKNOWN"
-    retry_after_s: float | None = None
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 class InvalidArgumentError(BatonError):
@@ -79,10 +79,6 @@ class ResourceExhaustedError(BatonError):
     """A queue is full, a limit is reached, or the request can never fit."""
 
     code = "RESOURCE_EXHAUSTED"
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceededError(BatonError):

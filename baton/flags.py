@@ -42,8 +42,8 @@ class Flag:
         parse: turns the flag's text into a value, or raises `argparse.ArgumentTypeError`. None:
             the field's type, where `X | None` is X, and takes "none" too unless X is str.
         choices: the accepted values; empty for all.
-        aliases: further names, which work and are documented nowhere, each with its own parser
-            or None for `parse`.
+        aliases: further names (one with a single dash starts with it), which work and are
+            documented nowhere, each with its own parser or None for `parse`.
         metavar: stands for the value in the help; empty for a name made from the type.
         name: the flag without its dashes; empty for the field's name with dashes.
         is_main: whether the short help has the flag.
@@ -206,7 +206,8 @@ def _add_flag(
     hidden = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for alias, parse in metadata.aliases.items():
         parser.add_argument(
-            f"--{alias}", **{**options, **hidden, **({"type": parse} if parse else {})}
+            alias if alias.startswith("-") else f"--{alias}",
+            **{**options, **hidden, **({"type": parse} if parse else {})},
         )
     if metadata.is_positional:
         shown = "" if is_missing or default is None else f" (default: {default})"

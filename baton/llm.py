@@ -30,6 +30,8 @@ __all__ = ["LLM"]
 Messages = Sequence[Mapping[str, Any]]
 ProgressBar = bool | Callable[..., Any]
 
+_SAVES_S = 10.0
+
 _logger = logging.getLogger("baton")
 
 
@@ -51,6 +53,7 @@ class LLM:
         self._core, self._requests = loaded.core, loaded.requests
         self._chats, self._tokenizer = loaded.chats, loaded.tokenizer
         self._numbers = count()
+        self._is_closed = False
 
     def generate(
         self,
@@ -183,8 +186,17 @@ class LLM:
         return self._core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Closes the KV connector, if there is one. Idempotent."""
-        self._core.close()
+        """Closes the KV connector, if there is one. Idempotent.
+
+        It waits for KV that is being saved, for at most ten seconds.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._core.finish_saves(_SAVES_S)
+        finally:
+            self._core.close()
 
     def __enter__(self) -> Self:
         return self

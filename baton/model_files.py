@@ -15,7 +15,13 @@ from typing_extensions import override
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
 from baton.named_models import NAMED_MODELS
-from baton.tokenizer_files import load_tokenizer, read_json, read_settings, resolve_folder
+from baton.tokenizer_files import (
+    load_tokenizer,
+    read_json,
+    read_settings,
+    resolve_folder,
+    vocabulary_digest,
+)
 
 __all__ = [
     "CheckpointFolder",
@@ -62,6 +68,11 @@ class ModelFiles(Protocol):
             ConfigurationError: it is missing, broken or of an unsupported kind.
         """
 
+    def tokenizer_digest(self) -> str:
+        """Returns a digest of the tokenizer's vocabulary; empty if there is none to compare, as
+        of a GGUF file, which may fill its vocabulary up.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder(ModelFiles):
@@ -88,6 +99,10 @@ class CheckpointFolder(ModelFiles):
     @override
     def load_tokenizer(self) -> tokenizers.Tokenizer:
         return load_tokenizer(self.path)
+
+    @override
+    def tokenizer_digest(self) -> str:
+        return vocabulary_digest(self.path)
 
 
 def local_model(path_or_name: str | Path) -> ModelFiles | None:

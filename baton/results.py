@@ -43,6 +43,7 @@ class Timings:
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
     total_ms: float = 0.0
+    wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ GPT-2 or OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
 `tokenizer_config.json`. A leaf module that router and workers share.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from baton.errors import ConfigurationError
 from baton.hub_names import split_revision
 
-__all__ = ["SPECIAL_TOKEN_ROLES", "load_tokenizer", "read_json", "read_settings", "resolve_folder"]
+__all__ = [
+    "SPECIAL_TOKEN_ROLES",
+    "load_tokenizer",
+    "read_json",
+    "read_settings",
+    "resolve_folder",
+    "vocabulary_digest",
+]
 
 _FILES = (
     "tokenizer.json",
@@ -34,6 +42,7 @@ _FILES = (
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Tokens named by role (`bos_token`) are special, even if their description says otherwise."""
 _EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_DIGEST_CHARS = 32
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_END_OF_TEXT = "<|endoftext|>"
 
@@ -85,6 +94,35 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # `tokenizers` raises plain Exception for broken files
         raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
     raise ConfigurationError(_missing_files_message(folder))
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """Returns a hex digest of the ids and texts of a checkpoint folder's vocabulary.
+
+    Everything else is left out, since folders of the same tokenizer may differ in it: the form of
+    the files, and added tokens, of which fine-tuned checkpoints often have more.
+
+    Returns:
+        The digest; empty if the folder has no tokenizer, or one that cannot be read.
+    """
+    try:
+        vocabulary = _read_vocabulary(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""  # `load_tokenizer` says what is wrong, where a tokenizer is needed
+    if not vocabulary:
+        return ""
+    by_id = json.dumps(sorted((i, text) for text, i in vocabulary.items()))
+    return hashlib.sha256(by_id.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def _read_vocabulary(folder: Path) -> dict[str, int]:
+    """The vocabulary that `load_tokenizer` loads, without added tokens; empty if there is none."""
+    if (folder / "tokenizer.json").is_file():
+        vocabulary = read_json(folder / "tokenizer.json")["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of texts with their scores
+            return {text: i for i, (text, _) in enumerate(vocabulary)}
+        return dict(vocabulary)
+    return read_json(folder / "vocab.json") if (folder / "merges.txt").is_file() else {}
 
 
 def _missing_files_message(folder: Path) -> str:

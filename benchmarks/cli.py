@@ -36,6 +36,13 @@ _COMMANDS = {
         "benchmarks.router.command", "requests and streamed tokens in one router process"
     ),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
+    "chaos": _Command(
+        "benchmarks.chaos.command", "clients while processes are killed, frozen and restarted"
+    ),
+    "soak": _Command(
+        "benchmarks.chaos.soak_command", "memory and descriptors under a long mixed load"
+    ),
+    "ranks": _Command("benchmarks.ranks_command", "exchanges between the ranks of one engine"),
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
     ),

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncGenerator, Sequence
@@ -16,8 +15,9 @@ from baton.errors import UnavailableError
 from baton.results import Timings
 from baton.up.cluster import start_server, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
-from baton.up.run_folder import embedded_store, taking_turns
+from baton.up.run_folder import embedded_store, sharing_machine
 from baton.up.supervisor import SupervisedProcess
+from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
 
@@ -129,10 +129,10 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
     Raises:
         ConfigurationError: a process ended before it served.
     """
-    with taking_turns(config) as with_turns:
+    with sharing_machine(config, turns=True) as with_turns:
         plan = plan_cluster(with_turns)
         servers = (*plan.workers, plan.router)
-        processes = [SupervisedProcess(server.spec, _write_line) for server in servers]
+        processes = [SupervisedProcess(server.spec, write_line) for server in servers]
         try:
             pairs = list(zip(servers, processes, strict=True))
             await asyncio.gather(*(start_server(*pair) for pair in pairs[:-1]))
@@ -155,7 +155,3 @@ def _read_text(url: str) -> str:
     with urllib.request.urlopen(url, timeout=_METRICS_TIMEOUT_S) as response:  # noqa: S310 - http
         text: str = response.read().decode()
     return text
-
-
-def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
 from benchmarks.peers.comparison import compare
 from benchmarks.peers.summary import summarize
+from benchmarks.report.output import write_line
 from benchmarks.split_vs_whole import measure_rates
 from engine.config import EngineConfig
 
@@ -92,7 +92,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
             cases,
             setting,
             args.repeats,
-            _write_line,
+            write_line,
             lambda: machines.append(describe_machine(num_threads=setting.num_threads)),
         )
         report["machine"] = with_median_rates(machines)
@@ -116,7 +116,7 @@ def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
     engine = EngineConfig(
         model=str(setting.model), dtype="bfloat16", max_model_len=setting.max_model_len
     )
-    return asyncio.run(measure_rates(engine, rounds, _write_line))
+    return asyncio.run(measure_rates(engine, rounds, write_line))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -139,10 +139,6 @@ def _model(name: str, models: Path) -> Path:
             "or a checkpoint's folder"
         )
     return folder
-
-
-def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def print_comparison(report: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="of the part jump-forward (default: %(default)s)",
     )
-    add_engine_args(parser, omit=("model", "role", "served_model_name", "kv_connector"))
+    add_engine_args(parser, omit=("model", "served_model_name", "kv_connector"))
     add_output_args(parser)
 
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
             name, value = flag.replace("_", "-"), getattr(args, flag)
             raise ConfigurationError(f"--{name} is {value}; it must be in [{least}, {most}]")
     parts = _PARTS if args.part is None else (args.part,)
-    config = engine_config_from_args(args, model=args.model, role="both")
+    config = engine_config_from_args(args, model=args.model)
     config = replace(config, enable_prefix_caching=False)
     masks = list(_measure_masks(args, config)) if "masks" in parts else []
     jumps = list(_measure_jumps(args, config)) if "jump-forward" in parts else []

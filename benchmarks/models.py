@@ -120,7 +120,7 @@ def num_weights(folder: Path) -> int:
 def add_offline_args(parser: argparse.ArgumentParser) -> None:
     """Adds `--model` and the engine's flags."""
     add_model_arg(parser)
-    add_engine_args(parser, omit=("model", "role", "served_model_name", "kv_connector"))
+    add_engine_args(parser, omit=("model", "served_model_name", "kv_connector"))
 
 
 def add_model_arg(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
-    return engine_config_from_args(args, model=resolve_model(args.model), role="both")
+    return engine_config_from_args(args, model=resolve_model(args.model))
 
 
 def resolve_model(model: str | None) -> str:

@@ -58,7 +58,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     add_workload_args(parser)
     add_rated_arrival_args(parser)
-    add_engine_args(parser, omit=("model", "role", "kv_connector", "turns_folder"))
+    add_engine_args(parser, omit=("model", "kv_connector", "turns_folder", "weights_folder"))
     add_output_args(parser)
 
 
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     level = parse_service_level(args.goodput)
     refuse_below(1, num_workers=args.num_workers)
     refuse_below(1e-3, start_rate=args.start_rate, time_budget_s=args.time_budget_s)
-    engine = engine_config_from_args(args, model=resolve_model(args.model), role="both")
+    engine = engine_config_from_args(args, model=resolve_model(args.model))
     load = Load(args, level, LoadLimits(None, _REQUEST_TIMEOUT_S))
     search = coordinate_search(_start(args), AXES, SearchSettings(start_rate=args.start_rate))
     points = asyncio.run(run_search(search, engine, load, args.time_budget_s, tqdm.write))
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 def serve_command(engine: EngineConfig, candidate: Candidate) -> str:
     """Returns the command line that runs a candidate."""
-    flags = flags_of_config(engine_of(engine, candidate), omit=("role", "kv_connector"))
+    flags = flags_of_config(engine_of(engine, candidate), omit=("kv_connector"))
     prefill = ("--prefill-workers", str(candidate.num_prefill))
     decode = ("--decode-workers", str(candidate.num_decode))
     return shlex.join(["baton", "serve", *prefill, *decode, *flags])

@@ -1,1 +1,1 @@
-"""The decode tier's server: takes handed-over KV and generates tokens."""
+"""The decode service: takes handed-over KV and generates tokens."""

@@ -19,7 +19,7 @@ from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
-from kvstore.handoff import handoff_from_proto
+from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from rpc.errors import to_worker_error
 from rpc.logs import logging_request
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -40,7 +40,7 @@ class RouterSession:
     """Runs one router's requests on an engine.
 
     Args:
-        engine: a started engine of role decode.
+        engine: a started engine.
         spans: sends spans; None sends none.
     """
 
@@ -53,6 +53,8 @@ class RouterSession:
         self._live: dict[str, EngineRequest] = {}
         # By request id; no value is empty.
         self._pending: dict[str, PendingOutputs] = {}
+        # By request id: the ends of requests that continue on another replica.
+        self._moved: dict[str, KvHandoff | None] = {}
         self._has_logprobs = False  # whether any pending output may have log-probabilities
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -71,7 +73,7 @@ class RouterSession:
             while not self._is_over(reader):
                 await self._changed.wait()
                 self._changed.clear()
-                while self._pending:
+                while self._pending or self._moved:
                     yield self._take_pending()
         finally:
             self._engine.abort(list(self._live))
@@ -86,7 +88,8 @@ class RouterSession:
     def _is_over(self, reader: "asyncio.Task[None]") -> bool:
         if reader.done():
             reader.result()  # raises the reader's error, if there was one
-        return (reader.done() or self._is_closing) and not self._live and not self._pending
+        has_outputs = self._pending or self._moved
+        return (reader.done() or self._is_closing) and not self._live and not has_outputs
 
     # Commands.
 
@@ -99,9 +102,13 @@ class RouterSession:
                     self._cancel(command.cancel)
                 case "prefetch":
                     self._prefetch(command.prefetch)
+                case "move":
+                    self._engine.move(command.move.request_id)
+                case "release":
+                    self._engine.release_handoff(command.release.handoff_id)
                 case _:
                     raise InvalidArgumentError(
-                        "command is unset; set one of start, cancel, prefetch"
+                        "command is unset; set one of start, cancel, prefetch, move, release"
                     )
             while len(self._pending) >= _MAX_PENDING_REQUESTS:
                 self._has_room.clear()
@@ -151,6 +158,7 @@ class RouterSession:
             if self._spans is not None:
                 self._spans.send_cancelled(request.spec, self._stages.pop(request_id, ()))
         self._pending.pop(request_id, None)
+        self._moved.pop(request_id, None)
 
     def _end_duplicate(self, request_id: str) -> None:
         """Ends the running request too: the router could not distinguish their tokens."""
@@ -178,7 +186,11 @@ class RouterSession:
             del self._live[output.request_id]
         if self._spans is not None and output.timings is not None:
             self._note_stages(self._spans, request, output)
-        self._add(output)
+        if output.finish_reason is FinishReason.HANDOFF:
+            self._moved[output.request_id] = output.handoff
+            self._changed.set()
+        else:
+            self._add(output)
 
     def _note_stages(
         self, spans: WorkerSpans, request: EngineRequest, output: EngineOutput
@@ -214,4 +226,15 @@ class RouterSession:
                 messages.append(output)
         self._has_logprobs = self._has_logprobs and bool(self._pending)
         self._has_room.set()
-        return decode_pb2.ConnectResponse(outputs=messages)
+        return decode_pb2.ConnectResponse(outputs=messages, moved=self._take_moved())
+
+    def _take_moved(self) -> list[decode_pb2.MovedRequest]:
+        """Takes the requests that have moved and whose outputs have all been taken."""
+        names = [name for name in self._moved if name not in self._pending]
+        handoffs = [(name, self._moved.pop(name)) for name in names]
+        return [
+            decode_pb2.MovedRequest(
+                request_id=name, handoff=None if handoff is None else handoff_to_proto(handoff)
+            )
+            for name, handoff in handoffs
+        ]

@@ -1,4 +1,4 @@
-"""`DecodeServicer`: DecodeService over an engine of role decode."""
+"""`DecodeServicer`: DecodeService over an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Generates tokens; `protos/baton/v1/decode.proto` documents the methods.
 
     Args:
-        engine: a started engine of role decode.
+        engine: a started engine.
         spans: sends spans; None sends none.
     """
 

@@ -12,14 +12,21 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
     Abort,
     Add,
+    AwaitSaves,
     EngineThread,
     FinishCandidate,
+    Move,
     Prefetch,
     RecordKvEvents,
     ReleaseHandoff,
@@ -27,7 +34,7 @@ from engine.engine_thread import (
 )
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
-from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from kvstore.handoff import KvHandoff, connector_name
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ __all__ = ["AsyncEngine"]
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
+_WATCH_INTERVAL_S = 0.1
 _MIN_WAITING_EVENTS = 1024
 
 _logger = logging.getLogger("baton.engine")
@@ -49,14 +57,17 @@ class AsyncEngine:
     Call all methods on the event loop that made it.
 
     Attributes:
-        config: the limits and role.
+        config: the limits.
         info: the loaded model's facts.
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
         metrics: counts of requests and steps.
+        role: which requests it takes.
     """
+
+    role: Role = Role.BOTH
 
     def __init__(self, core: EngineCore) -> None:
         self.config = core.config
@@ -85,6 +96,8 @@ class AsyncEngine:
             lambda on: self._thread.put(RecordKvEvents(on)),
         )
         self._thread.start()
+        self._is_stalled = False
+        self._step_watch = self._loop.create_task(self._watch_steps())
 
     @classmethod
     async def start(
@@ -116,17 +129,19 @@ class AsyncEngine:
             FailedPreconditionError: the handoff is not for this engine.
             ResourceExhaustedError: the queue is full, or the request needs more blocks than the
                 pool has.
-            UnavailableError: the engine drains or has stopped.
+            UnavailableError: the engine drains, has stopped, or has another role.
         """
-        if self._draining or self._has_stopped:
+        kind = Role.PREFILL if request.hands_over else Role.DECODE
+        if self._draining or self._has_stopped or kind not in self.role:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
         if request_id in self._handlers:
             limit = "unique among running requests"
             raise InvalidArgumentError.for_field("request_id", request_id, limit)
-        limit_live = self.config.max_num_waiting + self.config.max_num_seqs
-        if len(self._handlers) >= limit_live:
-            raise ResourceExhaustedError(f"{limit_live} requests are queued here already")
+        if len(self._handlers) >= self.config.max_requests:
+            raise ResourceExhaustedError(
+                f"{self.config.max_requests} requests are queued here already"
+            )
         self._core.check(request)
         self._handlers[request_id] = on_output
         self._idle.clear()
@@ -165,6 +180,15 @@ class AsyncEngine:
         """
         if request_id in self._handlers:
             self._thread.put(FinishCandidate(request_id, index))
+
+    def move(self, request_id: str) -> None:
+        """Ends a request that continues on another engine, at once or when its KV is saved.
+
+        Its last output has the reason HANDOFF, and a handoff if the connector made one. Unknown
+        ids are fine.
+        """
+        if request_id in self._handlers:
+            self._thread.put(Move(request_id))
 
     def prefetch(self, handoff: KvHandoff) -> None:
         """Starts to load blocks of a prompt that a prefill engine is still computing.
@@ -205,18 +229,36 @@ class AsyncEngine:
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine was at a recent step."""
-        return replace(self._thread.load, draining=self._draining)
+        return replace(
+            self._thread.load,
+            draining=self._draining,
+            stalled=self._is_stalled,
+            role=self.role,
+        )
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests from now on, and waits for the others to end.
+        """Refuses new requests from now on, and waits for the others to end, and for their KV.
+
+        KV that is being saved is waited for, and lent blocks until their leases have ended: other
+        engines need them.
 
         Returns:
             How many requests had not ended at the timeout.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+                await self._wait_for_saves()
         return len(self._handlers)
+
+    async def _wait_for_saves(self) -> None:
+        """Waits until no KV is being saved or lent, or the engine has stopped."""
+        if self._has_stopped:
+            return
+        answer: asyncio.Future[None] = self._loop.create_future()
+        self._thread.put(AwaitSaves(answer))
+        await asyncio.wait((answer, self._failed), return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_failed(self) -> BaseException:
         """Waits until the engine dies of a bug; returns the cause. The process should end then.
@@ -228,8 +270,10 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stops the thread and closes the connector. Idempotent.
 
-        Requests that have not ended do so with `UnavailableError`.
+        Requests that have not ended do so with `UnavailableError`. A thread whose step hangs is
+        left behind.
         """
+        self._step_watch.cancel()
         await asyncio.to_thread(self._stop_thread)
         self._end_all()
 
@@ -239,12 +283,32 @@ class AsyncEngine:
         """
         self._stop_thread()
         if not self._loop.is_closed():
+            self._step_watch.cancel()
             self._end_all()
 
     def _stop_thread(self) -> None:
         self._closing = True
         self._thread.stop()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(0 if self._is_stalled else _CLOSE_TIMEOUT_S)
+
+    async def _watch_steps(self) -> None:
+        """Notices steps that hang; fails the engine if one does for too long."""
+        watch, timeout_s = self._core.step_watch, self.config.step_timeout_s
+        while not self._has_stopped:
+            before = self._loop.time()
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            late_s = self._loop.time() - before - _WATCH_INTERVAL_S
+            if late_s > _WATCH_INTERVAL_S:  # the step has probably been as late
+                watch.excuse(late_s)
+            elapsed_s, limit_s = watch.elapsed_s(), watch.limit_s()
+            if elapsed_s > limit_s and not self._is_stalled:
+                message = "a step has taken %.1f s; at most %.1f s were expected. It is here:\n%s"
+                _logger.warning(message, elapsed_s, limit_s, self._thread.stack())
+            elif self._is_stalled and elapsed_s <= limit_s:
+                _logger.warning("the step has ended")
+            self._is_stalled = elapsed_s > limit_s
+            if elapsed_s > max(timeout_s, limit_s):
+                self.on_failed(InternalError(f"a step has not ended within {timeout_s:g} s"))
 
     # Calls from the engine's thread (`EngineListener`).
 
@@ -252,6 +316,8 @@ class AsyncEngine:
         """Delivers outputs to their handlers."""
         for output in outputs:
             if output.request_id in self._aborting:
+                if output.handoff is not None:  # made just before the abort; it has no receiver
+                    self.release_handoff(output.handoff.handoff_id)
                 continue
             take = self._handlers.pop if output.is_last else self._handlers.get
             handler = take(output.request_id, None)
@@ -271,6 +337,11 @@ class AsyncEngine:
         answer, num_blocks = reset
         if not answer.done():
             answer.set_result(num_blocks)
+
+    def on_saved(self, answer: "asyncio.Future[None]") -> None:
+        """Ends a wait for saves, unless it was cancelled."""
+        if not answer.done():
+            answer.set_result(None)
 
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
         """Delivers events to the followers."""

@@ -17,15 +17,7 @@ from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 
-__all__ = ["FIXED_FIELDS", "add_engine_args", "engine_config_from_args"]
-
-FIXED_FIELDS = {
-    "prefill": ("role", "kv_load_failure_policy", "kv_publish"),
-    "decode": ("role",),
-}
-"""By role, the fields of `EngineConfig` that have no flag. A prefill engine publishes all prompts
-and computes what it cannot load, so the last two mean nothing to it.
-"""
+__all__ = ["add_engine_args", "engine_config_from_args"]
 
 
 def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = ()) -> None:
@@ -67,7 +59,6 @@ def _check_shared(kv_connector: str) -> None:
 
 
 _FIXED_ARGS = (
-    (("--tensor-parallel-size", "-tp"), "1"),
     (("--pipeline-parallel-size", "-pp"), "1"),
     (("--data-parallel-size", "-dp"), "1"),
     (("--quantization", "-q"), "none"),

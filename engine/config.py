@@ -15,16 +15,16 @@ from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
 from baton.flags import flag
 from baton.named_models import default_model_name
 
-__all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
+__all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
-ROLES = ("prefill", "decode", "both")
 LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+EXECUTOR_BACKENDS = ("mp", "external_launcher", "uni")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 
 
@@ -48,7 +48,6 @@ class EngineConfig:
         metavar="NAME",
         is_main=True,
     )
-    role: str = flag("both", "work of this engine: prefill, decode, or both", choices=ROLES)
     dtype: str = flag(
         "auto",
         "type of weights, activations and KV; auto uses the checkpoint's",
@@ -72,11 +71,37 @@ class EngineConfig:
         is_main=True,
     )
     num_threads: int | None = flag(
-        None, "CPU threads that compute (default: the cores this process may use)"
+        None,
+        "CPU threads that compute, of each rank (default: the cores this process may use, shared "
+        "among its ranks)",
     )
+    tensor_parallel_size: int = flag(
+        1,
+        "number of processes that divide each layer among them, on CPUs",
+        parse=count,
+        aliases={"-tp": None},
+    )
+    distributed_executor_backend: str = flag(
+        "mp",
+        "what starts the processes of --tensor-parallel-size: mp, the engine (on several machines, "
+        "this command on each: --nnodes); external_launcher, torchrun or LeaderWorkerSet",
+        choices=EXECUTOR_BACKENDS,
+    )
+    nnodes: int = flag(
+        1, "machines that --tensor-parallel-size spans, a process on each", parse=count
+    )
+    node_rank: int = flag(0, "number of this machine, from 0; the first one serves", parse=count)
+    master_addr: str = flag("127.0.0.1", "address of the first machine", metavar="HOST")
+    master_port: int = flag(29501, "port there at which the machines meet", parse=count)
     turns_folder: str | None = flag(
         None,
         "existing folder for lock files; CPU workers with the same folder compute in turn",
+        metavar="PATH",
+    )
+    weights_folder: str | None = flag(
+        None,
+        "existing folder through which CPU workers of one machine share their weights' memory, and "
+        "start without packing them again",
         metavar="PATH",
     )
     block_size: int = flag(16, "tokens per KV block")
@@ -169,9 +194,9 @@ class EngineConfig:
         is_main=True,
     )
     kv_publish: str = flag(
-        "finish",
-        "when to save generated KV: off, finish (when a sequence ends), or a number N (after "
-        "every N full blocks)",
+        "8",
+        "when to save generated KV, if the connector finds it by key: off, finish (when a sequence "
+        "ends), or a number N (also whenever N blocks are full)",
     )
     kv_load_failure_policy: str = flag(
         "recompute",
@@ -188,15 +213,19 @@ class EngineConfig:
         "type of KV between tiers, equal on all workers; auto uses this worker's",
         choices=KV_TRANSFER_DTYPES,
     )
-    kv_transfer_head_slices: int = flag(
-        1,
+    kv_transfer_head_slices: int | None = flag(
+        None,
         "number of objects into which a KV block's heads are split between tiers, equal on all "
-        "workers",
+        "workers (default: --tensor-parallel-size, at most the model's KV heads)",
     )
     kv_transfer_layer_slices: int = flag(
         1,
         "number of objects into which a KV block's layers are split between tiers, equal on all "
         "workers; memory, shm and file save each when its layers are computed",
+    )
+    step_timeout_s: float = flag(
+        60.0,
+        "a step that takes longer ends the process, unless such steps are known to take that long",
     )
     kv_transfer_timeout_s: float = flag(
         60.0, "longest wait for the result of a look-up, load or save; its blocks stay out of use"
@@ -212,11 +241,15 @@ class EngineConfig:
         self._check_ranges()
         _check_transfer_block_size(self.transfer_block_size, self.block_size)
         _check_kv_publish(self.kv_publish)
-        _check_turns_folder(self.turns_folder)
-        if self.role == "prefill" and self.kv_connector is None:
-            raise ConfigurationError(
-                "--kv-connector is not set; a prefill engine needs it to hand KV off"
-            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise _bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
+        if self.nnodes > 1 and self.tensor_parallel_size == 1:
+            raise _bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+            limit = "mp or external_launcher with several processes"
+            raise _bad_flag("distributed_executor_backend", "uni", limit)
+        _check_folder("turns_folder", self.turns_folder)
+        _check_folder("weights_folder", self.weights_folder)
 
     def _check_ranges(self) -> None:
         for name in _POSITIVE:
@@ -238,6 +271,11 @@ class EngineConfig:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def max_requests(self) -> int:
+        """Maximum number of running and waiting requests."""
+        return self.max_num_waiting + self.max_num_seqs
+
+    @property
     def max_chunk(self) -> int:
         """Maximum number of tokens of one sequence in one step."""
         return min(
@@ -257,17 +295,20 @@ class EngineConfig:
 
 
 _CHOICES = {
-    "role": ROLES,
     "dtype": DTYPES,
     "load_format": LOAD_FORMATS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "kv_transfer_dtype": KV_TRANSFER_DTYPES,
     "kv_load_failure_policy": LOAD_FAILURE_POLICIES,
+    "distributed_executor_backend": EXECUTOR_BACKENDS,
     "preemption_mode": PREEMPTION_MODES,
     "logprobs_mode": LOGPROBS_MODES,
     "structured_outputs_backend": ("auto", *GRAMMAR_BACKENDS),
 }
 _POSITIVE = (
+    "tensor_parallel_size",
+    "nnodes",
+    "master_port",
     "num_threads",
     "block_size",
     "kv_transfer_block_size",
@@ -282,7 +323,9 @@ _POSITIVE = (
     "max_num_partial_prefills",
 )
 _NOT_NEGATIVE = ("swap_space", "long_prefill_token_threshold", "grammar_cache_bytes")
-_POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s", "grammar_timeout_s")
+_POSITIVE_SECONDS = (
+    *("priority_ageing_s", "step_timeout_s", "kv_transfer_timeout_s", "grammar_timeout_s"),
+)
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -302,10 +345,10 @@ def _check_kv_publish(policy: str) -> None:
         raise _bad_flag("kv_publish", policy, "off, finish or a number >= 1")
 
 
-def _check_turns_folder(path: str | None) -> None:
+def _check_folder(name: str, path: str | None) -> None:
     if path is None or (path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
         return
-    raise _bad_flag("turns_folder", path, "an existing folder that this process may write to")
+    raise _bad_flag(name, path, "an existing folder that this process may write to")
 
 
 def _bad_flag(name: str, value: object, limit: str) -> ConfigurationError:

@@ -15,11 +15,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.errors import BatonError, InternalError
+from baton.errors import BatonError, ConfigurationError, InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
@@ -28,11 +28,13 @@ from engine.metrics.counts import EngineMetrics, StepTimer
 from engine.request import EngineLoad, EngineOutput, EngineRequest
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.schedule.scheduler import Scheduler
+from engine.step_watch import StepWatch
 from engine.validation import check_request
+from kernels.ranks import RanksLostError
 from kvstore.connector import Connector, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.transfer_form import BlockSlicing, TransferForm
+from kvstore.transfer_form import BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
     from baton.security.cluster import ClusterSecurity
@@ -41,7 +43,8 @@ __all__ = ["EngineCore", "OnOutputs"]
 
 OnOutputs = Callable[[list[EngineOutput]], None]
 
-# If this many steps in a row fail, the device is lost; a bad request fails one step.
+# If this many steps of a single request fail in a row, the device is lost. Steps of several do not
+# count: their requests are tried alone next.
 _MAX_FAILED_STEPS = 3
 
 _logger = logging.getLogger("baton.engine")
@@ -57,19 +60,20 @@ class EngineCore:
     """One engine. Not safe to call from two threads at once.
 
     Args:
-        config: limits and role.
+        config: limits.
         runner: executes batches.
         connector: both halves of the KV connector; None runs without one.
         clock: monotonic seconds.
 
     Attributes:
-        config: the limits and role.
+        config: the limits.
         info: the loaded model's facts.
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
         metrics: counts of requests and steps.
+        step_watch: notices a step that hangs.
         is_stalled: whether the last step found nothing to run, so that `wait` sleeps.
     """
 
@@ -90,14 +94,16 @@ class EngineCore:
         self.kv_metrics = KvMetrics()
         self.metrics = EngineMetrics()
         self._timer = StepTimer(self.metrics, clock)
+        self.step_watch = StepWatch(clock, runner.costs.prompt_token_s, lambda: runner.turn_wait_s)
         self._runner = runner
         self._clock = clock
         self._woken = threading.Event()
         self._has_results = False  # the connector has reported some since the last poll
         self._on_outputs: OnOutputs | None = None  # while a step computes
         self._early_error: Exception | None = None
+        self._end_error: Exception | None = None
         self._num_failed_steps = 0
-        self._in_flight: _SubmittedStep | None = None
+        self._submitted: list[_SubmittedStep] = []  # the one to commit next, and the newest
         self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
         self.scheduler = Scheduler(
@@ -129,7 +135,7 @@ class EngineCore:
         """Loads the model and opens the connector.
 
         Args:
-            config: limits and role.
+            config: limits.
             security: for the connector's calls to other processes.
 
         Raises:
@@ -137,6 +143,8 @@ class EngineCore:
         """
         from engine.runtime.device import with_device_defaults
         from engine.runtime.model_runner import ModelRunner
+        from engine.runtime.ranks.processes import start_ranks
+        from engine.runtime.ranks.transfers import join_transfers
         from kvstore.registry import open_connector
 
         # The connector first: a bad URL is an error before minutes of loading.
@@ -145,9 +153,23 @@ class EngineCore:
             if connector is not None:
                 opened.callback(connector[1].close)
             config = with_device_defaults(config)
-            runner = ModelRunner(config)
+            ranks = start_ranks(config, security)
+            if ranks is not None:
+                opened.callback(ranks.close)
+            try:
+                runner = ModelRunner(config, ranks=ranks)
+            except RanksLostError as error:
+                raise ConfigurationError(
+                    "a rank of --tensor-parallel-size has ended while it loaded; its log has the "
+                    "reason"
+                ) from error
             opened.callback(runner.close)
+            if ranks is not None and connector is not None:
+                worker = join_transfers(connector[1], ranks, ranks.transfers, runner)
+                connector = connector[0], worker
             core = cls(config, runner, connector)
+            if ranks is not None:
+                ranks.watch(lambda: core.end(RanksLostError("a rank of the engine has ended")))
             opened.pop_all()
         return core
 
@@ -161,8 +183,13 @@ class EngineCore:
         """Whether steps are needed: for requests, for a step in flight, or for transfers, which
         may be of finished requests.
         """
-        is_in_flight = self._in_flight is not None
+        is_in_flight = bool(self._submitted)
         return self.has_unfinished or is_in_flight or self.scheduler.num_transfers > 0
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether KV is being saved, or lent to other engines that may still read it."""
+        return self.scheduler.has_open_saves or self.scheduler.lends_blocks
 
     def check(self, request: EngineRequest) -> None:
         """Raises for a request that could never finish (`engine.validation`). Thread-safe."""
@@ -204,6 +231,14 @@ class EngineCore:
         """
         self.is_stalled = False
         return self.scheduler.finish_candidate(request_id, index)
+
+    def move(self, request_id: str) -> list[EngineOutput]:
+        """Ends a request that continues on another engine, at once or when its KV is saved.
+
+        Its last output has the reason HANDOFF. Unknown ids are ignored.
+        """
+        self.is_stalled = False
+        return self.scheduler.move(request_id)
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many blocks it held.
@@ -259,7 +294,23 @@ class EngineCore:
         Raises:
             Exception: what the runner raised, if several steps in a row have failed; the engine
                 cannot be used any more. Or what `on_outputs` raised.
+            BaseException: an interrupt, which ends the requests of the steps in flight; the
+                caller aborts the others. The engine can go on, unless it has several ranks.
         """
+        self.step_watch.begin()
+        try:
+            self._run_step(on_outputs)
+        except Exception:
+            raise
+        except BaseException:
+            self._abandon_steps()
+            raise
+        finally:
+            self.step_watch.end()
+
+    def _run_step(self, on_outputs: OnOutputs) -> None:
+        if self._end_error is not None:
+            raise self._end_error
         self._timer.start()
         outputs = self._poll() + self.scheduler.take_compiled() + self.scheduler.expire()
         self._timer.end_phase("transfers")
@@ -289,6 +340,26 @@ class EngineCore:
         """Ends `wait`. Any thread may call it."""
         self._woken.set()
 
+    def end(self, error: Exception) -> None:
+        """Makes the next step raise an error. Any thread may call it."""
+        self._end_error = error
+        self.wake()
+
+    def finish_saves(self, timeout_s: float) -> None:
+        """Waits until no KV is being saved, for at most `timeout_s`. Computes nothing meanwhile.
+
+        Call it before `close`, which cuts saves off.
+        """
+        give_up_at = self._clock() + timeout_s
+        while True:
+            self._start_transfers()
+            self._poll()
+            left_s = give_up_at - self._clock()
+            if left_s <= 0 or not self.scheduler.has_open_saves:
+                return
+            self._woken.wait(left_s)
+            self._woken.clear()
+
     def close(self) -> None:
         """Closes the runner, the connector and the compiler of grammars. Idempotent."""
         with ExitStack() as closing:
@@ -301,8 +372,9 @@ class EngineCore:
     def _compute_step(self, on_outputs: OnOutputs) -> list[EngineOutput]:
         batch = self.scheduler.schedule()
         self._timer.end_phase("schedule")
+        self.step_watch.compute(0 if batch is None else batch.num_tokens)
         self._start_transfers()  # loads run beside the forward pass
-        self.is_stalled = batch is None and self._in_flight is None
+        self.is_stalled = batch is None and not self._submitted
         if self.is_stalled:
             return []
         if self.config.async_scheduling:
@@ -323,8 +395,10 @@ class EngineCore:
     def _run(self, batch: ScheduledBatch, on_outputs: OnOutputs) -> list[EngineOutput]:
         """The readable loop: execute, then commit."""
         self._on_outputs = on_outputs
-        outputs = self._finish(batch, lambda: self._runner.execute(batch))
-        self._on_outputs = None
+        try:
+            outputs = self._finish(batch, lambda: self._runner.execute(batch))
+        finally:
+            self._on_outputs = None
         error, self._early_error = self._early_error, None
         if error is not None:
             raise error
@@ -332,10 +406,15 @@ class EngineCore:
 
     def _overlap(self, batch: ScheduledBatch | None) -> list[EngineOutput]:
         """The overlapped loop: submit this step, then commit the one before it."""
-        before, self._in_flight = self._in_flight, None
+        before = self._submitted[0] if self._submitted else None
+        if before is not None:  # its result is waited for
+            self.step_watch.compute(max(before.batch.num_tokens, batch.num_tokens if batch else 0))
         error = self._submit(batch) if batch is not None else None
         self._timer.end_phase("execute")
-        outputs = self._finish(before.batch, before.output.result) if before else []
+        outputs = []
+        if before is not None:
+            outputs = self._finish(before.batch, before.output.result)
+            del self._submitted[0]
         if batch is not None and error is not None:
             # Now, as the next step must not build on KV that this one has not computed.
             outputs += self._fail(batch, error)
@@ -344,7 +423,7 @@ class EngineCore:
     def _submit(self, batch: ScheduledBatch) -> Exception | None:
         """Submits a step; returns the error if that failed."""
         try:
-            self._in_flight = _SubmittedStep(batch, self._runner.submit(batch))
+            self._submitted.append(_SubmittedStep(batch, self._runner.submit(batch)))
         except Exception as error:
             return error
         return None
@@ -363,14 +442,28 @@ class EngineCore:
         return self.scheduler.commit(batch, output)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[EngineOutput]:
-        """Ends the requests of a failed step; raises the error if several in a row have failed."""
+        """Ends the request of a failed step, or retries its requests if there are several.
+
+        Raises the error if several steps in a row have failed, or a rank is lost.
+        """
         self._connector.step_ended(batch.step, computed=False)
-        self._num_failed_steps += 1
         self.metrics.step_failed()
-        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+        outputs = self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+        self._num_failed_steps += bool(outputs)
+        if isinstance(error, RanksLostError) or self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
-        return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+        return outputs
+
+    def _abandon_steps(self) -> None:
+        """Ends the requests of interrupted steps, when the device has ended these."""
+        for submitted in self._submitted:
+            with suppress(Exception):
+                submitted.output.result()
+        self._submitted.clear()
+        for step in self.scheduler.steps_in_flight:
+            self._connector.step_ended(step, computed=False)
+        self.scheduler.abandon_steps(InternalError("the step was interrupted"))
 
     # The connector.
 
@@ -406,7 +499,8 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
     form = TransferForm(
         config.transfer_block_size,
         info.layout.dtype if is_auto else config.kv_transfer_dtype,
-        config.kv_transfer_head_slices,
+        config.kv_transfer_head_slices
+        or HeadShare.of(0, config.tensor_parallel_size, info.layout.num_kv_heads).degree,
         config.kv_transfer_layer_slices,
     )
     return BlockSlicing(info.layout, form).form

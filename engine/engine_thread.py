@@ -6,8 +6,10 @@ answers go up to a listener on the event loop, in order: the outputs of one step
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,12 @@ from kvstore.handoff import KvHandoff
 __all__ = [
     "Abort",
     "Add",
+    "AwaitSaves",
     "Command",
     "EngineListener",
     "EngineThread",
     "FinishCandidate",
+    "Move",
     "Prefetch",
     "RecordKvEvents",
     "ReleaseHandoff",
@@ -33,6 +37,8 @@ __all__ = [
 ]
 
 _LOAD_INTERVAL_S = 0.02
+# For saves under way when the engine stops; a drain has waited for them before.
+_SAVES_S = 2.0
 
 _logger = logging.getLogger("baton.engine")
 
@@ -61,6 +67,13 @@ class FinishCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Ends a request that continues on another engine, once its KV is saved."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetch:
     """Starts to load blocks of a prompt that a prefill engine is still computing."""
 
@@ -82,6 +95,13 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitSaves:
+    """Sets `answer` as soon as no KV is being saved or lent."""
+
+    answer: "asyncio.Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
 class RecordKvEvents:
     """Starts to report the prefix cache: a snapshot, then its changes. Or stops."""
 
@@ -89,7 +109,15 @@ class RecordKvEvents:
 
 
 Command = (
-    Add | Abort | FinishCandidate | Prefetch | ReleaseHandoff | ResetPrefixCache | RecordKvEvents
+    Add
+    | Abort
+    | FinishCandidate
+    | Move
+    | Prefetch
+    | ReleaseHandoff
+    | ResetPrefixCache
+    | AwaitSaves
+    | RecordKvEvents
 )
 
 
@@ -104,6 +132,9 @@ class EngineListener(Protocol):
 
     def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
         """Receives the `answer` of a `ResetPrefixCache`, and the number to set."""
+
+    def on_saved(self, answer: "asyncio.Future[None]") -> None:
+        """Receives the `answer` of an `AwaitSaves`."""
 
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
         """Receives a snapshot or changes of the prefix cache."""
@@ -132,6 +163,7 @@ class EngineThread:
         self._loop = loop
         self._listener = listener
         self._commands: deque[Command] = deque()
+        self._await_saves: list[asyncio.Future[None]] = []
         self._is_recording = False
         self._is_stopping = False
         self._next_load_at = 0.0
@@ -151,6 +183,11 @@ class EngineThread:
         self._is_stopping = True
         self._core.wake()
 
+    def stack(self) -> str:
+        """Returns where the thread is now, as a traceback; empty if it does not run."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
     def join(self, timeout_s: float) -> None:
         """Waits until the thread has ended."""
         self._thread.join(timeout_s)
@@ -162,6 +199,7 @@ class EngineThread:
             while not self._is_stopping:
                 self._step()
                 self._core.wait()
+            self._core.finish_saves(_SAVES_S)
         except BaseException as error:
             _logger.exception("the engine loop died")
             self._post(self._listener.on_failed, error)
@@ -174,27 +212,40 @@ class EngineThread:
         self._core.run_step(self._deliver)
         if self._is_recording:
             self._deliver_events(self._core.take_kv_events())
+        if self._await_saves and not self._core.has_saves:
+            for answer in self._await_saves:
+                self._post(self._listener.on_saved, answer)
+            self._await_saves.clear()
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
             self.load = self._core.load()
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
     def _execute(self, command: Command) -> None:
-        core, listener = self._core, self._listener
+        core = self._core
         match command:
             case Add(request):
                 self._deliver(self._add(request))
-            case Abort(request_ids, acknowledge):
-                self._deliver(core.abort(request_ids))
-                if acknowledge:
-                    self._post(listener.on_aborted, request_ids)
+            case Abort():
+                self._abort(command)
             case FinishCandidate(request_id, index):
                 self._deliver(core.finish_candidate(request_id, index))
+            case Move(request_id):
+                self._deliver(core.move(request_id))
+            case _:
+                self._execute_other(command)
+
+    def _execute_other(self, command: Command) -> None:
+        """Executes a command that concerns no request of this engine."""
+        core, listener = self._core, self._listener
+        match command:
             case Prefetch(handoff):
                 core.prefetch(handoff)
             case ReleaseHandoff(handoff_id):
                 core.release_handoff(handoff_id)
-            case ResetPrefixCache(answer):
-                self._post(listener.on_reset, (answer, core.reset_prefix_cache()))
+            case ResetPrefixCache(reset):
+                self._post(listener.on_reset, (reset, core.reset_prefix_cache()))
+            case AwaitSaves(answer):
+                self._await_saves.append(answer)
             case RecordKvEvents(on):
                 self._is_recording = on
                 self._deliver_events(core.watch_kv_events(on))
@@ -208,6 +259,11 @@ class EngineThread:
             _logger.exception("request %s could not be added", request_id)
             error = InternalError("the engine failed on this request")
             return [self._core.fail_request(request_id, error)]
+
+    def _abort(self, command: Abort) -> None:
+        self._deliver(self._core.abort(command.request_ids))
+        if command.acknowledge:
+            self._post(self._listener.on_aborted, command.request_ids)
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:

@@ -164,7 +164,6 @@ class SequenceGroup:
         order: sorts groups, the most important first; ends with the arrival number.
         keys: an empty chain of block keys; each sequence starts with a copy.
         max_len: the most prompt and generated tokens of one candidate.
-        hands_over: whether this engine computes only the prompt and one token.
         arrived_at: clock time of arrival.
         state: its place in its life.
         root: computes what the candidates have in common; None once they run themselves.
@@ -173,6 +172,7 @@ class SequenceGroup:
         beam_tops: most likely next tokens of beams that have reported in this round.
         finished: ranked candidates that have ended.
         num_held_seats: seats that it occupies since admission.
+        num_overtaken: groups that were admitted before it because it lacked seats.
         swapped: its KV on the host, in state SWAPPED.
         is_returning: whether a step in flight copies its KV back from the host.
         num_cached: prompt tokens found in the cache or loaded at first admission.
@@ -189,7 +189,6 @@ class SequenceGroup:
     order: tuple[float, int]
     keys: BlockKeyChain
     max_len: int
-    hands_over: bool
     arrived_at: float
     state: GroupState = GroupState.NEW
     root: Sequence | None = None
@@ -198,6 +197,7 @@ class SequenceGroup:
     beam_tops: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
     finished: list[FinishedCandidate] = field(default_factory=list)
     num_held_seats: int = 0
+    num_overtaken: int = 0
     swapped: SwappedTables | None = None
     is_returning: bool = False
     num_cached: int | None = None
@@ -231,6 +231,11 @@ class SequenceGroup:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.spec.request_id
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether this engine computes only the prompt and one token."""
+        return self.request.hands_over
 
     @property
     def arrival(self) -> int:

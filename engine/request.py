@@ -1,7 +1,7 @@
 """Requests to the engine and outputs from it: plain data."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntFlag
 
 from baton.errors import BatonError
 from baton.request_spec import RequestSpec
@@ -14,14 +14,32 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "FinishReason",
+    "Role",
     "StageTimings",
 ]
+
+
+class Role(IntFlag):
+    """Which requests an engine takes. The values are those of `baton.v1.WorkerRole`.
+
+    PREFILL: those whose KV it hands over.
+    DECODE: those that it runs to their end.
+    """
+
+    PREFILL = 1
+    DECODE = 2
+    BOTH = PREFILL | DECODE
+
+    @property
+    def label(self) -> str:
+        """prefill, decode or both."""
+        return (self.name or "").lower()
 
 
 class FinishReason(Enum):
     """Why a candidate ended, or why its whole request did.
 
-    HANDOFF: prefill has finished its part and decode continues.
+    HANDOFF: this engine has finished its part, and another one continues.
     """
 
     STOP = "stop"
@@ -54,8 +72,9 @@ class EngineRequest:
     """A request for the engine, and where its generation starts.
 
     Attributes:
-        spec: the request. A prefill engine generates one token, whatever
-            `spec.params.max_tokens` is.
+        spec: the request.
+        hands_over: whether this engine computes only the prompt and one token of each candidate,
+            whatever `spec.params.max_tokens` is, and hands its KV over.
         progress: the unfinished candidates, if generation continues after
             tokens of prefill or of a replica that was lost. Empty: it begins.
         first_beams: the most likely first tokens with their log-probabilities,
@@ -64,6 +83,7 @@ class EngineRequest:
     """
 
     spec: RequestSpec
+    hands_over: bool = False
     progress: tuple[CandidateProgress, ...] = ()
     first_beams: tuple[tuple[int, float], ...] = ()
     handoff: KvHandoff | None = None
@@ -166,6 +186,7 @@ class EngineLoad:
         num_free_blocks: blocks that no request holds, cached ones included.
         num_blocks: blocks in the pool.
         draining: whether new requests are refused.
+        role: which requests it takes.
         prefix_cache_queries: prompt tokens looked up in the prefix cache since the start.
         prefix_cache_hits: the tokens found by these look-ups.
         num_preemptions: running requests preempted since the start.
@@ -175,6 +196,7 @@ class EngineLoad:
         num_compiling: of the waiting requests, those whose grammars are not compiled yet.
         num_swapped: of the waiting requests, those whose KV is on the host.
         num_cached_blocks: blocks in the prefix cache, free or not.
+        stalled: whether the step under way takes much longer than such steps have taken.
     """
 
     num_running: int
@@ -192,3 +214,5 @@ class EngineLoad:
     num_compiling: int = 0
     num_swapped: int = 0
     num_cached_blocks: int = 0
+    stalled: bool = False
+    role: Role = Role.BOTH

@@ -26,6 +26,7 @@ class ModelInfo:
         fingerprint: digest of config and weights.
         layout: shape of a KV block, which holds the layers of one layer group.
         windows: per layer group, as in `engine.kv_cache.spec.KvCacheSpec`.
+        tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
     """
 
     max_model_len: int
@@ -34,6 +35,7 @@ class ModelInfo:
     fingerprint: bytes
     layout: KvLayout
     windows: tuple[int | None, ...] = (None,)
+    tokenizer_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,12 @@ class Runner(Protocol):
     num_host_blocks: int
     """Number of blocks in the host pool, for swapped sequences; 0 without one."""
     costs: StepCosts
+
+    @property
+    def turn_wait_s(self) -> float:
+        """Seconds that it has waited, in all and until now, for its turn among the engines of the
+        machine. Any thread may read it.
+        """
 
     @property
     def kv_pool(self) -> Any:

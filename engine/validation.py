@@ -43,24 +43,24 @@ def check_request(
     """
     spec = request.spec
     _check_priority(spec)
-    _check_candidates(spec, config)
+    _check_candidates(request, config)
     _check_progress(request)
     _check_tokens(request, info)
     _check_rules(spec, info)
     _check_salt(spec)
     _check_logprobs(spec, info)
-    _check_blocks(spec, config, info, num_blocks)
+    _check_blocks(request, config, info, num_blocks)
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
         request.handoff.check_compatible(namespace=namespace, connector=connector)
         _check_handoff(request, request.handoff, config.transfer_block_size)
 
 
-def num_blocks_needed(spec: RequestSpec, config: EngineConfig, info: ModelInfo) -> int:
+def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:
     """The most KV blocks that the request holds at once on this engine."""
-    cache = spec_of(config, info.windows)
+    spec, cache = request.spec, spec_of(config, info.windows)
     num_prompt = len(spec.prompt_token_ids)
-    if config.role == "prefill":
+    if request.hands_over:
         return cache.blocks_for(num_prompt)
     num_tokens = _max_kv_tokens(spec, info)
     return cache.blocks_for_branches(num_prompt, num_tokens, spec.params.num_candidates)
@@ -77,10 +77,10 @@ def _check_priority(spec: RequestSpec) -> None:
         raise InvalidArgumentError.for_field("priority", spec.priority, limit)
 
 
-def _check_candidates(spec: RequestSpec, config: EngineConfig) -> None:
-    # A prefill engine draws all first tokens from the one sequence that has the prompt.
-    num_candidates = spec.params.num_candidates
-    if config.role != "prefill" and num_candidates > config.max_running:
+def _check_candidates(request: EngineRequest, config: EngineConfig) -> None:
+    # All first tokens are drawn from the one sequence that has the prompt.
+    num_candidates = request.spec.params.num_candidates
+    if not request.hands_over and num_candidates > config.max_running:
         limit = f"at most {config.max_running}, the sequences that this engine runs at once"
         raise InvalidArgumentError.for_field("number of candidates", num_candidates, limit)
 
@@ -213,18 +213,19 @@ def _check_number(field: str, value: int, what: str, number: int, most: int) -> 
 
 
 def _check_blocks(
-    spec: RequestSpec, config: EngineConfig, info: ModelInfo, num_blocks: int
+    request: EngineRequest, config: EngineConfig, info: ModelInfo, num_blocks: int
 ) -> None:
-    needed = num_blocks_needed(spec, config, info)
+    needed = num_blocks_needed(request, config, info)
     if needed > num_blocks:
         raise ResourceExhaustedError(
             f"the request needs {needed} KV blocks of {config.block_size} tokens for "
-            f"{_tokens_in_words(spec, config, info)}; the pool has {num_blocks}"
+            f"{_tokens_in_words(request, info)}; the pool has {num_blocks}"
         )
 
 
-def _tokens_in_words(spec: RequestSpec, config: EngineConfig, info: ModelInfo) -> str:
-    if config.role == "prefill":
+def _tokens_in_words(request: EngineRequest, info: ModelInfo) -> str:
+    spec = request.spec
+    if request.hands_over:
         return f"{len(spec.prompt_token_ids)} tokens"
     num_candidates = spec.params.num_candidates
     each = f" in each of {num_candidates} candidates" if num_candidates > 1 else ""
@@ -232,17 +233,20 @@ def _tokens_in_words(spec: RequestSpec, config: EngineConfig, info: ModelInfo) -
 
 
 def _check_handoff(request: EngineRequest, handoff: KvHandoff, block_size: int) -> None:
-    prompt = request.spec.prompt_token_ids
-    num_tokens = len(prompt)
-    if handoff.num_tokens != num_tokens:
-        raise InvalidArgumentError.for_field(
-            "handoff.num_tokens", handoff.num_tokens, f"the prompt's {num_tokens}"
-        )
     if not request.has_begun:
         raise InvalidArgumentError(
             "candidates and first_beams are empty; a handoff needs first tokens"
         )
+    prompt = request.spec.prompt_token_ids
+    if handoff.num_tokens > len(prompt) and len(request.progress) == 1:
+        # Of a request that was moved. The last token has no KV: it was drawn, not computed.
+        prompt += request.progress[0].output_token_ids[:-1]
+    num_full = len(prompt) // block_size * block_size
+    if handoff.num_tokens not in (len(prompt), num_full or len(prompt)):
+        limit = f"the prompt's {len(prompt)}, or the {num_full} in its full blocks"
+        raise InvalidArgumentError.for_field("handoff.num_tokens", handoff.num_tokens, limit)
     keys = BlockKeyChain(handoff.namespace, block_size, cache_salt=request.spec.cache_salt)
-    if handoff.block_keys != keys.of_prompt(prompt, handoff.handoff_id):
+    handed_over = prompt[: handoff.num_tokens]
+    if handoff.block_keys != keys.of_prompt(handed_over, handoff.handoff_id):
         # Equal keys mean equal bytes; other keys would name another prompt's KV.
         raise FailedPreconditionError("handoff.block_keys are not the keys of this prompt")

@@ -1,11 +1,13 @@
 """`EngineWorker`: an engine behind WorkerService. Also registers an engine's metrics."""
 
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
 
+from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.metrics_collector import MetricsCollector
 from baton.request_spec import client_id_of
 from baton.v1 import worker_pb2
@@ -14,11 +16,20 @@ from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
 from engine.metrics.export import EngineDescription, EngineExport, VllmExport
 from engine.metrics.stats_log import StatsLog
+from engine.request import Role
 from engine.wire import counters_to_proto, kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
 
 __all__ = ["EngineWorker", "register_metrics"]
+
+_logger = logging.getLogger("baton.engine")
+
+_ROLES = {
+    worker_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
+    worker_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+    worker_pb2.WORKER_ROLE_BOTH: Role.BOTH,
+}
 
 
 class EngineWorker:
@@ -29,17 +40,34 @@ class EngineWorker:
 
     Args:
         engine: the engine.
-        role: the tier that it serves.
 
     Attributes:
         info: the description of what it serves; the worker id in it is drawn here.
     """
 
-    def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:
-        self.info = _describe(engine, role)
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.info = _describe(engine)
         self._engine = engine
         self._stats = StatsLog(_export_of(engine))
         self._stats.start()
+
+    def change_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Changes which new requests it takes.
+
+        Raises:
+            InvalidArgumentError: there is no such role.
+            FailedPreconditionError: it has no KV connector to hand prompts over with.
+        """
+        if role not in _ROLES:
+            names = ", ".join(map(worker_pb2.WorkerRole.Name, _ROLES))
+            raise InvalidArgumentError.for_field("role", role, f"one of {names}")
+        changed = _ROLES[role]
+        if Role.PREFILL in changed and self._engine.config.kv_connector is None:
+            raise FailedPreconditionError(
+                "the worker was started without --kv-connector, so it cannot hand prompts over"
+            )
+        _logger.info("role %s -> %s", self._engine.role.label, changed.label)
+        self._engine.role, self.info.role = changed, role
 
     def load(self) -> worker_pb2.WorkerLoad:
         """The engine's load as of its last step."""
@@ -89,14 +117,12 @@ class EngineWorker:
         await self._engine.close()
 
 
-def _describe(
-    engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType"
-) -> worker_pb2.GetInfoResponse:
+def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
     config, info = engine.config, engine.info
     spec = spec_of(config, info.windows)
     return worker_pb2.GetInfoResponse(
         worker_id=uuid.uuid4().hex,
-        role=role,
+        role=load_to_proto(engine.load()).role,
         model=config.model_name,
         namespace=engine.namespace,
         block_size=engine.form.block_size,
@@ -109,7 +135,9 @@ def _describe(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
+        tokenizer_digest=info.tokenizer_digest,
         max_num_seqs=config.max_running,
+        max_num_requests=config.max_requests,
         kv_connector=connector_name(config.kv_connector),
         version=__version__,
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
@@ -126,7 +154,6 @@ def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
 def _export_of(engine: AsyncEngine) -> EngineExport:
     description = EngineDescription(
         model=engine.config.model_name,
-        role=engine.config.role,
         block_size=engine.config.block_size,
         kv_dtype=engine.form.dtype,
         caches_prefixes=engine.config.enable_prefix_caching,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernels.host import *  # noqa: F403
     from kernels.paged_kv import *  # noqa: F403
+    from kernels.ranks import *  # noqa: F403
     from kernels.recorded_step import *  # noqa: F403
     from kernels.reference import *  # noqa: F403
     from kernels.row_state import *  # noqa: F403
     from kernels.weights import *  # noqa: F403
 else:
-    _MODULES = ("host", "paged_kv", "recorded_step", "row_state", "weights")
+    _MODULES = ("host", "paged_kv", "ranks", "recorded_step", "row_state", "weights")
 
     def _public_names() -> dict[str, Any]:
         """Returns what the modules above export, with dispatched kernels in place of references."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.store import StoreUnavailableError
+from kvstore.store import StoreFullError, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerCounts", "NotAskedError", "log_level_of"]
 
@@ -16,6 +16,10 @@ _FIRST_COOLDOWN_S = 1.0
 _LONGEST_COOLDOWN_S = 30.0
 # Each cool-down is shortened by up to this share, so that not all processes probe at once.
 _JITTER = 0.2
+# A full backend answers at once, and has room again when the next lease ends; but to look for room
+# may take it long.
+_FULL_COOLDOWN_S = 0.1
+_FULL_LOG_PERIOD_S = 30.0
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -28,7 +32,8 @@ class NotAskedError(StoreUnavailableError):
 
 def log_level_of(error: StoreUnavailableError) -> int:
     """Returns the level to log a failure at: a breaker has already logged the outage."""
-    return logging.DEBUG if isinstance(error, NotAskedError) else logging.WARNING
+    is_logged = isinstance(error, NotAskedError | StoreFullError)
+    return logging.DEBUG if is_logged else logging.WARNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,9 @@ class Breaker:
     outage costs one timeout per cool-down and not one per call. The breaker logs
     when it opens and when it closes, and nothing in between. Thread-safe.
 
+    A backend that is full (`StoreFullError`) is asked again after a tenth of a
+    second, every time; that is logged once in half a minute.
+
     Args:
         name: what is called, for logs and errors.
         clock: returns seconds.
@@ -75,6 +83,8 @@ class Breaker:
         self._lock = threading.Lock()
         self._probe_at: float | None = None  # None while closed
         self._cooldown_s = _FIRST_COOLDOWN_S
+        self._full_logged_at = float("-inf")
+        self._is_logged = False  # that it is open
 
     @property
     def is_open(self) -> bool:
@@ -103,6 +113,10 @@ class Breaker:
             self._close()
         return result
 
+    def open(self, error: StoreUnavailableError) -> None:
+        """Opens as if a call had failed; another breaker of the same backend has found it out."""
+        self._fail(error, is_probe=False)
+
     def _enter(self) -> bool:
         """Admits a call; returns whether it is the probe."""
         with self._lock:
@@ -119,16 +133,34 @@ class Breaker:
             was_open = self.is_open
             if was_open and not is_probe:
                 return  # the call began before the breaker opened, so this is no news
-            self._cooldown_s = (
-                min(2 * self._cooldown_s, _LONGEST_COOLDOWN_S) if was_open else _FIRST_COOLDOWN_S
-            )
+            is_full = isinstance(error, StoreFullError)
+            self._cooldown_s = self._next_cooldown_s(was_open=was_open, is_full=is_full)
             self._probe_at = self._clock() + self._cooldown_s * (1 - _JITTER * self._draw())
             self.num_opened += not was_open
-        if not was_open:
+            must_log = not self._is_logged and self._may_log(is_full=is_full)
+            self._is_logged |= must_log
+        if must_log:
             _logger.warning("%s is left alone for a while: %s", self._name, error)
+
+    def _next_cooldown_s(self, *, was_open: bool, is_full: bool) -> float:
+        if is_full:
+            return _FULL_COOLDOWN_S
+        if not was_open:
+            return _FIRST_COOLDOWN_S
+        longer_s = max(2 * self._cooldown_s, _FIRST_COOLDOWN_S)
+        return min(longer_s, _LONGEST_COOLDOWN_S)
+
+    def _may_log(self, *, is_full: bool) -> bool:
+        now = self._clock()
+        if is_full and now - self._full_logged_at < _FULL_LOG_PERIOD_S:
+            return False
+        if is_full:
+            self._full_logged_at = now
+        return True
 
     def _close(self) -> None:
         with self._lock:
-            was_open, self._probe_at = self.is_open, None
-        if was_open:
+            self._probe_at = None
+            was_logged, self._is_logged = self._is_logged, False
+        if was_logged:
             _logger.info("%s answers again", self._name)

@@ -38,6 +38,7 @@ __all__ = [
     "KvObject",
     "KvStore",
     "StoreCapabilities",
+    "StoreFullError",
     "StoreStats",
     "StoreUnavailableError",
 ]
@@ -86,6 +87,10 @@ class KvObject(NamedTuple):
 
 class StoreUnavailableError(Exception):
     """The backend did not answer in time or refused; nothing was returned."""
+
+
+class StoreFullError(StoreUnavailableError):
+    """A put found no room: the backend answers, and has room again when a lease ends."""
 
 
 class GetStatus(IntEnum):

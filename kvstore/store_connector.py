@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
-from kvstore.breaker import Breaker, log_level_of
+from kvstore.breaker import Breaker, NotAskedError, log_level_of
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
@@ -22,6 +22,7 @@ from kvstore.connector import (
 )
 from kvstore.handoff import connector_name
 from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
+from kvstore.kept_handoffs import KeptHandoffs
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
 from kvstore.mover.backend import Backend
@@ -36,16 +37,21 @@ if TYPE_CHECKING:
 __all__ = ["StoreConnectorWorker", "StoreFactory"]
 
 _MAX_LOOKUP_WAIT_S = 0.25
+# Stores without leases evict what was touched longest ago at any time: the more often, the better.
+_TOUCH_WITHOUT_LEASE_S = 30.0
 _MAX_WAITING_DELETES = 1024  # one for each step that deleted something
 
 _logger = logging.getLogger("baton.kvstore")
+
+_Result = TypeVar("_Result")
 
 
 class StoreConnectorWorker(KvConnectorWorker, Backend):
     """Saves blocks to a store and loads them from it. The store itself keeps leases.
 
     There is one breaker for reads, one for puts and one for deletions: a full store still serves
-    what it has, and corrupt objects must be deleted from it.
+    what it has, and corrupt objects must be deleted from it. A store that answers no reads gets no
+    puts either, so that a request waits for one call and not for one of each kind.
 
     Args:
         store: closed with the worker.
@@ -64,10 +70,14 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         self._puts = Breaker("the KV store, for writes,", clock)
         self._deletions = Breaker("the KV store, for deletions,", clock)
         self._mover = BlockMover(self, self._wake_engine, make_copier, timeout_s=store.timeout_s)
-        # A thread of their own, so that look-ups do not queue behind loads and saves.
-        self._lookups = IoThreads(1, "baton-kv-lookup", store.timeout_s, self._wake_engine)
+        # A thread of their own, so that look-ups do not queue behind loads and saves. It counts as
+        # hanging after a second: a request waits for its look-up before it computes.
+        self._lookups = IoThreads(1, "baton-kv-lookup", _MAX_LOOKUP_WAIT_S, self._lookups_hang)
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
+        lease_s = min(store.lease_s or _TOUCH_WITHOUT_LEASE_S, store.ttl_s)
+        self._kept = KeptHandoffs(lease_s / 3, clock)
+        self._is_touching = False
         self._deletes: deque[tuple[bytes, ...]] = deque()  # keys, one entry for each waiting task
         self._wake: Callable[[], None] = lambda: None
         self._slicing: BlockSlicing
@@ -111,6 +121,10 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
             self._open_lookups.pop(job_id, None)
         if work.deletes:
             self._submit_delete(tuple(work.deletes))
+        for handoff in work.kept:
+            self._kept.keep(handoff)
+        for handoff_id in work.dropped:
+            self._kept.drop(handoff_id)
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
     @override
@@ -126,6 +140,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         if self._lookups.is_hanging:
             for job_id in list(self._open_lookups):
                 self._answer(job_id, 0)
+        self._touch_next()
         loads, saves = self._mover.poll()
         lookups = [self._answers.popleft() for _ in range(len(self._answers))]
         return TransferResults(tuple(lookups), tuple(loads), tuple(saves))
@@ -142,12 +157,43 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
     def _wake_engine(self) -> None:
         self._wake()
 
+    def _lookups_hang(self) -> None:
+        if self._open_lookups:  # otherwise it may be a long list of deletions
+            self._open_breakers(StoreUnavailableError("look-ups are not answered"))
+        self._wake()
+
+    def _open_breakers(self, error: StoreUnavailableError) -> None:
+        self._reads.open(error)
+        self._puts.open(error)
+
+    def _read(self, call: Callable[[], _Result]) -> _Result:
+        """Reads through the breaker; opens that of puts too if the store does not answer."""
+        try:
+            return self._reads.call(call)
+        except NotAskedError:
+            raise
+        except StoreUnavailableError as error:
+            self._open_breakers(error)
+            raise
+
     def _submit_lookup(self, job_id: int) -> None:
-        """Starts a look-up; while its thread hangs, `poll` answers instead."""
+        """Starts a look-up; while its thread hangs, it finds nothing at once."""
         if self._lookups.is_hanging:
+            self._answer(job_id, 0)  # here, as the thread may hang no more when `poll` is called
             self._wake()
         else:
             self._lookups.submit(self._look_up, job_id, time.monotonic())
+
+    def _touch_next(self) -> None:
+        """Touches the objects of a handoff for which a request waits: one at a time, so that
+        look-ups need not wait for long.
+        """
+        if self._is_touching or self._lookups.is_hanging:
+            return
+        handoff = self._kept.take_due()
+        if handoff is not None:
+            self._is_touching = True
+            self._lookups.submit(self._touch, handoff.block_keys)
 
     def _submit_delete(self, keys: tuple[bytes, ...]) -> None:
         """Deletes objects before later look-ups are made, also after the thread hung for long."""
@@ -161,7 +207,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
     @override
     def num_held(self, keys: Sequence[bytes]) -> int:
-        return self._reads.call(lambda: self._store.contains_prefix(keys))
+        return self._read(lambda: self._store.contains_prefix(keys))
 
     @override
     def put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
@@ -171,7 +217,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
     def fetch(
         self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
     ) -> list[GetStatus]:
-        return self._reads.call(lambda: self._store.get_into(keys, objects))
+        return self._read(lambda: self._store.get_into(keys, objects))
 
     @override
     def discard(self, key: bytes) -> None:
@@ -199,6 +245,16 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         """Answers a look-up once, unless it was cancelled. Any thread."""
         if self._open_lookups.pop(job_id, None) is not None:
             self._answers.append(LookupResult(job_id, num_blocks))
+
+    def _touch(self, block_keys: Sequence[bytes]) -> None:
+        """Touches the objects of a handoff, as far as there is no gap. Of models with sliding
+        windows it touches those of the first group of layers.
+        """
+        try:
+            keys = self._slicing.object_keys(block_keys)
+            self._try("touch", lambda: self.num_held(keys))
+        finally:
+            self._is_touching = False
 
     def _delete(self) -> None:
         """Deletes the keys that wait longest. Where that fails, objects stay until their TTL."""

@@ -77,6 +77,19 @@ class HeadShare:
     rank: int = 0
     degree: int = 1
 
+    @classmethod
+    def of(cls, rank: int, num_ranks: int, num_kv_heads: int) -> "HeadShare":
+        """Returns the heads that one of several ranks has; several may have the same ones.
+
+        Either number must be a multiple of the other.
+        """
+        degree = min(num_ranks, num_kv_heads)
+        return cls(rank * degree // num_ranks, degree)
+
+    def layout_of(self, layout: KvLayout) -> KvLayout:
+        """Returns the layout of the part of a block that has these heads."""
+        return replace(layout, num_kv_heads=layout.num_kv_heads // self.degree)
+
 
 WHOLE = HeadShare()
 

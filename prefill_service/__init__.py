@@ -1,1 +1,1 @@
-"""The prefill tier's server: computes prompts and hands their KV over."""
+"""The prefill service: computes prompts and hands their KV over."""

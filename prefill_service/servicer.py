@@ -1,6 +1,7 @@
-"""`PrefillServicer`: PrefillService over an engine of role prefill."""
+"""`PrefillServicer`: PrefillService over an engine."""
 
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -17,18 +18,22 @@ from rpc.worker_spans import WorkerSpans
 
 __all__ = ["PrefillServicer"]
 
+_MAX_SENT = 1024
+"""Callers that cancel a call do so within milliseconds of its end, if at all."""
+
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Computes prompts; `protos/baton/v1/prefill.proto` documents the methods.
 
     Args:
-        engine: a started engine of role prefill.
+        engine: a started engine.
         spans: sends spans; None sends none.
     """
 
     def __init__(self, engine: AsyncEngine, spans: WorkerSpans | None = None) -> None:
         self._engine = engine
         self._spans = spans
+        self._sent: OrderedDict[str, str] = OrderedDict()  # ids of handoffs by those of requests
 
     @override
     async def Prefill(
@@ -38,10 +43,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         check_namespace(request.namespace, self._engine.namespace)
         spec = spec_from_proto(request.spec, now=time.monotonic())
         events = PromptEvents(spec.params)
-        self._engine.submit(EngineRequest(spec=spec), events.add)
+        self._engine.submit(EngineRequest(spec=spec, hands_over=True), events.add)
         try:
             async with aclosing(events.messages()) as messages:
                 async for message in messages:
+                    if message.end.HasField("handoff"):
+                        self._note_sent(spec.request_id, message.end.handoff.handoff_id)
                     yield message
         finally:
             self._free(spec.request_id, events)
@@ -52,8 +59,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def ReleaseHandoff(
         self, request: prefill_pb2.ReleaseHandoffRequest, context: Any
     ) -> prefill_pb2.ReleaseHandoffResponse:
-        self._engine.release_handoff(request.handoff_id)
+        handoff_id = request.handoff_id or self._sent.pop(request.request_id, "")
+        if handoff_id:
+            self._engine.release_handoff(handoff_id)
         return prefill_pb2.ReleaseHandoffResponse()
+
+    def _note_sent(self, request_id: str, handoff_id: str) -> None:
+        self._sent[request_id] = handoff_id
+        if len(self._sent) > _MAX_SENT:
+            self._sent.popitem(last=False)
 
     def _free(self, request_id: str, events: PromptEvents) -> None:
         """Frees what the caller cannot know of. A handoff that was sent stays: the caller may

@@ -12,6 +12,7 @@ _RUNNING_AT_ONCE = 2
 """Few threads, as those that tokenize prompts come from the same pool: 5 on a machine of one core.
 """
 _MOST_TOKENIZING = 256
+_RETRY_AFTER_S = 1.0
 
 
 class Turns:
@@ -97,7 +98,9 @@ class Admission:
             )
         if len(self._running) >= self._max_requests:
             raise ResourceExhaustedError(
-                f"{self._max_requests} requests are running, the most this router takes"
+                f"{self._max_requests} requests are running, the most this router takes "
+                "(--max-concurrent-requests)",
+                _RETRY_AFTER_S,
             )
         self._running.add(key)
         self._idle.clear()

@@ -8,6 +8,7 @@ from typing_extensions import override
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from router.cluster_status import ClusterStatus
+from router.models import Models
 from router.request_log import RequestLog
 from router.request_record import RequestRecord
 from router.request_stages import stages_of
@@ -24,17 +25,29 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     Args:
         log: the records of the last requests.
         status: the state of the cluster.
+        models: their replicas.
     """
 
-    def __init__(self, log: RequestLog, status: ClusterStatus) -> None:
+    def __init__(self, log: RequestLog, status: ClusterStatus, models: Models) -> None:
         self._log = log
         self._status = status
+        self._models = models
 
     @override
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Any
     ) -> cluster_pb2.GetClusterResponse:
         return await self._status.describe()
+
+    @override
+    async def ChangeReplicaRole(
+        self, request: cluster_pb2.ChangeReplicaRoleRequest, context: Any
+    ) -> cluster_pb2.ChangeReplicaRoleResponse:
+        for model in self._models:
+            if (replica := model.fleet.find(request.replica)) is not None:
+                await model.fleet.change_role(replica, request.role)
+                return cluster_pb2.ChangeReplicaRoleResponse()
+        raise NotFoundError(f"no replica {request.replica[:128]!r} is connected")
 
     @override
     async def GetTrace(

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from baton.metrics import Series
-from baton.v1 import cluster_pb2, worker_pb2
+from baton.v1 import cluster_pb2
 from baton.version import __version__
 from router.activity import Activity, RecentTimes
 from router.metrics import RouterMetrics
@@ -19,11 +19,6 @@ from router.tier import Tier
 __all__ = ["ClusterStatus"]
 
 _LOAD_TIMEOUT_S = 1.0
-
-_ROLES = {
-    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
-    "decode": worker_pb2.WORKER_ROLE_DECODE,
-}
 
 
 class ClusterStatus:
@@ -42,12 +37,7 @@ class ClusterStatus:
 
     async def describe(self) -> cluster_pb2.GetClusterResponse:
         """Asks the connected replicas for their counts, and returns the state of all."""
-        tiers = [
-            (model, tier)
-            for model in self._models
-            for tier in (model.fleet.prefill, model.fleet.decode)
-        ]
-        found = await asyncio.gather(*(_replicas_of(model, tier) for model, tier in tiers))
+        found = await asyncio.gather(*map(_replicas_of, self._models))
         return cluster_pb2.GetClusterResponse(
             version=__version__,
             uptime_s=self._activity.uptime_s,
@@ -92,46 +82,54 @@ def _is_failure(outcome: str) -> bool:
     return outcome.isupper() and outcome != "CANCELLED"
 
 
-async def _replicas_of(model: Model, tier: Tier[Any]) -> Iterable[cluster_pb2.ReplicaStatus]:
-    role = _ROLES[tier.name]
+async def _replicas_of(model: Model) -> Sequence[cluster_pb2.ReplicaStatus]:
+    tiers: Sequence[Tier[Any]] = model.fleet.prefill, model.fleet.decode
+    # By worker id: one that serves in both tiers is connected twice.
+    connected = {r.replica_id: r for tier in tiers for r in tier.connected if r.has_role}
     found = await asyncio.gather(
-        *(_connected_replica(model.name, role, replica) for replica in tier.connected)
+        *(_connected_replica(model.name, replica) for replica in connected.values())
     )
-    connected = {replica.address for replica in found}
+    addresses = {replica.address for replica in found}
     found += [
         cluster_pb2.ReplicaStatus(
             model=model.name,
-            role=role,
+            role=tier.role,
             address=address,
             state=cluster_pb2.REPLICA_STATE_LOST,
             problem=problem,
         )
+        for tier in tiers
         for address, problem in tier.problems.items()
-        if address not in connected
+        if address not in addresses
     ]
-    return sorted(found, key=lambda replica: replica.address)
+    return sorted(found, key=lambda replica: (replica.role, replica.address))
 
 
-async def _connected_replica(
-    model: str, role: "worker_pb2.WorkerRole.ValueType", replica: Replica
-) -> cluster_pb2.ReplicaStatus:
+async def _connected_replica(model: str, replica: Replica) -> cluster_pb2.ReplicaStatus:
     load, counters = replica.load, None
     try:
         answer = await replica.get_load(_LOAD_TIMEOUT_S)
         load, counters = answer.load, answer.counters
     except grpc.aio.AioRpcError:
         pass  # the last report stands
-    states = cluster_pb2.REPLICA_STATE_DRAINING, cluster_pb2.REPLICA_STATE_READY
     return cluster_pb2.ReplicaStatus(
         model=model,
-        role=role,
+        role=replica.role,
         address=replica.address,
         worker_id=replica.replica_id,
         version=replica.info.version,
-        state=states[replica.takes_requests],
+        state=_state_of(replica),
         load=load,
         counters=counters,
     )
+
+
+def _state_of(replica: Replica) -> "cluster_pb2.ReplicaState.ValueType":
+    if not replica.takes_requests:
+        return cluster_pb2.REPLICA_STATE_DRAINING
+    if replica.is_ejected:
+        return cluster_pb2.REPLICA_STATE_EJECTED
+    return cluster_pb2.REPLICA_STATE_READY
 
 
 def _times_to_proto(times: RecentTimes) -> cluster_pb2.RecentTimes:

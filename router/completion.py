@@ -108,6 +108,7 @@ class Completion:
         timings.decode_ms = timings.total_ms
         if record.routed_at is not None:
             timings.route_ms = record.ms_since_arrival(record.routed_at)
+        timings.wait_ms = record.wait_s * 1000
         if record.first_token_at is not None:
             timings.first_token_ms = record.ms_since_arrival(record.first_token_at)
             timings.decode_ms -= timings.first_token_ms

@@ -25,6 +25,7 @@ __all__ = [
     "DEFAULT_GRPC_PORT",
     "DEFAULT_PORT",
     "GENERATION_CONFIGS",
+    "NO_PREFILL_POLICIES",
     "RouterConfig",
     "ServedModelConfig",
     "add_args",
@@ -34,6 +35,7 @@ __all__ = [
 
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
+NO_PREFILL_POLICIES = ("local", "wait", "fail")
 GENERATION_CONFIGS = ("auto", "none")
 """Where defaults of sampling parameters come from: the checkpoint, or `SamplingParams` alone."""
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
@@ -170,9 +172,26 @@ class RouterConfig:
     resume_timeout_s: float = flag(
         30.0, "seconds for which a request that lost its decode replica waits for another"
     )
+    queue_timeout_s: float = flag(
+        30.0,
+        "seconds for which a request waits while no replica is ready or has room for it; 0 refuses "
+        "it at once",
+    )
+    no_prefill_policy: str = flag(
+        "local",
+        "what happens to a prompt that no prefill replica computes: decode computes it (local), "
+        "it waits for --queue-timeout-s and then fails (wait), or it fails at once (fail)",
+        choices=NO_PREFILL_POLICIES,
+    )
+    hedge_prefill_after_s: float | None = flag(
+        None,
+        "seconds after which a prompt whose prefill replica has not answered is sent to another "
+        "one too; the first answer is used (default: never)",
+    )
     dns_interval_s: float = flag(5.0, "seconds between two look-ups of dns:/// targets")
     max_indexed_blocks: int = flag(
-        100_000, "maximum number of KV block keys remembered per replica"
+        100_000,
+        "maximum number of KV block keys remembered per replica, at most one per block of its pool",
     )
 
     def __post_init__(self) -> None:
@@ -202,13 +221,19 @@ class RouterConfig:
         """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
         least_calls = self.max_concurrent_requests + 1
-        most_s = _MAX_TIMEOUT_S
+        hedge_s, most_s = self.hedge_prefill_after_s, _MAX_TIMEOUT_S
         return (
             ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
             ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
             ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
             ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
+            ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),
+            (
+                "hedge_prefill_after_s",
+                hedge_s is None or 0 < hedge_s <= most_s,
+                f"in (0, {most_s}]",
+            ),
             ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
             ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
         )

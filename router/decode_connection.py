@@ -17,17 +17,32 @@ from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
 from rpc.pending_outputs import PendingOutputs, add_output
 
-__all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
+__all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError", "RequestMovedError"]
 
 _CommandKey = tuple[str, str | int]
-"""A request's id, and the command's target: `_REQUEST`, `_PREFETCH` or a candidate's number."""
+"""The id of a request or handoff, and the command's target: one of the names below, or the number
+of a candidate."""
 _MAX_START_BYTES = MAX_MESSAGE_BYTES - 64  # what the message around a start adds
 _REQUEST = "request"
 _PREFETCH = "prefetch"
+_MOVE = "move"
+_RELEASE = "release"
 
 
 class ReplicaLostError(UnavailableError):
     """The replica died or cannot be reached; its requests can continue on another one."""
+
+
+class RequestMovedError(ReplicaLostError):
+    """The replica has ended the request because it moves to another one.
+
+    Attributes:
+        handoff: where its KV is; None if it must be looked up or computed.
+    """
+
+    def __init__(self, message: str, handoff: prefill_pb2.KvHandoff | None) -> None:
+        super().__init__(message)
+        self.handoff = handoff
 
 
 class DecodeStream:
@@ -39,6 +54,8 @@ class DecodeStream:
         self._pending: PendingOutputs = {}
         self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
+        self._is_woken = False
+        self._has_moved = False
         self._changed = asyncio.Event()
 
     def deliver(self, output: request_pb2.CandidateOutput) -> None:
@@ -53,10 +70,18 @@ class DecodeStream:
         self._failure = error
         self._changed.set()
 
-    async def read(self) -> request_pb2.CandidateOutput:
+    def wake(self) -> None:
+        """Makes `read` return None if there is no output."""
+        self._is_woken = True
+        self._changed.set()
+
+    async def read(self) -> request_pb2.CandidateOutput | None:
         """Waits for outputs and returns those of one candidate since its last read, merged.
 
+        Returns None after `wake`.
+
         Raises:
+            RequestMovedError: `move` was called, and no more outputs will come.
             ReplicaLostError: no more outputs will come.
             BatonError: the request failed on the replica.
         """
@@ -65,6 +90,10 @@ class DecodeStream:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
+            if self._is_woken:
+                self._is_woken = False
+                if not self._pending:
+                    return None
         output = self._pending.pop(next(iter(self._pending)))
         if output.HasField("error"):
             raise from_worker_error(output.error)
@@ -75,6 +104,12 @@ class DecodeStream:
         if index not in self._finished:
             self._finished.add(index)
             self._connection.finish_candidate(self._request_id, index)
+
+    def move(self) -> None:
+        """Asks the replica to end the request, which continues on another one. Idempotent."""
+        if not self._has_moved:
+            self._has_moved = True
+            self._connection.move(self._request_id)
 
     def close(self) -> None:
         """Cancels the request on the replica unless it has ended. Idempotent."""
@@ -121,6 +156,8 @@ class DecodeConnection:
             async for response in call:
                 for output in response.outputs:
                     self._deliver(output)
+                for moved in response.moved:
+                    self._end_moved(moved)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         finally:
@@ -185,6 +222,23 @@ class DecodeConnection:
             cancel = decode_pb2.CancelDecode(request_id=request_id, index=index)
             self._send((request_id, index), decode_pb2.ConnectRequest(cancel=cancel))
 
+    def move(self, request_id: str) -> None:
+        """Asks for the end of a request that moves. Unknown and ended ids are no error."""
+        if request_id in self._streams:
+            move = decode_pb2.MoveDecode(request_id=request_id)
+            self._send((request_id, _MOVE), decode_pb2.ConnectRequest(move=move))
+
+    def release(self, handoff_id: str) -> None:
+        """Ends the lease of a moved request's blocks. Best effort: leases end by themselves."""
+        if self.is_open:
+            release = decode_pb2.ReleaseMoved(handoff_id=handoff_id)
+            self._send((handoff_id, _RELEASE), decode_pb2.ConnectRequest(release=release))
+
+    def wake(self) -> None:
+        """Wakes the readers of all streams, as something has changed for the replica."""
+        for stream in self._streams.values():
+            stream.wake()
+
     def _send(self, key: _CommandKey, command: decode_pb2.ConnectRequest) -> None:
         self._commands[key] = command
         self._has_commands.set()
@@ -205,6 +259,14 @@ class DecodeConnection:
         if output.is_last:
             del self._streams[output.request_id]
         stream.deliver(output)
+
+    def _end_moved(self, moved: decode_pb2.MovedRequest) -> None:
+        stream = self._streams.pop(moved.request_id, None)
+        handoff = moved.handoff if moved.HasField("handoff") else None
+        if stream is not None:
+            stream.fail(RequestMovedError(f"request moved away from {self._name}", handoff))
+        elif handoff is not None:
+            self.release(handoff.handoff_id)
 
     def _close(self, reason: str) -> None:
         self.is_open = False

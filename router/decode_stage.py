@@ -2,19 +2,16 @@
 
 A request whose replica is lost continues on another one from the prompt and all
 tokens so far (`router.progress`), with the same seed, so that no token is lost or
-repeated. A replica that refuses a request, or fails on it, is not tried again; a
-second failure ends the request. A request that has tokens already waits for a
-replica that takes it.
+repeated. A replica that refuses a request, or fails on it, is not tried again, except if
+it had no room; a second failure ends the request. A request that lost its replica, found
+none with room or has tokens already waits for a replica that takes it.
 """
 
-import asyncio
 import itertools
-import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
 from baton.errors import (
-    AbortedError,
     BatonError,
     FailedPreconditionError,
     InternalError,
@@ -24,26 +21,26 @@ from baton.errors import (
 from baton.request_spec import RequestSpec
 from baton.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2, request_pb2
-from router.decode_connection import DecodeStream, ReplicaLostError
-from router.fleet import Fleet
+from router.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
+from router.decode_replica import DecodeReplica
+from router.fleet import NONE_READY, RETRY_AFTER_S, Fleet
 from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
-from router.replica import DecodeReplica
+from router.replica import without_ejected
 from router.request import RoutedRequest
 from router.request_record import Attempt
+from router.setbacks import Setbacks
+from router.waiting import Turn, waited
 
 __all__ = ["DecodeStage"]
 
-_LOGGER = logging.getLogger("baton.router")
 _REPLICA_ERRORS = (
     FailedPreconditionError,  # for example, a field that an older worker does not know
     InternalError,
     ResourceExhaustedError,
     UnavailableError,
 )
-_MAX_LOSSES = 4
-"""A request that loses this many replicas is probably the cause of their deaths."""
 
 
 class DecodeStage:
@@ -52,14 +49,36 @@ class DecodeStage:
     Args:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
+        queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, resume_timeout_s: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefix_index: PrefixIndex,
+        *,
+        queue_timeout_s: float,
+        resume_timeout_s: float,
+    ) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
+        self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
+
+    async def find(self, request: RoutedRequest) -> DecodeReplica:
+        """Waits for the replica that should generate.
+
+        Raises:
+            UnavailableError: no replica took the request within the time that it may wait.
+            ResourceExhaustedError: the same, as all were full.
+        """
+        timeout_s = request.record.queue_left_s(self._queue_timeout_s)
+        replica = await self._wait(request, frozenset(), timeout_s, is_new=True)
+        if replica is None:
+            raise self._refusal(request)
+        return replica
 
     def pick(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
@@ -70,10 +89,13 @@ class DecodeStage:
             request: the request.
             refused: ids of replicas that must not be chosen.
         """
-        replicas = {
-            replica.replica_id: replica
+        possible = [
+            replica
             for replica in self._fleet.decode.candidates
             if replica.replica_id not in refused and _fits(replica, request.spec)
+        ]
+        replicas = {
+            replica.replica_id: replica for replica in without_ejected(possible) if replica.has_room
         }
         states = [
             replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
@@ -104,10 +126,11 @@ class DecodeStage:
         Raises:
             UnavailableError: the replica was lost, or refused the request, and no other
                 appeared in time.
+            ResourceExhaustedError: all replicas are full.
             AbortedError: the request lost too many replicas.
             BatonError: a replica answered with this error.
         """
-        setbacks = _Setbacks(request.spec.client_id)
+        setbacks = Setbacks(request.spec)
         for attempt in itertools.count():
             num_tokens = progress.num_tokens
             outputs = self._attempt(request, attempt, replica, progress, handoff)
@@ -117,11 +140,10 @@ class DecodeStage:
                         yield output
                 return
             except _REPLICA_ERRORS as error:
+                if isinstance(error, RequestMovedError) and error.handoff is not None:
+                    handoff.complete(error.handoff, replica)
                 setbacks.add(replica, error, was_running=progress.num_tokens > num_tokens)
-                other = self.pick(request, setbacks.refused)
-                if other is None and not _may_wait(request.spec, error, progress):
-                    raise
-                replica = other or await self._next_replica(request, setbacks.refused, error)
+                replica = await self._next_replica(request, setbacks, progress, error)
 
     async def _attempt(
         self,
@@ -135,7 +157,11 @@ class DecodeStage:
         with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
             is_last = False
             while not is_last:
+                if replica.is_leaving and self._may_move(request):
+                    stream.move()
                 output = await stream.read()
+                if output is None:
+                    continue
                 is_last = output.is_last
                 if own.first_output_at is None:
                     own.take(output)
@@ -150,6 +176,12 @@ class DecodeStage:
                     if progress.has_ended(output.index) and not output.finish_reason:
                         stream.finish(output.index)
 
+    def _may_move(self, request: RoutedRequest) -> bool:
+        """Whether a request should leave a replica that drains: if another one takes it, and it
+        loses no tokens thereby. Candidates that are compared have not sent theirs.
+        """
+        return not request.spec.params.is_ranked and self.pick(request) is not None
+
     @contextmanager
     def _stream(
         self,
@@ -160,7 +192,7 @@ class DecodeStage:
         handoff: HeldHandoff,
     ) -> Iterator[tuple[Attempt, DecodeStream]]:
         """Starts a request on a replica; the context closes the stream."""
-        with request.record.attempt("decode", replica.address) as own:
+        with replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
             start = decode_pb2.StartDecode(
                 spec=spec_to_proto(spec), namespace=request.namespace, handoff=handoff.message
@@ -172,39 +204,73 @@ class DecodeStage:
                 replica.log_start(spec)
                 # After `start`, which fails if the worker was lost: a record of a lost worker
                 # would never be forgotten.
-                self._prefix_index.record(replica.replica_id, request.block_keys)
+                self._prefix_index.record(
+                    replica.replica_id, request.block_keys, replica.num_blocks
+                )
                 try:
                     yield own, stream
                 finally:
                     stream.close()
 
     async def _next_replica(
-        self, request: RoutedRequest, refused: frozenset[str], error: BatonError
+        self,
+        request: RoutedRequest,
+        setbacks: Setbacks,
+        progress: Progress,
+        error: BatonError,
     ) -> DecodeReplica:
-        """Waits until a replica takes a request that none of the present ones takes.
+        """Returns another replica for a request; waits for one if the request may.
 
         Args:
             request: the request.
-            refused: ids of replicas that must not be chosen.
+            setbacks: what went wrong with it.
+            progress: its tokens.
             error: the last replica's error.
 
         Raises:
             UnavailableError: no replica took it in time.
-            FailedPreconditionError: the same, and the last replica's error says what the
-                operator must change.
+            ResourceExhaustedError: the same, as all were full.
+            BatonError: the last replica's error, if no other replica helps.
         """
-        try:
-            async with asyncio.timeout(min(self._resume_timeout_s, request.spec.remaining_s())):
-                while (replica := self.pick(request, refused)) is None:
-                    await self._fleet.wait_for_change()
-                return replica
-        except TimeoutError:
-            if isinstance(error, FailedPreconditionError):
-                raise error from None
-            raise UnavailableError(
-                f"the decode replica of request {request.spec.client_id} was lost or refused it, "
-                "and no other can continue it"
-            ) from None
+        is_new = not progress.has_begun and not isinstance(error, ReplicaLostError)
+        timeout_s = self._queue_timeout_s if is_new else self._resume_timeout_s
+        is_full = setbacks.has_found_full(error)
+        may_wait = is_full or _may_wait(request.spec, error, progress)
+        replica = await self._wait(
+            request, setbacks.refused, timeout_s if may_wait else 0.0, is_new=is_new
+        )
+        if replica is not None:
+            return replica
+        if isinstance(error, FailedPreconditionError) or not may_wait:
+            raise error
+        if is_new:
+            raise self._refusal(request) from error
+        raise UnavailableError(
+            f"the decode replica of request {request.spec.client_id} was lost or refused it, and "
+            f"no other continued it within {self._resume_timeout_s:g} s (--resume-timeout-s)",
+            RETRY_AFTER_S,
+        ) from error
+
+    async def _wait(
+        self, request: RoutedRequest, refused: frozenset[str], timeout_s: float, *, is_new: bool
+    ) -> DecodeReplica | None:
+        """Waits until a replica takes a request; returns None after the timeout."""
+        timeout_s = min(timeout_s, request.spec.remaining_s())
+        turn = Turn.of(request.spec, is_new=is_new)
+        with request.record.waiting():
+            return await self._fleet.waiting.wait(
+                lambda: self.pick(request, refused), turn, timeout_s
+            )
+
+    def _refusal(self, request: RoutedRequest) -> BatonError:
+        """The error of a new request that has waited in vain."""
+        replicas = self._fleet.decode.candidates
+        bound = waited(self._queue_timeout_s)
+        if not replicas:
+            return UnavailableError(f"{NONE_READY}; {bound}", RETRY_AFTER_S)
+        if not any(_fits(replica, request.spec) for replica in replicas):
+            return UnavailableError(f"no decode replica can hold this request; {bound}")
+        return ResourceExhaustedError(f"all decode replicas are full; {bound}", RETRY_AFTER_S)
 
 
 def _fits(replica: DecodeReplica, spec: RequestSpec) -> bool:
@@ -220,54 +286,7 @@ def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:
     because no replica is free. Several candidates may never fit any pool; such a request fails
     at once.
     """
-    if isinstance(error, ReplicaLostError):
+    if isinstance(error, UnavailableError):
         return True
     may_never_fit = isinstance(error, ResourceExhaustedError) and spec.params.num_candidates > 1
     return progress.has_begun and not may_never_fit and not isinstance(error, InternalError)
-
-
-class _Setbacks:
-    """The losses, refusals and failures of one request so far.
-
-    Attributes:
-        refused: ids of replicas that are not tried again.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._num_losses = 0
-        self._has_failed = False
-        self.refused: frozenset[str] = frozenset()
-
-    def add(self, replica: DecodeReplica, error: BatonError, *, was_running: bool) -> None:
-        """Notes that a replica did not finish the request.
-
-        Args:
-            replica: the replica.
-            error: its error, or `ReplicaLostError`.
-            was_running: whether it sent tokens before; its error then counts as a loss,
-                not as a refusal.
-
-        Raises:
-            AbortedError: the request lost too many replicas.
-            InternalError: two replicas failed; the request is probably the cause.
-        """
-        if not isinstance(error, ReplicaLostError):  # a lost one may connect again
-            self.refused |= {replica.replica_id}
-        if isinstance(error, InternalError):
-            self._note_failure(error)
-        elif isinstance(error, ReplicaLostError) or was_running:
-            self._note_loss(error)
-
-    def _note_failure(self, error: InternalError) -> None:
-        if self._has_failed:
-            raise error
-        self._has_failed = True
-
-    def _note_loss(self, error: BatonError) -> None:
-        _LOGGER.warning("request_id=%s: %s", ascii(self._request_id), error.message)
-        self._num_losses += 1
-        if self._num_losses >= _MAX_LOSSES:
-            raise AbortedError(
-                f"{self._num_losses} decode replicas were lost while request {self._request_id} ran"
-            )

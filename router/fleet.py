@@ -2,19 +2,27 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from baton.errors import FailedPreconditionError, UnavailableError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config import ServedModelConfig
+from router.decode_replica import DecodeReplica
 from router.discovery import Discovery
 from router.policy import PrefixIndex
-from router.replica import DecodeReplica, PrefillReplica, Replica
-from router.served_model import RequestLimits, ServedModel
-from router.tier import MakeReplica, ReplicaT, Tier
+from router.prefill_replica import PrefillReplica
+from router.replica import Replica, ReplicaT
+from router.served_model import RequestLimits, ServedModel, check_tokenizer
+from router.tier import Tier
+from router.waiting import Turn, WaitingRequests, waited
 
-__all__ = ["Fleet"]
+__all__ = ["NONE_READY", "RETRY_AFTER_S", "Fleet"]
+
+NONE_READY = "no decode replica is ready"
+RETRY_AFTER_S = 5.0
+"""When a client may try again that no replica could serve: workers start in about this time."""
+
+_CALL_TIMEOUT_S = 5.0
 
 
 class Fleet:
@@ -30,6 +38,10 @@ class Fleet:
         prefix_index: forgets replicas that restart or leave.
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
         security: what this router shows to replicas, and asks of them.
+        tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
+
+    Attributes:
+        waiting: the requests that wait for a replica.
 
     Raises:
         ConfigurationError: a target is malformed.
@@ -41,19 +53,21 @@ class Fleet:
         prefix_index: PrefixIndex,
         dns_interval_s: float,
         security: ClusterSecurity,
+        tokenizer_digest: str = "",
     ) -> None:
+        self._tokenizer_digest = tokenizer_digest
         self._model_name = config.names[0]
+        self._has_prefill_targets = bool(config.prefill)
         self._dns_interval_s = dns_interval_s
         self._security = security
+        self.waiting = WaitingRequests()
         self._changed = asyncio.Event()
+        self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._prefix_index = prefix_index
-        self.prefill = self._make_tier(
-            "prefill", config.prefill, PrefillReplica, worker_pb2.WORKER_ROLE_PREFILL
-        )
-        self.decode = self._make_tier(
-            "decode", config.decode, DecodeReplica, worker_pb2.WORKER_ROLE_DECODE
-        )
+        prefill, decode = Discovery(config.prefill), Discovery(config.decode)
+        self.prefill = self._make_tier(prefill, decode, PrefillReplica)
+        self.decode = self._make_tier(decode, prefill, DecodeReplica)
 
     def start(self) -> None:
         """Begins to look for replicas."""
@@ -66,9 +80,19 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def model_name(self) -> str:
+        """The model's own name."""
+        return self._model_name
+
+    @property
     def can_serve(self) -> bool:
         """Whether a request could be served: one decode replica suffices."""
         return bool(self.decode.candidates)
+
+    @property
+    def has_prefill_tier(self) -> bool:
+        """Whether the cluster has a prefill tier, if only of replicas that are lost."""
+        return self._has_prefill_targets or bool(self.prefill.candidates)
 
     @property
     def model(self) -> ServedModel | None:
@@ -82,9 +106,35 @@ class Fleet:
         Raises:
             UnavailableError: no decode replica takes requests.
         """
+        served = self.served()
+        if served is None:
+            raise UnavailableError(NONE_READY, RETRY_AFTER_S)
+        return served
+
+    async def wait_for_model(
+        self, priority: int, deadline: float, timeout_s: float
+    ) -> tuple[ServedModel, RequestLimits]:
+        """Like `require_model`, but waits for a decode replica.
+
+        Args:
+            priority: the request's.
+            deadline: `time.monotonic()` at which it must have ended.
+            timeout_s: how long it may wait.
+
+        Raises:
+            UnavailableError: no decode replica became ready in time.
+        """
+        turn = Turn(is_new=True, priority=priority, deadline=deadline)
+        served = await self.waiting.wait(self.served, turn, timeout_s)
+        if served is None:
+            raise UnavailableError(f"{NONE_READY}; {waited(timeout_s)}", RETRY_AFTER_S)
+        return served
+
+    def served(self) -> tuple[ServedModel, RequestLimits] | None:
+        """The served model and the limits of the decode replicas; None if none takes requests."""
         model, candidates = self.model, self.decode.candidates
         if model is None or not candidates:
-            raise UnavailableError("no decode replica is ready; try again later")
+            return None
         return model, RequestLimits(
             vocab_size=model.vocab_size,
             max_model_len=min(replica.info.max_model_len for replica in candidates),
@@ -93,48 +143,73 @@ class Fleet:
         )
 
     async def wait_for_change(self) -> None:
-        """Returns when a replica has started or stopped taking requests."""
+        """Returns when a replica has started or stopped taking requests, or has room again."""
         await self._changed.wait()
+
+    def find(self, name: str) -> Replica | None:
+        """Returns the connected replica with an address or a worker id."""
+        found = (r for r in self._connected() if name in (r.address, r.replica_id))
+        return next(found, None)
+
+    async def change_role(self, replica: Replica, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Changes the tier of a connected replica; returns once its worker has changed.
+
+        Raises:
+            FailedPreconditionError: no other replica would take decode requests, or the worker
+                cannot have this role.
+            BatonError: the worker refused the role, or did not answer.
+        """
+        async with self._changing_role:  # two changes at a time could leave no decode replica
+            others = [r for r in self.decode.candidates if r.replica_id != replica.replica_id]
+            if role == PrefillReplica.tier and not others:
+                raise FailedPreconditionError(f"{NONE_READY} besides {replica.address}")
+            await replica.change_role(role, _CALL_TIMEOUT_S)
+            for each in self._connected():
+                if each.replica_id == replica.replica_id:
+                    each.note_role(role)
 
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        self.waiting.offer()
+        for replica in self.decode.connected:
+            if replica.is_leaving:
+                replica.connection.wake()  # its requests may move now
 
     def _connected(self) -> Sequence[Replica]:
         return [*self.decode.connected, *self.prefill.connected]
 
     def _make_tier(
         self,
-        name: str,
-        targets: Sequence[str],
-        make_replica: MakeReplica[ReplicaT],
-        role: "worker_pb2.WorkerRole.ValueType",
+        discovery: Discovery,
+        elsewhere: Discovery,
+        replica: type[ReplicaT],
     ) -> Tier[ReplicaT]:
         return Tier(
-            name,
-            Discovery(targets),
-            make_replica,
+            replica.tier,
+            discovery,
+            elsewhere,
+            replica,
             self._security,
-            check=partial(self._check, role),
+            check=self._check,
             on_change=self._notify,
             on_forget=self._prefix_index.forget,
             dns_interval_s=self._dns_interval_s,
         )
 
-    def _check(self, role: "worker_pb2.WorkerRole.ValueType", replica: Replica) -> None:
+    def _check(self, replica: Replica) -> None:
         """Refuses a replica that must not serve with the others.
 
         Raises:
             FailedPreconditionError: names the differences.
         """
         info, name = replica.info, self._model_name
-        if info.role != role:
-            raise FailedPreconditionError(f"its role is {worker_pb2.WorkerRole.Name(info.role)}")
         if info.model != name:
             raise FailedPreconditionError(f"it serves model {info.model!r}, this router {name!r}")
-        is_decode = role == worker_pb2.WORKER_ROLE_DECODE
+        check_tokenizer(info, self._tokenizer_digest)
+        is_decode = isinstance(replica, DecodeReplica)
         _check_agreement(replica, self.decode.connected if is_decode else self._connected())
 
     def _drop_strangers(self) -> None:

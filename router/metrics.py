@@ -4,7 +4,7 @@ A request is counted once, when it ends, from its record. Times of its tokens ar
 engine that makes them (docs/metrics.md).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
@@ -17,7 +17,8 @@ _MODEL_AND_TENANT = {"model": None, "tenant": None}
 _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
-_STATES = ("connected", "ready")
+_STATES = ("connected", "ready", "ejected")
+_HEDGE_OUTCOMES = ("won", "lost")
 REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate")
 """Reasons of `baton_router_refused_calls`."""
 
@@ -52,6 +53,12 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_route_seconds": MetricInfo(
         "histogram", "From a request's arrival to the choice of its replica.", _MODEL
     ),
+    "baton_router_wait_seconds": MetricInfo(
+        "histogram", "How long a request waited for replicas, if it did.", _MODEL, _LONG_S
+    ),
+    "baton_router_waiting_requests": MetricInfo(
+        "gauge", "Requests that wait for a replica.", _MODEL
+    ),
     "baton_router_send_wait_seconds": MetricInfo(
         "histogram", "How long a request waited for its client to take messages.", _MODEL, _LONG_S
     ),
@@ -63,6 +70,11 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "baton_router_attempts": MetricInfo(
         "counter", "Calls of workers for requests, by result.", {"tier": _TIERS, "result": None}
+    ),
+    "baton_router_hedges": MetricInfo(
+        "counter",
+        "Prompts sent to a second prefill replica, by whether it answered first.",
+        {"model": None, "outcome": _HEDGE_OUTCOMES},
     ),
     "baton_router_resumes": MetricInfo(
         "counter", "Requests that continued on another decode replica.", _MODEL
@@ -93,12 +105,14 @@ class FleetCounts:
         tier: prefill or decode.
         connected: all of them.
         ready: those that take requests.
+        ejected: those whose calls failed, so that others get the requests.
     """
 
     model: str
     tier: str
     connected: int
     ready: int
+    ejected: int
 
 
 class RouterMetrics:
@@ -109,6 +123,7 @@ class RouterMetrics:
         read_running: returns the number of running requests.
         read_pause_s: returns how long streams pause.
         read_fleets: returns the number of replicas.
+        read_waiting: returns the number of waiting requests by model.
     """
 
     def __init__(self) -> None:
@@ -116,6 +131,7 @@ class RouterMetrics:
         self.read_running: Callable[[], int] = int
         self.read_pause_s: Callable[[], float] = float
         self.read_fleets: Callable[[], Iterable[FleetCounts]] = tuple
+        self.read_waiting: Callable[[], Mapping[str, int]] = dict
         self._metrics = Metrics(METRICS)
 
     def count_call(self, protocol: str, status: str) -> None:
@@ -136,7 +152,7 @@ class RouterMetrics:
         self._count_tokens(record)
         self._count_times(record)
         for attempt in record.attempts:
-            self._count_attempt(attempt)
+            self._count_attempt(attempt, record.model)
         decodes = [attempt for attempt in record.attempts if attempt.tier == "decode"]
         self._metrics.add("baton_router_resumes", max(len(decodes) - 1, 0), record.model)
         done = [attempt for attempt in record.attempts if attempt.first_output_at is not None]
@@ -150,6 +166,8 @@ class RouterMetrics:
             ("baton_router_running_requests",): self.read_running(),
             ("baton_router_stream_pause_seconds",): self.read_pause_s(),
         }
+        for model, number in self.read_waiting().items():
+            read["baton_router_waiting_requests", model] = number
         for counts in self.read_fleets():
             for state in _STATES:
                 series = ("baton_router_replicas", counts.model, counts.tier, state)
@@ -171,13 +189,18 @@ class RouterMetrics:
         observe("baton_router_send_wait_seconds", record.send_wait_s, model)
         if record.routed_at is not None:
             observe("baton_router_route_seconds", record.routed_at - start, model)
+        if record.waits:
+            observe("baton_router_wait_seconds", record.wait_s, model)
         if record.first_token_s is not None:
             observe("baton_router_first_token_seconds", record.first_token_s, model)
         if record.token_s is not None:
             observe("baton_router_time_per_output_token_seconds", record.token_s, model)
 
-    def _count_attempt(self, attempt: Attempt) -> None:
+    def _count_attempt(self, attempt: Attempt, model: str) -> None:
         self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")
+        if attempt.is_hedge:
+            outcome = "lost" if attempt.first_output_at is None else "won"
+            self._metrics.add("baton_router_hedges", 1, model, outcome)
         for stage in _STAGES[:-1]:
             duration_ms = getattr(attempt.timings, f"{stage}_ms")
             if duration_ms:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
+from baton.model_files import open_model_files
 from baton.request_spec import ReasoningStart
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import generation_pb2
@@ -26,6 +27,7 @@ from router.pipeline import Pipeline
 from router.policy import PrefixIndex
 from router.reasoning import encode_marks
 from router.request_log import RequestLog
+from router.served_model import RequestLimits
 from router.tenants.tenant import tenant_of_call
 from router.tokenizer import Tokenizer
 from router.validation import MAX_TOKENIZE_CHARS
@@ -43,11 +45,13 @@ class RouterFiles:
         tokenizer: the model's tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
         chat_template: the model's chat template; None if it has none.
+        tokenizer_digest: of `tokenizer`'s files; empty if it cannot be compared.
     """
 
     tokenizer: Tokenizer
     default_params: Mapping[str, Any]
     chat_template: ChatTemplate | None = None
+    tokenizer_digest: str = ""
 
     @classmethod
     def load(cls, config: ServedModelConfig) -> "RouterFiles":
@@ -60,6 +64,7 @@ class RouterFiles:
             tokenizer=Tokenizer.load(config.model),
             default_params=load_default_params(config.model, config.generation_config),
             chat_template=ChatTemplate.load(config.model, config.chat_template),
+            tokenizer_digest=open_model_files(config.model).tokenizer_digest(),
         )
 
 
@@ -114,9 +119,12 @@ class Model:
         self._mark_texts = self._find_mark_texts()
         self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
         prefix_index = PrefixIndex(router.max_indexed_blocks)
-        self.fleet = Fleet(config, prefix_index, router.dns_interval_s, security)
+        self.fleet = Fleet(
+            config, prefix_index, router.dns_interval_s, security, files.tokenizer_digest
+        )
         self._log = log
         self._default_timeout_s = router.default_timeout_s
+        self._queue_timeout_s = router.queue_timeout_s
         self._admission = admission
         self._pipeline = Pipeline(
             router,
@@ -140,6 +148,17 @@ class Model:
         """Token ids are below it: the replicas' number, or the tokenizer's while there are none."""
         served = self.fleet.model
         return served.vocab_size if served else self.tokenizer.vocab_size
+
+    async def wait_for_limits(self, priority: int, timeout_s: float | None) -> RequestLimits:
+        """The limits of the decode replicas; waits for one as a request does.
+
+        Raises:
+            UnavailableError: no decode replica became ready in time.
+        """
+        longest_s = self._default_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + longest_s
+        wait_s = min(self._queue_timeout_s, longest_s)
+        return (await self.fleet.wait_for_model(priority, deadline, wait_s))[1]
 
     async def encode(self, text: str, **options: bool) -> list[int]:
         """`Tokenizer.encode_async`, for a call that wants the tokens alone.

@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from baton.errors import InvalidArgumentError, UnavailableError
+from baton.errors import InvalidArgumentError
 from baton.request_spec import ReasoningMarks
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
 from router.completion import Completion
 from router.config import RouterConfig
+from router.decode_replica import DecodeReplica
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.held_handoff import HeldHandoff
@@ -30,7 +31,6 @@ from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
 from router.progress import Progress
 from router.prompts import run_together
-from router.replica import DecodeReplica
 from router.request import RoutedRequest, prepare_request
 from router.request_log import RequestLog
 from router.request_record import RequestRecord
@@ -79,8 +79,19 @@ class Pipeline:
         self._admission = admission
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(fleet, prefix_index)
-        self._decode = DecodeStage(fleet, prefix_index, config.resume_timeout_s)
+        self._prefill = PrefillStage(
+            fleet,
+            prefix_index,
+            no_prefill_policy=config.no_prefill_policy,
+            queue_timeout_s=config.queue_timeout_s,
+            hedge_after_s=config.hedge_prefill_after_s,
+        )
+        self._decode = DecodeStage(
+            fleet,
+            prefix_index,
+            queue_timeout_s=config.queue_timeout_s,
+            resume_timeout_s=config.resume_timeout_s,
+        )
 
     async def open(
         self, message: generation_pb2.GenerateRequest, deadline: float, operation: str
@@ -133,7 +144,7 @@ class Pipeline:
         """Yields the messages of one prompt."""
         tenant = tenant_of_call()
         with self._admission.admit(request_id, tenant.name):
-            record = self._log.begin(request_id, self._fleet.require_model()[0].model, operation)
+            record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
             with self._log.recording(record, deadline):
                 request = await self._prepare(message, prompt, params, deadline, record)
@@ -160,7 +171,10 @@ class Pipeline:
         deadline: float,
         record: RequestRecord,
     ) -> RoutedRequest:
-        model, limits = self._fleet.require_model()
+        with record.waiting():
+            model, limits = await self._fleet.wait_for_model(
+                message.priority, deadline, self._config.queue_timeout_s
+            )
         request = await prepare_request(
             message, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
         )
@@ -178,9 +192,7 @@ class Pipeline:
         self, request: RoutedRequest, progress: Progress
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
-        replica = self._decode.pick(request)
-        if replica is None:
-            raise UnavailableError("no decode replica is ready; try again later")
+        replica = await self._decode.find(request)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()

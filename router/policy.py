@@ -10,7 +10,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PrefixIndex", "ReplicaState", "pick_decode", "pick_prefill", "wants_remote_prefill"]
+__all__ = [
+    "PrefixIndex",
+    "ReplicaState",
+    "pick_decode",
+    "pick_hedge",
+    "pick_prefill",
+    "wants_remote_prefill",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class ReplicaState:
         num_free_blocks: blocks that no request holds.
         num_blocks: blocks in its pool.
         overlap_blocks: leading blocks of the prompt that it probably caches.
+        weight: the share of the load that it should get, beside a replica of weight 1.
     """
 
     replica_id: str
@@ -35,6 +43,7 @@ class ReplicaState:
     num_free_blocks: int
     num_blocks: int
     overlap_blocks: int
+    weight: float = 1.0
 
 
 def pick_decode(candidates: Sequence[ReplicaState], num_prompt_blocks: int) -> str | None:
@@ -43,14 +52,15 @@ def pick_decode(candidates: Sequence[ReplicaState], num_prompt_blocks: int) -> s
     Replicas with room for the prompt's missing blocks are preferred, since the
     request would have to wait for the others. Among equals the least
     `missing blocks + held blocks` wins: the blocks that must be moved or computed
-    there, plus the KV that each of its steps already reads.
+    there, plus the KV that each of its steps already reads. A replica's weight divides this cost.
     """
 
-    def cost(state: ReplicaState) -> tuple[bool, int, int, str]:
+    def cost(state: ReplicaState) -> tuple[bool, float, int, str]:
         missing_blocks = max(num_prompt_blocks - state.overlap_blocks, 0)
         held_blocks = state.num_blocks - state.num_free_blocks
         lacks_room = missing_blocks > state.num_free_blocks
-        return (lacks_room, missing_blocks + held_blocks, state.num_requests, state.replica_id)
+        load = (missing_blocks + held_blocks) / state.weight
+        return (lacks_room, load, state.num_requests, state.replica_id)
 
     best = min(candidates, key=cost, default=None)
     return best.replica_id if best else None
@@ -62,15 +72,38 @@ def pick_prefill(
     """The id of the prefill replica that should compute the prompt; None without candidates.
 
     The least `uncached tokens + queued tokens` wins: the tokens that must be
-    computed there before this prompt's first token can be drawn.
+    computed there before this prompt's first token can be drawn. A replica's weight divides this
+    cost.
     """
 
-    def cost(state: ReplicaState) -> tuple[int, int, str]:
+    def cost(state: ReplicaState) -> tuple[float, int, str]:
         uncached_tokens = _uncached_tokens(num_prompt_tokens, state.overlap_blocks * block_size)
-        return (uncached_tokens + state.num_queued_tokens, state.num_requests, state.replica_id)
+        load = (uncached_tokens + state.num_queued_tokens) / state.weight
+        return (load, state.num_requests, state.replica_id)
 
     best = min(candidates, key=cost, default=None)
     return best.replica_id if best else None
+
+
+def pick_hedge(
+    candidates: Sequence[ReplicaState],
+    num_prompt_tokens: int,
+    block_size: int,
+    slow: ReplicaState,
+) -> str | None:
+    """The id of the prefill replica that should compute a prompt too, as another is slow; None if
+    the tier is loaded.
+
+    Candidates must have room for the prompt's missing blocks, and no more queued tokens than the
+    slow replica, whose queue includes this prompt.
+    """
+
+    def is_free(state: ReplicaState) -> bool:
+        missing_tokens = _uncached_tokens(num_prompt_tokens, state.overlap_blocks * block_size)
+        has_room = missing_tokens <= state.num_free_blocks * block_size
+        return has_room and state.num_queued_tokens <= slow.num_queued_tokens
+
+    return pick_prefill(list(filter(is_free, candidates)), num_prompt_tokens, block_size)
 
 
 def wants_remote_prefill(
@@ -97,25 +130,27 @@ class PrefixIndex:
 
     The index records where this router sent prompts; it asks no replica. It may be
     wrong in both directions, which costs time and never correctness. Each replica has
-    a least-recently-used table of its own, bounded like the replica's cache.
+    a least-recently-used table of its own, with no more keys than the replica's pool has blocks.
 
     Args:
-        max_blocks_per_replica: the most keys remembered per replica.
+        max_blocks_per_replica: the most keys remembered per replica, however large its pool is.
     """
 
     def __init__(self, max_blocks_per_replica: int) -> None:
         self._max_blocks = max_blocks_per_replica
         self._tables: dict[str, OrderedDict[bytes, None]] = {}
 
-    def record(self, replica_id: str, keys: Sequence[bytes]) -> None:
-        """Notes that the replica now holds the blocks of this prefix. O(1) per key."""
+    def record(self, replica_id: str, keys: Sequence[bytes], num_blocks: int) -> None:
+        """Notes that the replica, whose pool has `num_blocks`, now holds the blocks of this prefix.
+        O(1) per key.
+        """
         table = self._tables.setdefault(replica_id, OrderedDict())
         # In reverse, so that a prefix is evicted from its end: its blocks are useless without
         # the ones before them.
         for key in reversed(keys):
             table[key] = None
             table.move_to_end(key)
-        while len(table) > self._max_blocks:
+        while len(table) > min(self._max_blocks, num_blocks):
             table.popitem(last=False)
 
     def overlap(self, replica_id: str, keys: Sequence[bytes]) -> int:

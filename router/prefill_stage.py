@@ -3,46 +3,35 @@
 Decode loads blocks that prefill has saved while the prompt is still computed. The
 first tokens do not wait for the last block.
 
-When a replica fails, another one is tried at once, up to three in all; after that
-decode computes the prompt itself. Decode also does so if a replica fails between the
-first tokens, which stay valid, and the end of its saves.
+When a replica fails, another one is tried at once, up to three in all. If one is slow, a second
+one may compute the prompt too (`router.hedging`). If none computes the prompt, the router's
+`no_prefill_policy` decides; by default decode computes it. Decode also does so if a replica fails
+between the first tokens, which stay valid, and the end of its saves.
 """
 
-import logging
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
 
-from baton.errors import (
-    BatonError,
-    FailedPreconditionError,
-    InternalError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
-from baton.v1 import prefill_pb2, request_pb2
-from router.fleet import Fleet
+from baton.errors import InternalError, UnavailableError
+from baton.v1 import request_pb2
+from router.decode_replica import DecodeReplica
+from router.fleet import RETRY_AFTER_S, Fleet
+from router.hedging import Hedging
 from router.held_handoff import HeldHandoff
-from router.policy import PrefixIndex, pick_prefill
+from router.policy import PrefixIndex, pick_hedge, pick_prefill
+from router.prefill_call import REPLICA_ERRORS, PrefillCall, Prompt
+from router.prefill_replica import PrefillReplica
 from router.progress import Progress
-from router.replica import DecodeReplica, PrefillReplica
+from router.replica import without_ejected
 from router.request import RoutedRequest
+from router.waiting import Turn, waited
 
 __all__ = ["PrefillStage"]
 
-_LOGGER = logging.getLogger("baton.router")
 _MAX_ATTEMPTS = 3
-
-# Errors that another replica may not have. Other errors (a bad argument, a deadline, an
-# operator's abort) would be the same on every replica.
-_REPLICA_ERRORS = (
-    FailedPreconditionError,
-    InternalError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+_MAX_STALLED = 2
+"""A prompt that was on as many replicas when a step of theirs hung is probably the cause."""
 
 
 class PrefillStage:
@@ -51,11 +40,31 @@ class PrefillStage:
     Args:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
+        no_prefill_policy: one of `NO_PREFILL_POLICIES`: what happens to a prompt that no replica
+            computes, if the fleet has a prefill tier.
+        queue_timeout_s: how long such a prompt waits, if it does.
+        hedge_after_s: how long a replica may take to answer before another one computes the prompt
+            too; None for no bound.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefix_index: PrefixIndex,
+        *,
+        no_prefill_policy: str,
+        queue_timeout_s: float,
+        hedge_after_s: float | None,
+    ) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
+        self._no_prefill_policy = no_prefill_policy
+        self._queue_timeout_s = queue_timeout_s
+        self._hedging = Hedging(hedge_after_s)
+
+    @property
+    def _policy(self) -> str:
+        return self._no_prefill_policy if self._fleet.has_prefill_tier else "local"
 
     async def run(
         self,
@@ -74,99 +83,101 @@ class PrefillStage:
             handoff: gets the location of the KV.
 
         Raises:
+            UnavailableError: no replica computed the prompt, and the policy keeps it from decode.
+            InternalError: steps of two replicas hung with the prompt.
             BatonError: the request is bad, was aborted, or its deadline passed.
         """
-        tried: set[str] = set()
-        for attempt in range(_MAX_ATTEMPTS):
-            replica = self._pick(request, tried)
-            if replica is None or progress.has_begun:
+        prompt = Prompt(request, decode, progress, handoff)
+        for _ in range(_MAX_ATTEMPTS):
+            if progress.has_begun:
                 return
-            tried.add(replica.replica_id)
-            prompt = _Prompt(request, replica, decode, progress, handoff)
+            replica = await self._find(prompt)
+            if replica is None:
+                break
+            if replica.replica_id == decode.replica_id:
+                return  # a worker of both tiers, which computes the prompt where it decodes
             try:
-                async with aclosing(self._attempt(prompt, attempt)) as outputs:
+                async with aclosing(self._attempt(prompt, replica)) as outputs:
                     async for output in outputs:
                         yield output
                 return
-            except _REPLICA_ERRORS as error:
-                _log_failure(request, replica, error)
+            except REPLICA_ERRORS as error:
+                if prompt.num_stalled >= _MAX_STALLED:
+                    raise InternalError("steps with this prompt did not end") from error
+        if self._policy != "local" and not progress.has_begun:
+            raise self._refusal(len(prompt.tried))
 
-    def _pick(self, request: RoutedRequest, tried: Collection[str]) -> PrefillReplica | None:
-        num_tokens = request.num_prompt_tokens
-        replicas = {
-            replica.replica_id: replica
+    async def _find(self, prompt: Prompt) -> PrefillReplica | None:
+        """Returns a replica that was not tried yet; waits for one if the policy says so."""
+        if self._policy != "wait":
+            return self._pick(prompt)
+        request = prompt.request
+        timeout_s = request.record.queue_left_s(self._queue_timeout_s)
+        with request.record.waiting():
+            return await self._fleet.waiting.wait(
+                lambda: self._pick(prompt), Turn.of(request.spec), timeout_s
+            )
+
+    def _refusal(self, num_tried: int) -> UnavailableError:
+        bound = f"; {waited(self._queue_timeout_s)}" if self._policy == "wait" else ""
+        tried = f", {num_tried} failed" if num_tried else ""
+        return UnavailableError(
+            f"no prefill replica computes this prompt{tried}{bound} "
+            f"(--no-prefill-policy {self._policy})",
+            RETRY_AFTER_S,
+        )
+
+    def _pick(self, prompt: Prompt, slow: PrefillReplica | None = None) -> PrefillReplica | None:
+        """Chooses a replica that was not tried yet.
+
+        Args:
+            prompt: the prompt.
+            slow: computes the prompt already; only free replicas are chosen then.
+        """
+        request, num_tokens = prompt.request, prompt.request.num_prompt_tokens
+        possible = [
+            replica
             for replica in self._fleet.prefill.candidates
-            if replica.replica_id not in tried and _fits(replica, num_tokens)
-        }
+            if replica.replica_id not in prompt.tried and _fits(replica, num_tokens)
+        ]
+        replicas = {replica.replica_id: replica for replica in without_ejected(possible)}
         states = [
             replica.state(self._prefix_index.overlap(replica_id, request.block_keys))
             for replica_id, replica in replicas.items()
+            if slow is None or (replica.has_room and replica_id != prompt.decode.replica_id)
         ]
-        chosen = pick_prefill(states, num_tokens, request.block_size)
+        pick = partial(pick_hedge, slow=slow.state(0)) if slow else pick_prefill
+        chosen = pick(states, num_tokens, request.block_size)
         return replicas[chosen] if chosen is not None else None
 
     async def _attempt(
-        self, prompt: "_Prompt", attempt: int
+        self, prompt: Prompt, replica: PrefillReplica
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
-        request, replica = prompt.request, prompt.replica
+        """Yields the outputs of a replica, or of a second one that answers before it."""
+        call = self._start(prompt, replica)
+        winner = await self._hedging.first(call, lambda: self._hedge(prompt, replica))
+        async with aclosing(winner.outputs()) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _hedge(self, prompt: Prompt, slow: PrefillReplica) -> PrefillCall | None:
+        """Sends a prompt that a replica is slow with to another one, if one is free. Once only."""
+        replica = None if prompt.is_hedged else self._pick(prompt, slow)
+        if replica is None:
+            return None
+        prompt.is_hedged = True
+        return self._start(prompt, replica, is_hedge=True)
+
+    def _start(
+        self, prompt: Prompt, replica: PrefillReplica, *, is_hedge: bool = False
+    ) -> PrefillCall:
+        request = prompt.request
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
         uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
-        self._prefix_index.record(replica.replica_id, request.block_keys)
-        with ExitStack() as queued, request.record.attempt("prefill", replica.address) as own:
-            spec = request.spec.for_attempt(attempt, own.traceparent)
-            replica.log_start(spec)
-            queued.enter_context(replica.reserve(num_tokens=uncached_tokens))
-            async with aclosing(replica.prefill(spec, request.namespace)) as events:
-                async for event in events:
-                    for output in prompt.outputs_of(event):
-                        queued.close()  # the prompt's tokens are computed
-                        own.take(output)
-                        yield output
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """One prompt on one prefill replica: applies its events and returns their outputs."""
-
-    request: RoutedRequest
-    replica: PrefillReplica
-    decode: DecodeReplica
-    progress: Progress
-    handoff: HeldHandoff
-
-    def outputs_of(
-        self, event: prefill_pb2.PrefillResponse
-    ) -> Sequence[request_pb2.CandidateOutput]:
-        """Applies an event; returns its outputs for the client.
-
-        Raises:
-            InternalError: the replica sent a result without outputs.
-        """
-        match event.WhichOneof("event"):
-            case "saved":
-                self.handoff.hold(event.saved, self.replica)
-                self.decode.connection.prefetch(self.request.spec.request_id, event.saved)
-            case "result":
-                if not event.result.outputs:
-                    raise InternalError("the prefill replica sent a result without outputs")
-                self.progress.add_prefilled(event.result)
-                return event.result.outputs
-            case "end":
-                if event.end.HasField("handoff"):
-                    self.handoff.complete(event.end.handoff, self.replica)
-                return [event.end.output]
-        return []
+        self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
+        return PrefillCall(prompt, replica, uncached_tokens, is_hedge=is_hedge)
 
 
 def _fits(replica: PrefillReplica, num_tokens: int) -> bool:
     info = replica.info
     return num_tokens < info.max_model_len and num_tokens <= info.max_pool_tokens
-
-
-def _log_failure(request: RoutedRequest, replica: PrefillReplica, error: BatonError) -> None:
-    _LOGGER.warning(
-        "prefill failed request_id=%s replica=%s: %s",
-        ascii(request.spec.client_id),
-        replica.address,
-        error.message,
-    )

@@ -1,47 +1,55 @@
 """`Replica`: one connected worker, from its GetInfo to its loss.
 
-Both tiers' replicas have a load, a liveness check and this router's reservations;
-they differ in the calls that they take.
+Both tiers' replicas have a load, a liveness check, a breaker and this router's reservations;
+they differ in the calls that they take (`router.prefill_replica`, `router.decode_replica`).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import grpc
-from typing_extensions import override
 
-from baton.errors import (
-    BatonError,
-    FailedPreconditionError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from baton.errors import FailedPreconditionError, InternalError, UnavailableError
 from baton.request_spec import RequestSpec
 from baton.security.cluster import ClusterSecurity
-from baton.spec_wire import spec_to_proto
-from baton.v1 import (
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
-from router.decode_connection import DecodeConnection, ReplicaLostError
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.breaker import Breaker
+from router.decode_connection import ReplicaLostError
 from router.policy import ReplicaState
+from router.request_record import Attempt, RequestRecord
+from router.silence import Silence
 from rpc.errors import from_rpc_error
 
-__all__ = ["DecodeReplica", "PrefillReplica", "Replica"]
+__all__ = ["Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
-_PROBE_INTERVAL_S = 2.0
-_PROBE_TIMEOUT_S = 5.0
-_RELEASE_TIMEOUT_S = 5.0
-_MAX_PENDING_RELEASES = 256
+_WATCH_INTERVAL_S = 0.1
+_POLL_INTERVAL_S = 0.2
+_POLL_TIMEOUT_S = 5.0
+_FAULTS = (InternalError.code, UnavailableError.code)
+"""Errors of calls that may be the replica's fault."""
 
-_PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+ReplicaT = TypeVar("ReplicaT", bound="Replica")
+
+
+def without_ejected(replicas: Sequence[ReplicaT]) -> Sequence[ReplicaT]:
+    """Returns the replicas that are not ejected; all of them if all are."""
+    return [replica for replica in replicas if not replica.is_ejected] or replicas
+
+
+def serves_in(
+    role: "worker_pb2.WorkerRole.ValueType", tier: "worker_pb2.WorkerRole.ValueType"
+) -> bool:
+    """Returns whether a worker with a role takes requests of a tier."""
+    return role in (tier, worker_pb2.WORKER_ROLE_BOTH)
+
+
+def tier_name(tier: "worker_pb2.WorkerRole.ValueType") -> str:
+    """Returns prefill or decode."""
+    return worker_pb2.WorkerRole.Name(tier).removeprefix("WORKER_ROLE_").lower()
 
 
 class Replica:
@@ -54,11 +62,14 @@ class Replica:
         security: what this router shows to it.
 
     Attributes:
+        tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
         load: its last report.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
+
+    tier: "worker_pb2.WorkerRole.ValueType"
 
     def __init__(
         self,
@@ -76,7 +87,12 @@ class Replica:
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
         self._is_ready = False
-        self._last_report_s = 0.0
+        self._has_refused = False
+        self._on_change: Callable[[], None] = lambda: None
+        self._shown = False, False, False  # what `_note_change` compares, at the last `_on_change`
+        clock = asyncio.get_running_loop().time
+        self._silence = Silence(clock())
+        self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
         self._num_requests = 0
         self._num_tokens = 0
         self._num_blocks = 0
@@ -87,9 +103,50 @@ class Replica:
         return self.info.worker_id
 
     @property
+    def tier_name(self) -> str:
+        """Prefill or decode."""
+        return tier_name(self.tier)
+
+    @property
     def takes_requests(self) -> bool:
         """Whether new requests may be sent to it."""
-        return self._is_ready and not self.load.draining and not self.lost.is_set()
+        return self._is_ready and not self.is_leaving and not self.lost.is_set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it refuses new requests on purpose: it drains, or has left the tier."""
+        return self.load.draining or not self.has_role
+
+    @property
+    def role(self) -> "worker_pb2.WorkerRole.ValueType":
+        """Its role at present."""
+        return self.load.role or self.info.role
+
+    @property
+    def has_role(self) -> bool:
+        """Whether its worker serves in the tier at present."""
+        return serves_in(self.role, self.tier)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can queue one more request, as far as this router knows."""
+        most = self.info.max_num_requests
+        return not self._has_refused and (not most or self._num_requests_there < most)
+
+    @property
+    def is_ejected(self) -> bool:
+        """Whether its calls have failed, so that requests should go to other replicas."""
+        return self._breaker.is_open
+
+    @property
+    def _num_requests_there(self) -> int:
+        """Requests that it has, of all routers."""
+        return max(self.load.num_running + self.load.num_waiting, self._num_requests)
+
+    def note_full(self) -> None:
+        """Notes that it has refused a request for lack of room, until its next report."""
+        self._has_refused = True
+        self._note_change()
 
     def state(self, overlap_blocks: int) -> ReplicaState:
         """The replica's state for the routing policy.
@@ -98,14 +155,15 @@ class Replica:
         are exact and include only this router's. The larger number is used.
         """
         free_blocks = self._in_keyed_blocks(self.load.num_free_blocks)
-        num_blocks = self._in_keyed_blocks(self.info.num_blocks)
+        num_blocks = self.num_blocks
         return ReplicaState(
             replica_id=self.replica_id,
-            num_requests=max(self.load.num_running + self.load.num_waiting, self._num_requests),
+            num_requests=self._num_requests_there,
             num_queued_tokens=max(self.load.num_queued_tokens, self._num_tokens),
             num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
             num_blocks=num_blocks,
             overlap_blocks=overlap_blocks,
+            weight=self._breaker.weight,
         )
 
     def log_start(self, spec: RequestSpec) -> None:
@@ -118,6 +176,28 @@ class Replica:
         )
 
     @contextmanager
+    def attempt(self, record: RequestRecord, *, is_hedge: bool = False) -> Iterator[Attempt]:
+        """Adds a call of this replica to a request's record; counts its end for the breaker.
+
+        Args:
+            record: the request's.
+            is_hedge: whether another replica computes the prompt already.
+        """
+        with (
+            ExitStack() as ends,
+            record.attempt(self.tier_name, self.address, is_hedge=is_hedge) as own,
+        ):
+            ends.callback(self._count_end, own, self._breaker.begin())
+            yield own
+
+    def _count_end(self, own: Attempt, call: int) -> None:
+        if own.error in _FAULTS and not self.is_leaving:
+            self._breaker.fail(call)
+        elif own.first_output_at is not None:  # also if the client has left with all it needs
+            self._breaker.succeed(call)
+        self._note_change()
+
+    @contextmanager
     def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
         """Counts a request as this replica's while the context is open.
 
@@ -125,15 +205,23 @@ class Replica:
             num_tokens: prompt tokens that the replica will compute.
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
         """
+        self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         self._num_requests += 1
         self._num_tokens += num_tokens
         self._num_blocks += num_blocks
+        self._note_change()
         try:
             yield
         finally:
             self._num_requests -= 1
             self._num_tokens -= num_tokens
             self._num_blocks -= num_blocks
+            self._note_change()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in its pool, of the size that block keys stand for."""
+        return self._in_keyed_blocks(self.info.num_blocks)
 
     def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
         """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
@@ -149,13 +237,15 @@ class Replica:
         """Follows the worker until it is lost.
 
         Args:
-            on_change: called when the replica starts or stops taking requests.
+            on_change: called when the replica starts or stops taking requests, having room, or
+                being ejected.
 
         Raises:
             ReplicaLostError: the worker was lost.
             FailedPreconditionError: `drop` was called with this error.
         """
-        tasks = [asyncio.create_task(coroutine) for coroutine in self._activities(on_change)]
+        self._on_change = on_change
+        tasks = [asyncio.create_task(coroutine) for coroutine in self._activities()]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             ended = done.pop()
@@ -181,138 +271,74 @@ class Replica:
             worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
         )
 
-    def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
-        """The coroutines that run while the replica lives. When one ends, the replica is lost."""
-        return [self._watch_load(on_change), self._probe(), self._until_dropped()]
+    async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
+        """Changes the tier of the worker.
 
-    async def _watch_load(self, on_change: Callable[[], None]) -> None:
+        Raises:
+            BatonError: the worker cannot have this role, or did not answer in time.
+        """
+        try:
+            await self._worker.ChangeRole(
+                worker_pb2.ChangeRoleRequest(role=role),
+                timeout=timeout_s,
+                metadata=self._security.call_metadata(),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def note_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Notes the worker's new role before its next report."""
+        self.load.role = role
+        self._note_change()
+
+    def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """The coroutines that run while the replica lives. When one ends, the replica is lost."""
+        return [self._watch_load(), self._watch_silence(), self._until_dropped()]
+
+    def _note_change(self) -> None:
+        """Reports that the replica starts or stops taking requests, having room for them, or being
+        ejected.
+        """
+        now = self.takes_requests, self.has_room, self.is_ejected
+        if now != self._shown:
+            self._shown = now
+            self._on_change()
+
+    async def _watch_load(self) -> None:
         reports = self._worker.WatchLoad(
             worker_pb2.WatchLoadRequest(), metadata=self._security.call_metadata()
         )
         async for message in reports:
-            took_requests = self.takes_requests
             self.load = message.load
-            self._is_ready = True
-            self._last_report_s = asyncio.get_running_loop().time()
-            if self.takes_requests != took_requests:
-                on_change()
+            if message.load.stalled:
+                raise ReplicaLostError("one of its steps has not ended in time")
+            self._is_ready, self._has_refused = True, False
+            self._silence.report(asyncio.get_running_loop().time())
+            self._note_change()
         # A worker that has drained ends this stream before it has sent its last outputs.
         self._is_ready = False
-        on_change()
-        await self.lost.wait()
+        self._note_change()
+        await self._poll_load()
 
-    async def _probe(self) -> None:
-        """Requests the load of a silent worker: a frozen process keeps its connections open."""
+    async def _poll_load(self) -> None:
+        """Asks for the load of a worker that reports it no more, until the worker has ended."""
         while True:
-            await asyncio.sleep(_PROBE_INTERVAL_S)
-            if asyncio.get_running_loop().time() - self._last_report_s >= _PROBE_INTERVAL_S:
-                await self.get_load(_PROBE_TIMEOUT_S)
+            await self.get_load(_POLL_TIMEOUT_S)
+            self._silence.report(asyncio.get_running_loop().time())
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _watch_silence(self) -> None:
+        """Raises once the worker is silent: a frozen or unreachable one keeps its connections.
+
+        Raises:
+            ReplicaLostError: it has sent no report for too long.
+        """
+        clock, silence = asyncio.get_running_loop().time, self._silence
+        while not silence.is_too_long(before := clock()):
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            # Reports may wait unread while this event loop is late.
+            silence.excuse(max(clock() - before - _WATCH_INTERVAL_S, 0.0), clock())
+        raise ReplicaLostError(f"it has sent no report for {silence.limit_s:.1f} s")
 
     async def _until_dropped(self) -> None:
         raise await self._dropped
-
-
-class PrefillReplica(Replica):
-    """A worker of the prefill tier."""
-
-    def __init__(
-        self,
-        address: str,
-        info: worker_pb2.GetInfoResponse,
-        channel: grpc.aio.Channel,
-        security: ClusterSecurity,
-    ) -> None:
-        super().__init__(address, info, channel, security)
-        self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self._releases: set[asyncio.Task[None]] = set()
-
-    async def prefill(
-        self, spec: RequestSpec, namespace: bytes
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Computes a prompt on the replica and yields its progress. The caller closes the
-        generator, which cancels the call.
-
-        Raises:
-            ReplicaLostError: the replica was lost.
-            BatonError: the replica answered with this error.
-        """
-        message = prefill_pb2.PrefillRequest(spec=spec_to_proto(spec), namespace=namespace)
-        call = self._stub.Prefill(
-            message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()
-        )
-        lost = asyncio.create_task(self.lost.wait())
-        try:
-            while (response := await self._next_of(call, lost)) is not grpc.aio.EOF:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
-        finally:
-            call.cancel()
-            lost.cancel()
-
-    def release_handoff(self, handoff_id: str) -> None:
-        """Makes the replica drop a handoff's blocks. Best effort, in the background: blocks
-        that are not dropped expire with their lease.
-        """
-        if self.lost.is_set() or len(self._releases) >= _MAX_PENDING_RELEASES:
-            return
-        task = asyncio.create_task(self._release(handoff_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _next_of(self, call: _PrefillCall, lost: "asyncio.Task[Any]") -> Any:
-        """Returns the call's next message, or EOF."""
-        reading = asyncio.create_task(call.read())
-        try:
-            await asyncio.wait((reading, lost), return_when=asyncio.FIRST_COMPLETED)
-            # Closing a lost replica's channel cancels its calls, which does not cancel this task.
-            if not reading.done() or reading.cancelled():
-                raise ReplicaLostError(f"prefill replica {self.address} was lost")
-            return reading.result()
-        finally:
-            reading.cancel()
-
-    def _failure(self, error: grpc.aio.AioRpcError) -> BatonError:
-        """The error of a call. That the replica refuses this router does not concern the client."""
-        failure = from_rpc_error(error)
-        if isinstance(failure, UnauthenticatedError | PermissionDeniedError):
-            return ReplicaLostError(f"prefill replica {self.address}: {failure.message}")
-        return failure
-
-    async def _release(self, handoff_id: str) -> None:
-        message = prefill_pb2.ReleaseHandoffRequest(handoff_id=handoff_id)
-        try:
-            await self._stub.ReleaseHandoff(
-                message, timeout=_RELEASE_TIMEOUT_S, metadata=self._security.call_metadata()
-            )
-        except grpc.aio.AioRpcError as error:
-            _LOGGER.debug("handoff %s was not released: %s", handoff_id, error.details())
-
-
-class DecodeReplica(Replica):
-    """A worker of the decode tier.
-
-    Attributes:
-        connection: starts requests on the replica and receives their outputs.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        info: worker_pb2.GetInfoResponse,
-        channel: grpc.aio.Channel,
-        security: ClusterSecurity,
-    ) -> None:
-        super().__init__(address, info, channel, security)
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.connection = DecodeConnection(stub, address, security)
-
-    @property
-    @override
-    def takes_requests(self) -> bool:
-        """False as soon as the connection has broken; `lost` is set a moment later."""
-        return super().takes_requests and self.connection.is_open
-
-    @override
-    def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
-        return [*super()._activities(on_change), self.connection.run()]

@@ -21,6 +21,8 @@ _SPAN_PARAMS = (
     *("frequency_penalty", "presence_penalty"),
 )
 """Parameters with an attribute `gen_ai.request.NAME`."""
+_LEAST_WAIT_S = 1e-3
+"""Shorter waits are part of the choice of a replica."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Attempt:
         timings: the worker's own times.
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
+        is_hedge: whether it computed a prompt that another replica computed already.
     """
 
     tier: str
@@ -50,6 +53,7 @@ class Attempt:
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
     cached_tokens: int = 0
     error: str = ""
+    is_hedge: bool = False
 
     def take(self, output: request_pb2.CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -84,6 +88,7 @@ class RequestRecord:
         is_over: whether every candidate has ended.
         error: the status name of the error that ended it; empty without one.
         attempts: its calls of workers, in order.
+        waits: when it waited for a replica: starts and ends, in order.
     """
 
     request_id: str = ""
@@ -105,6 +110,27 @@ class RequestRecord:
     is_over: bool = False
     error: str = ""
     attempts: list[Attempt] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def wait_s(self) -> float:
+        """How long it has waited, in all, for replicas."""
+        return sum(end - start for start, end in self.waits)
+
+    def queue_left_s(self, timeout_s: float) -> float:
+        """Seconds for which it may still wait, of `timeout_s` in all."""
+        return max(timeout_s - self.wait_s, 0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Notes that the request waits for a replica while the context is open."""
+        started_at = time.monotonic()
+        try:
+            yield
+        finally:
+            ended_at = time.monotonic()
+            if ended_at - started_at >= _LEAST_WAIT_S:
+                self.waits.append((started_at, ended_at))
 
     @property
     def trace_id(self) -> str:
@@ -171,21 +197,26 @@ class RequestRecord:
             self.error = _status_name(error, has_expired=self.ended_at >= deadline)
 
     @contextmanager
-    def attempt(self, tier: str, where: str) -> Iterator[Attempt]:
+    def attempt(self, tier: str, where: str, *, is_hedge: bool = False) -> Iterator[Attempt]:
         """Adds an attempt, which ends with the context.
 
         Args:
             tier: prefill or decode.
             where: the worker's `host:port`.
+            is_hedge: whether another replica computes the prompt already.
         """
         trace = self.trace.child() if self.trace else None
         traceparent = trace.header if trace else self.traceparent
-        one = Attempt(tier=tier, where=where, traceparent=traceparent, trace=trace)
+        one = Attempt(
+            tier=tier, where=where, traceparent=traceparent, trace=trace, is_hedge=is_hedge
+        )
         self.attempts.append(one)
         try:
             yield one
-        except Exception as error:
-            one.error = _status_name(error, has_expired=False)
+        except BaseException as error:
+            # A call that is cancelled after its first output has given all that was needed.
+            if isinstance(error, Exception) or one.first_output_at is None:
+                one.error = _status_name(error, has_expired=False)
             raise
         finally:
             one.ended_at = time.monotonic()

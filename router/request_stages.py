@@ -39,14 +39,13 @@ def stages_of(record: RequestRecord) -> Sequence[Stage]:
     accepted_at = min(record.accepted_at, ended_at)
     parts = [
         ("receive", _ROUTER, record.arrived_at, accepted_at),
-        ("route", _ROUTER, accepted_at, record.routed_at or ended_at),
+        *_routing(record, accepted_at, record.routed_at or ended_at),
     ]
-    between, done_at = "route", record.routed_at or ended_at
+    done_at = record.routed_at or ended_at
     for attempt in record.attempts:
-        parts.append((between, _ROUTER, done_at, attempt.started_at))
+        parts += _routing(record, done_at, attempt.started_at)
         parts += _parts_of(attempt, record.usage.prompt_tokens)
-        done_at = attempt.ended_at or ended_at
-        between = "wait for a replica" if attempt.error else "route"
+        done_at = max(done_at, attempt.ended_at or ended_at)  # a hedged attempt may end earlier
     parts.append(("send", _ROUTER, done_at, ended_at))
     stages = (
         Stage(name, where, record.ms_since_arrival(start), record.ms_since_arrival(end))
@@ -60,10 +59,21 @@ _Part = tuple[str, str, float, float]
 """A stage's name and place, its start and its end in `time.monotonic()`."""
 
 
+def _routing(record: RequestRecord, start: float, end: float) -> Iterator[_Part]:
+    """Yields the choices of a replica between two moments, and the waits for one."""
+    for wait_start, wait_end in record.waits:
+        if start <= wait_start and wait_end <= end:
+            yield "route", _ROUTER, start, wait_start
+            yield "wait for a replica", _ROUTER, wait_start, wait_end
+            start = wait_end
+    yield "route", _ROUTER, start, end
+
+
 def _parts_of(attempt: Attempt, num_prompt: int) -> Iterator[_Part]:
     ended_at = attempt.ended_at or attempt.started_at
     if attempt.first_output_at is None:
-        yield f"{attempt.tier} failed", attempt.where, attempt.started_at, ended_at
+        result = "cancelled" if attempt.error == "CANCELLED" else "failed"
+        yield f"{attempt.tier} {result}", attempt.where, attempt.started_at, ended_at
         return
     call_s = attempt.first_output_at - attempt.started_at
     worker = list(_worker_stages(attempt, num_prompt, call_s))

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from baton.errors import FailedPreconditionError
 from baton.v1 import worker_pb2
 
-__all__ = ["RequestLimits", "ServedModel"]
+__all__ = ["RequestLimits", "ServedModel", "check_tokenizer"]
 
 _SUMMARIES = ("kv_form", "namespace")
 """Fields that summarize others; a difference in them is reported only if it is the only one."""
@@ -53,6 +54,24 @@ class ServedModel:
             f"{name} is {_shown(getattr(other, name))}, "
             f"the cluster's is {_shown(getattr(self, name))}"
             for name in named
+        )
+
+
+def check_tokenizer(info: worker_pb2.GetInfoResponse, digest: str) -> None:
+    """Refuses a worker whose model has another tokenizer than the router, whose text it would
+    generate wrongly. One without a digest, or of an earlier version, is not compared.
+
+    Args:
+        info: the worker's description.
+        digest: of the router's tokenizer; empty if it cannot be compared.
+
+    Raises:
+        FailedPreconditionError: names both digests.
+    """
+    if digest and info.tokenizer_digest and digest != info.tokenizer_digest:
+        raise FailedPreconditionError(
+            f"the digest of its tokenizer's vocabulary is {info.tokenizer_digest}, this router's "
+            f"is {digest}; start both with the same model folder"
         )
 
 

@@ -95,10 +95,11 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
         server.add_servicer(
             cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
-            ClusterServicer(self.log, status),
+            ClusterServicer(self.log, status, self.models),
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -163,7 +164,13 @@ def _names(config: RouterConfig) -> Sequence[str]:
 def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
     for model in models:
         for tier in (model.fleet.prefill, model.fleet.decode):
-            yield FleetCounts(model.name, tier.name, len(tier.connected), len(tier.candidates))
+            yield FleetCounts(
+                model.name,
+                tier.name,
+                connected=sum(r.has_role for r in tier.connected),
+                ready=len(tier.candidates),
+                ejected=sum(r.is_ejected for r in tier.candidates),
+            )
 
 
 def _http_server(

@@ -30,6 +30,8 @@ _REPLACEMENT = "\ufffd"
 """The decoder's text for bytes that are no character, or not yet."""
 _MAX_CHARACTER_BYTES = 4
 """The longest UTF-8 sequence; every token that has text has at least one byte."""
+_MAX_TAIL_TOKENS = 256
+"""About the most tokens of a prompt that are decoded again with the first generated ones."""
 
 
 class TextPiece(NamedTuple):
@@ -202,10 +204,19 @@ class IncrementalDetokenizer:
         return text
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, which the text after it depends on."""
-        tail: list[int] = []
+        """The last tokens of the prompt, which the text after it depends on.
+
+        Of a longer run of bytes only the last ones count, from the start of a character on: each
+        candidate decodes them.
+        """
+        bytes_of, tail = self._tokenizer.byte_token_ids, list[int]()
         for token_id in reversed(prompt_token_ids):
-            if len(tail) > _MAX_CHARACTER_BYTES and tail[-1] not in self._tokenizer.byte_token_ids:
+            if len(tail) > _MAX_CHARACTER_BYTES and tail[-1] not in bytes_of:
+                break
+            num_over = len(tail) - _MAX_TAIL_TOKENS
+            if num_over >= 0 and not (
+                num_over < _MAX_CHARACTER_BYTES and _continues_character(bytes_of[tail[-1]])
+            ):
                 break
             if self._tokenizer.has_text(token_id, self._skips_special):
                 tail.append(token_id)
@@ -221,6 +232,11 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skips_special)
+
+
+def _continues_character(byte: int) -> bool:
+    """Whether a byte is one after the first of a character in UTF-8."""
+    return byte & 0xC0 == 0x80
 
 
 @dataclass(slots=True, eq=False)

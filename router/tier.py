@@ -4,13 +4,17 @@ Each address has one task that connects, follows the replica until it is lost, a
 connects again. An address that left DNS is not tried again, but a connected replica
 stays in use until it is lost, since DNS answers vary. A worker with two addresses is
 used at the first one; the task of the other waits until the worker is lost there.
+
+Workers change their role, so each tier follows the addresses of the other one, too. A worker
+of the other tier is asked for its role again every second.
 """
 
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 import grpc
 
@@ -18,18 +22,21 @@ from baton.errors import BatonError, FailedPreconditionError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.discovery import Discovery
-from router.replica import Replica
+from router.replica import Replica, ReplicaT, serves_in, tier_name
 from rpc.cluster_calls import open_cluster_channel
 from rpc.errors import from_rpc_error
 
-__all__ = ["MakeReplica", "ReplicaT", "Tier"]
+__all__ = ["MakeReplica", "Tier"]
 
 _LOGGER = logging.getLogger("baton.router")
 _INFO_TIMEOUT_S = 5.0
+_ROLE_INTERVAL_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+_SETTLED_S = 2.0
+"""A connection that is lost sooner does not reset the backoff: the worker may be about to end, or a
+step of it hangs."""
 
-ReplicaT = TypeVar("ReplicaT", bound=Replica)
 MakeReplica = Callable[
     [str, worker_pb2.GetInfoResponse, grpc.aio.Channel, ClusterSecurity], ReplicaT
 ]
@@ -39,8 +46,9 @@ class Tier(Generic[ReplicaT]):
     """One tier's replicas.
 
     Args:
-        name: "prefill" or "decode".
+        role: the role that its replicas have, or both roles.
         discovery: the addresses at which replicas may be.
+        elsewhere: addresses of the other tier; what happens there is not reported.
         make_replica: makes a replica from its address, its description, its channel and
             `security`.
         security: what this router shows to replicas, and asks of them.
@@ -48,12 +56,17 @@ class Tier(Generic[ReplicaT]):
         on_change: called when a replica starts or stops taking requests.
         on_forget: called with the id of a worker that restarted or left.
         dns_interval_s: time between two calls of `discovery`.
+
+    Attributes:
+        role: the role that its replicas have, or both roles.
+        name: "prefill" or "decode".
     """
 
     def __init__(
         self,
-        name: str,
+        role: "worker_pb2.WorkerRole.ValueType",
         discovery: Discovery,
+        elsewhere: Discovery,
         make_replica: MakeReplica[ReplicaT],
         security: ClusterSecurity,
         *,
@@ -62,14 +75,17 @@ class Tier(Generic[ReplicaT]):
         on_forget: Callable[[str], None],
         dns_interval_s: float,
     ) -> None:
-        self.name = name
+        self.role = role
+        self.name = tier_name(role)
         self._discovery = discovery
+        self._elsewhere = elsewhere
         self._make_replica = make_replica
         self._security = security
         self._check = check
         self._on_change = on_change
         self._on_forget = on_forget
         self._dns_interval_s = dns_interval_s
+        self._own: frozenset[str] = frozenset()
         self._addresses: frozenset[str] = frozenset()
         self._connected: dict[str, ReplicaT] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -89,16 +105,16 @@ class Tier(Generic[ReplicaT]):
     @property
     def problems(self) -> Mapping[str, str]:
         """Why addresses that discovery lists are not connected."""
-        return dict(self._problems)
+        return {address: self._problems[address] for address in self._own & self._problems.keys()}
 
     async def run(self) -> None:
-        """Keeps replicas connected until cancelled."""
+        """Keeps replicas connected until cancelled. An unexpected failure of discovery is logged,
+        and the replicas known before it stay connected.
+        """
         try:
             while True:
-                self._addresses = await self._discovery.addresses()
-                for address in self._addresses - self._followers.keys():
-                    self._followers[address] = asyncio.create_task(self._follow(address))
-                if self._discovery.is_static:
+                is_known = await self._discover()
+                if is_known and self._discovery.is_static and self._elsewhere.is_static:
                     await asyncio.Event().wait()
                 await asyncio.sleep(self._dns_interval_s)
         finally:
@@ -107,16 +123,28 @@ class Tier(Generic[ReplicaT]):
                 follower.cancel()
             await asyncio.gather(*followers, return_exceptions=True)
 
-    async def _follow(self, address: str) -> None:
-        """Connects repeatedly while discovery lists the address."""
-        follower = _Follower(self.name, address)
+    async def _discover(self) -> bool:
+        """Follows the addresses that discovery lists now; returns False if it failed."""
         try:
-            while address in self._addresses:
+            own, others = await self._discovery.addresses(), await self._elsewhere.addresses()
+        except Exception:
+            _LOGGER.exception("%s tier: unexpected failure of discovery", self.name)
+            return False
+        self._own, self._addresses = own, own | others
+        for address in self._addresses - self._followers.keys():
+            follower = _Follower(self.name, address, is_quiet=address not in self._own)
+            self._followers[address] = asyncio.create_task(self._follow(follower))
+        return True
+
+    async def _follow(self, follower: "_Follower") -> None:
+        """Connects repeatedly while discovery lists the address."""
+        try:
+            while follower.address in self._addresses:
                 await self._connect_once(follower)
                 await asyncio.sleep(follower.next_backoff_s())
         finally:
-            del self._followers[address]
-            self._problems.pop(address, None)
+            del self._followers[follower.address]
+            self._problems.pop(follower.address, None)
             self._forget(follower.worker_id)
 
     async def _connect_once(self, follower: "_Follower") -> None:
@@ -139,14 +167,20 @@ class Tier(Generic[ReplicaT]):
         Raises:
             BatonError: the connection failed or was lost.
         """
-        name = self._discovery.name_of(follower.address)
-        async with open_cluster_channel(follower.address, self._security, name) as channel:
-            info = await self._get_info(channel)
+        address = follower.address
+        name = self._discovery.name_of(address) or self._elsewhere.name_of(address)
+        async with open_cluster_channel(address, self._security, name) as channel:
+            while not serves_in((info := await self._get_info(channel)).role, self.role):
+                self._problems.pop(address, None)
+                follower.log_other_tier()
+                await asyncio.sleep(_ROLE_INTERVAL_S)
+                if address not in self._addresses:
+                    return
             twin = self._find(info.worker_id)
             if twin is None:
                 await self._use(follower, info, channel)
         if twin is not None:
-            self._problems.pop(follower.address, None)
+            self._problems.pop(address, None)
             follower.log_standby(twin.address)
             await twin.lost.wait()
 
@@ -175,10 +209,13 @@ class Tier(Generic[ReplicaT]):
         self._connected[follower.address] = replica
         self._problems.pop(follower.address, None)
         follower.log_connected()
+        connected_at = time.monotonic()
         try:
             await replica.run(self._on_change)
         finally:
             del self._connected[follower.address]
+            if time.monotonic() - connected_at >= _SETTLED_S:
+                follower.reset_backoff()
 
     def _find(self, worker_id: str) -> ReplicaT | None:
         found = (r for r in self._connected.values() if r.replica_id == worker_id)
@@ -191,11 +228,15 @@ class Tier(Generic[ReplicaT]):
 
 
 class _Follower:
-    """The state of an address that lasts from one connection to the next."""
+    """The state of an address that lasts from one connection to the next.
 
-    def __init__(self, tier: str, address: str) -> None:
+    One of the other tier `is_quiet`: that tier reports its losses.
+    """
+
+    def __init__(self, tier: str, address: str, *, is_quiet: bool) -> None:
         self.address = address
         self.worker_id = ""
+        self._is_quiet = is_quiet
         self._tier = tier
         self._backoff_s = _FIRST_BACKOFF_S
         self._reported = ""
@@ -205,9 +246,15 @@ class _Follower:
         backoff_s, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, _MAX_BACKOFF_S)
         return backoff_s * random.uniform(0.5, 1.0)
 
-    def log_connected(self) -> None:
+    def reset_backoff(self) -> None:
+        """The connection was good for some time."""
         self._backoff_s = _FIRST_BACKOFF_S
+
+    def log_connected(self) -> None:
         self._report(logging.INFO, "connected, worker " + self.worker_id)
+
+    def log_other_tier(self) -> None:
+        self._report(logging.DEBUG, "serves in the other tier")
 
     def log_standby(self, other_address: str) -> None:
         self._report(
@@ -218,7 +265,8 @@ class _Follower:
         self._report(logging.ERROR, f"REFUSED, worker {self.worker_id}: {error.message}")
 
     def log_loss(self, error: BatonError) -> None:
-        self._report(logging.WARNING, f"not connected: {error.message}")
+        level = logging.DEBUG if self._is_quiet else logging.WARNING
+        self._report(level, f"not connected: {error.message}")
 
     def _report(self, level: int, message: str) -> None:
         """Logs a message unless it repeats the last one."""

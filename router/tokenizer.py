@@ -29,7 +29,7 @@ class Tokenizer:
         added_tokens: texts of the tokens that were added to the vocabulary, by id.
         special_token_ids: those of them that `decode` leaves out by default.
         byte_token_ids: ids of single bytes (`<0x0A>`) in a vocabulary with
-            byte fallback; runs of them decode together.
+            byte fallback, and the bytes; runs of them decode together.
         longest_token_chars: no token stands for more characters of text.
     """
 
@@ -42,8 +42,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_tokens = {i: token.content for i, token in added.items()}
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_token_ids = frozenset(i for i in byte_ids if i is not None)
+        byte_ids = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        self.byte_token_ids = {i: byte for i, byte in byte_ids if i is not None}
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> "Tokenizer":

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 EXIT_CONFIGURATION = 2
+_EXIT_FAILURE = 1
 
 _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
@@ -342,7 +343,7 @@ def run_process(
     """Runs a server process to its end and returns its exit code.
 
     A `ConfigurationError` becomes one line on stderr and exit code 2. A signal while the
-    service starts ends the process here, with exit code 0.
+    service starts ends the process here, with exit code 0; so does any other error, with code 1.
 
     Args:
         name: the command's name for that line, for example "baton prefill".
@@ -356,6 +357,11 @@ def run_process(
     except ConfigurationError as error:
         sys.stderr.write(f"{name}: error: {error.message}\n")
         return EXIT_CONFIGURATION
+    except Exception:
+        _LOGGER.critical("%s ends because of an error", name, exc_info=True)
+        logging.shutdown()
+        # The interpreter would wait for threads, one of which may be stuck.
+        os._exit(_EXIT_FAILURE)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import faulthandler
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ __all__ = ["Worker", "WorkerServicer", "WorkerTier", "add_worker_args", "serve_w
 
 _DEFAULT_WATCH_INTERVAL_MS = 50
 _DEFAULT_DRAIN_TIMEOUT_MS = 30_000
+_HEARTBEAT_S = 0.25
+_STUCK_S = 60.0
 
 StartWorker = Callable[
     [RpcServer, CollectorRegistry, ClusterSecurity], Coroutine[Any, Any, "WorkerTier"]
@@ -74,7 +77,7 @@ async def serve_worker(
     access = cluster_access(security, server_config.host)
     metrics = config_from_args(MetricsConfig, args)
     with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
-        async with _measuring_process(registry, security):
+        async with _measuring_process(registry, security), _ending_when_stuck():
             await serve(
                 server_config,
                 service_names,
@@ -97,12 +100,40 @@ async def _measuring_process(
         measuring.cancel()
 
 
+@asynccontextmanager
+async def _ending_when_stuck() -> AsyncIterator[None]:
+    """Ends the process, with all stacks in its log, if the event loop does not run for long.
+
+    A thread that hangs with Python's global lock stops all others, so a timer of its own is needed.
+    """
+
+    async def defer() -> None:
+        while True:
+            faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+            await asyncio.sleep(_STUCK_S / 10)
+
+    deferring = asyncio.create_task(defer())
+    try:
+        yield
+    finally:
+        deferring.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
 class Worker(Protocol):
     """The worker behind WorkerService; `engine.worker.EngineWorker` implements it."""
 
     @property
     def info(self) -> worker_pb2.GetInfoResponse:
-        """The description of what the worker serves; it never changes."""
+        """The description of what the worker serves; only its role changes."""
+
+    def change_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Changes which new requests the worker takes.
+
+        Raises:
+            InvalidArgumentError: there is no such role.
+            FailedPreconditionError: the worker cannot have this role.
+        """
 
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns the load now. Must be cheap."""
@@ -130,14 +161,14 @@ class Worker(Protocol):
 
 
 class WorkerTier(Service):
-    """A started worker of either tier. Adds WorkerService to its server and sets it serving.
+    """A started worker. Adds WorkerService to its server and sets it serving.
 
     Args:
         worker: a started worker; closed with the tier.
-        server: the server, which already has the servicer of the worker's tier.
+        server: the server, which already has the servicers of both tiers.
         flush: waits, for at most the seconds that it is passed, until the streams of
-            the tier's own servicer have sent their last outputs.
-        spans: sends spans; closed with the tier. None sends none.
+            these servicers have sent their last outputs.
+        spans: send spans; closed with the worker.
     """
 
     def __init__(
@@ -145,14 +176,17 @@ class WorkerTier(Service):
         worker: Worker,
         server: RpcServer,
         flush: Callable[[float], Awaitable[None]] | None = None,
-        spans: WorkerSpans | None = None,
+        spans: Sequence[WorkerSpans] = (),
     ) -> None:
         self._worker = worker
         self._server = server
         self._flush = flush
         self._spans = spans
         self._servicer = WorkerServicer(worker, lambda: server.set_serving(False))
-        self._failure_watch = asyncio.create_task(self._watch_failure())
+        self._watches = [
+            asyncio.create_task(self._watch_failure()),
+            asyncio.create_task(self._watch_health()),
+        ]
         server.add_servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._servicer)
         server.set_serving(True)
 
@@ -168,13 +202,24 @@ class WorkerTier(Service):
 
     @override
     async def close(self) -> None:
-        self._failure_watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await self._worker.close()
-        if self._spans is not None:
-            await asyncio.to_thread(self._spans.close)
+        for spans in self._spans:
+            await asyncio.to_thread(spans.close)
 
     async def _watch_failure(self) -> None:
         self._server.fail(await self._worker.wait_failed())
+
+    async def _watch_health(self) -> None:
+        """Sets NOT_SERVING while a step of the worker hangs."""
+        was_stalled = False
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            load = self._worker.load()
+            if load.stalled != was_stalled:
+                was_stalled = load.stalled
+                self._server.set_serving(not (load.stalled or load.draining))
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -209,14 +254,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        """Streams the load: now and after each change, at most once per interval, until `close`."""
+        """Streams the load: now, after each change and as heartbeats, until `close`."""
         interval_s = _watch_interval_ms(request) / 1000
-        sent = None
+        clock = asyncio.get_running_loop().time
+        sent, sent_at = None, 0.0
         while not self._closed.is_set():
             load = self._worker.load()
-            if load != sent:
+            if load != sent or clock() - sent_at >= _HEARTBEAT_S - interval_s:
                 yield worker_pb2.WatchLoadResponse(load=load)
-                sent = load
+                sent, sent_at = load, clock()
             await self._closed_within(interval_s)
 
     @override
@@ -235,6 +281,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         timeout_ms = request.timeout_ms if is_set else _DEFAULT_DRAIN_TIMEOUT_MS
         self._on_drain()
         return worker_pb2.DrainResponse(num_remaining=await self._worker.drain(timeout_ms / 1000))
+
+    @override
+    async def ChangeRole(
+        self, request: worker_pb2.ChangeRoleRequest, context: Any
+    ) -> worker_pb2.ChangeRoleResponse:
+        """Changes which new requests the worker takes."""
+        self._worker.change_role(request.role)
+        return worker_pb2.ChangeRoleResponse()
 
     @override
     async def ResetPrefixCache(

@@ -71,7 +71,7 @@ and do not read these variables.
 - Bytes and tokens with one letter are as in vLLM: `4k` is 4000 and `4K` is 4096, also with
   m, g, t and M, G, T.
 - Numbers that may be left open take `none`.
-- `--tensor-parallel-size 1`, `--pipeline-parallel-size 1`, `--data-parallel-size 1`,
+- `--pipeline-parallel-size 1`, `--data-parallel-size 1`,
   `--quantization none` and `--no-trust-remote-code` are accepted, so that vLLM's command lines
   work; other values are refused.
 - Options of KV connectors are part of their URLs: see [connectors.md](connectors.md).
@@ -127,10 +127,22 @@ VARIABLES = (
     Variable(
         "BATON_GRPC_PORT", "docker-compose.yml", "50051", "the router's gRPC port on the host"
     ),
+    Variable(
+        "BATON_EXTRAS", "docker-compose.yml", "", "extras to install in the image, such as nixl"
+    ),
+    Variable(
+        "BATON_CONTAINERS",
+        "scripts/prepare_containers.sh",
+        "/var/tmp/baton-containers",  # noqa: S108 - a text
+        "folder of the Docker engine that the script starts",
+    ),
     Variable("BATON_MODEL", "docker-compose.yml", "demo model", "checkpoint folder on the host"),
     Variable("BATON_MODEL_NAME", "docker-compose.yml", "baton-demo", "model name in requests"),
     Variable("BATON_PORT", "docker-compose.yml", "8000", "the router's HTTP port on the host"),
     Variable("BATON_REDIS_MEMORY", "docker-compose.yml", "2gb", "memory limit of redis"),
+    Variable(
+        "BATON_SHM_SIZE", "docker-compose.yml", "2g", "limit of /dev/shm, which the workers share"
+    ),
     Variable("BATON_PROMETHEUS_PORT", "docker-compose.yml", "9090", "Prometheus' port on the host"),
     Variable("BATON_GRAFANA_PORT", "docker-compose.yml", "3000", "Grafana's port on the host"),
     Variable("BATON_TEST_DEVICE", "tests", "cpu", "device of the Triton tests; cuda for a GPU"),
@@ -145,6 +157,9 @@ VARIABLES = (
         "tests",
         "",
         "folder of checkpoints whose chat templates are compared with `transformers`",
+    ),
+    Variable(
+        "TORCH_INDEX_URL", "docker-compose.yml", "CPU wheels", "package index of torch, in builds"
     ),
     Variable("CXX", "building the CPU kernels", "the first found", "C++20 compiler"),
     Variable(

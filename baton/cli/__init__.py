@@ -41,8 +41,9 @@ _SERVE, _USE, _CHECK = "Serve a model", "Use a server", "Measure and check"
 COMMANDS = {
     "serve": _Command(_SERVE, "baton.cli.serve", "serve a model on this machine"),
     "router": _Command(_SERVE, "router.server", "run the router, which clients connect to"),
-    "prefill": _Command(_SERVE, "prefill_service.server", "run a prefill worker"),
-    "decode": _Command(_SERVE, "decode_service.server", "run a decode worker"),
+    "prefill": _Command(_SERVE, "worker.prefill", "run a prefill worker"),
+    "decode": _Command(_SERVE, "worker.decode", "run a decode worker"),
+    "role": _Command(_SERVE, "baton.cli.role", "change the tier of a running worker"),
     "api-key": _Command(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
     "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
     "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),

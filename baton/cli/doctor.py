@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from baton.doctor import Finding, Level, machine, native_kernels, software
+from baton.doctor import Finding, Level, machine, native_kernels, ranks, software
 
 __all__ = ["add_args", "examine", "format_findings", "main"]
 
@@ -26,6 +26,7 @@ _CHECKS: tuple[_Check, ...] = (
     machine.check_threads,
     native_kernels.check_selection,
     native_kernels.check_result,
+    ranks.check_ranks,
     native_kernels.check_libraries,
     native_kernels.check_compiler,
     machine.check_memory,

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from baton.up.plan import ClusterConfig, worker_targets
-from baton.up.run_folder import embedded_store, taking_turns, with_token
+from baton.up.run_folder import embedded_store, sharing_machine, with_token
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
@@ -20,9 +20,9 @@ _NOT_ENGINE = (
     "model",
     "revision",
     "served_model_name",
-    "role",
     "kv_connector",
     "turns_folder",
+    "weights_folder",
 )
 """Flags of an engine that the router's flags or the command itself set."""
 _NOT_ROUTER = (
@@ -93,7 +93,7 @@ def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, N
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
         config = folders.enter_context(with_token(config))
-        yield folders.enter_context(taking_turns(config)) if args.turns else config
+        yield folders.enter_context(sharing_machine(config, turns=args.turns))
 
 
 def cluster_config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:

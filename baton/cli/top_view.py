@@ -10,11 +10,16 @@ from baton.v1 import cluster_pb2, worker_pb2
 
 __all__ = ["Line", "Sample", "Style", "render"]
 
-_TIERS = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
+_TIERS = {
+    worker_pb2.WORKER_ROLE_PREFILL: "prefill",
+    worker_pb2.WORKER_ROLE_DECODE: "decode",
+    worker_pb2.WORKER_ROLE_BOTH: "both",
+}
 _STATES = {
     cluster_pb2.REPLICA_STATE_READY: "ready",
     cluster_pb2.REPLICA_STATE_DRAINING: "draining",
     cluster_pb2.REPLICA_STATE_LOST: "LOST",
+    cluster_pb2.REPLICA_STATE_EJECTED: "EJECTED",
 }
 _TIER_CHARS, _STATE_CHARS = 8, 9
 _LEAST_ADDRESS_CHARS = 22

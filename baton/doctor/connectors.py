@@ -9,6 +9,8 @@ from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout
 from kvstore.registry import known_stores, open_connector
@@ -88,7 +90,9 @@ def _hand_over(url: str) -> str:
     pool = torch.randn(len(_SAVED) + len(_LOADED), *_LAYOUT.block_shape)
     keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
     lease_id = secrets.token_hex(16)
-    with closing(ConnectorDriver(open_connector(url), pool, _LAYOUT, timeout_s=_LIMIT_S)) as driver:
+    security = ClusterSecurity.from_environment(ClusterConfig())
+    opened = open_connector(url, security)
+    with closing(ConnectorDriver(opened, pool, _LAYOUT, timeout_s=_LIMIT_S)) as driver:
         try:
             saved = driver.save(keys, _SAVED, lease_id=lease_id)
             if not saved.committed:

@@ -25,6 +25,7 @@ __all__ = [
     "check_libraries",
     "check_result",
     "check_selection",
+    "find_self_test",
     "run_self_test",
 ]
 
@@ -55,27 +56,32 @@ def check_selection() -> Iterator[Finding]:
 
 def check_result() -> Iterator[Finding]:
     """Runs the self-test in a process of its own, and reports its result."""
+    return find_self_test("self-test", "baton.doctor.native_kernels")
+
+
+def find_self_test(topic: str, module: str) -> Iterator[Finding]:
+    """Runs a module in a process of its own, and reports its line on stdout or its error."""
     if not has_torch():
-        yield Finding("self-test", Level.NOTE, "not checked: it needs torch")
+        yield Finding(topic, Level.NOTE, "not checked: it needs torch")
         return
-    command = [sys.executable, "-P", "-m", "baton.doctor.native_kernels"]
+    command = [sys.executable, "-P", "-m", module]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_SELF_TEST_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        text = f"a small product took longer than {_SELF_TEST_TIMEOUT_S} s"
-        yield Finding("self-test", Level.PROBLEM, text)
+        text = f"a small test took longer than {_SELF_TEST_TIMEOUT_S} s"
+        yield Finding(topic, Level.PROBLEM, text)
         return
     if result.returncode == 0:
-        yield Finding("self-test", Level.OK, result.stdout.strip())
+        yield Finding(topic, Level.OK, result.stdout.strip())
     elif result.returncode < 0:
         text = f"the kernels crashed: signal {-result.returncode}"
-        yield Finding("self-test", Level.PROBLEM, text)
+        yield Finding(topic, Level.PROBLEM, text)
     else:
         lines = result.stderr.strip().splitlines()
         text = lines[-1] if lines else f"failed with status {result.returncode} and no message"
-        yield Finding("self-test", Level.PROBLEM, text)
+        yield Finding(topic, Level.PROBLEM, text)
 
 
 def check_libraries() -> Iterator[Finding]:

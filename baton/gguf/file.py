@@ -73,6 +73,10 @@ class GgufFile:
         """
         return self._read(build_tokenizer)
 
+    def tokenizer_digest(self) -> str:
+        """Returns nothing: the vocabulary may differ from its checkpoint folder's in padding."""
+        return ""
+
     def _read(self, reader: Callable[[GgufHeader], _T]) -> _T:
         """Calls a reader of the header.
 

@@ -12,7 +12,6 @@ from baton.flags import flags_of_config
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
 from baton.up.supervisor import ProcessSpec
-from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
@@ -155,6 +154,13 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         ConfigurationError: a port is in use, or the router's host is not an address of this
             machine; names the flag.
     """
+    engine = config.engine
+    if engine.nnodes > 1 or engine.distributed_executor_backend == "external_launcher":
+        raise ConfigurationError(
+            "--nnodes and --distributed-executor-backend external_launcher start one engine on "
+            "several machines; this command starts the processes of one: use `baton prefill`, "
+            "`baton decode` and `baton router`"
+        )
     router, metrics = _with_ports(config)
     grpc, model = router.grpc, config.model
     server = ServerConfig(
@@ -206,14 +212,14 @@ def _worker_spec(
 ) -> ProcessSpec:
     host, _, port = target.rpartition(":")
     address = ("--host", host, "--port", port)
-    omitted, environment = set(FIXED_FIELDS[tier]), dict(config.environment)
+    omitted, environment = set[str](), dict(config.environment)
     connector = config.engine.kv_connector
     if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
         omitted.add("kv_connector")
         environment[variable_of("kv-connector")] = connector
     own = flags_of_config(config.engine, omit=omitted)
     arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"{tier}_service", arguments, environment)
+    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, environment)
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:

@@ -1,7 +1,8 @@
 """Temporary folders of a one-machine cluster, removed with it.
 
-One folder holds the default KV store, which needs no server. Another holds the lock files by
-which workers on the CPU take turns (`engine/runtime/turns.py`), a third one the cluster's token.
+One folder holds the default KV store, which needs no server. Another holds what workers on the CPU
+share: their weights (`engine/runtime/shared_weights.py`) and the lock files by which they take
+turns (`engine/runtime/turns.py`). A third one holds the cluster's token.
 """
 
 import fcntl
@@ -17,7 +18,7 @@ from baton.security import config as security_config
 from baton.security.cluster import ClusterSecurity
 from baton.up.plan import ClusterConfig
 
-__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns", "with_token"]
+__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "sharing_machine", "with_token"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes private folders
 _PREFIX = "baton-up-"
@@ -88,16 +89,23 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """Yields the config with a turns folder, if several workers may compute on the CPU.
+def sharing_machine(config: ClusterConfig, *, turns: bool) -> Iterator[ClusterConfig]:
+    """Yields the config with a folder through which workers on the CPU share weights and, if there
+    are several, take turns.
 
     `--device auto` may choose a GPU; workers on a GPU do not use the folder.
+
+    Args:
+        config: the cluster.
+        turns: whether several workers take turns.
     """
-    if config.num_workers == 1 or config.engine.device not in ("auto", "cpu"):
+    if config.engine.device not in ("auto", "cpu"):
         yield config
         return
     with run_folder() as folder:
-        yield replace(config, engine=replace(config.engine, turns_folder=str(folder)))
+        turns_folder = str(folder) if turns and config.num_workers > 1 else None
+        engine = replace(config.engine, weights_folder=str(folder), turns_folder=turns_folder)
+        yield replace(config, engine=engine)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class _ReplicaStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """It is connected and takes no new requests."""
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """It is not connected: it was lost, was refused, or was never reached."""
+    REPLICA_STATE_EJECTED: _ReplicaState.ValueType  # 4
+    """It is connected, but its calls have failed: requests go to other replicas, if there are any."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Whether a replica can be used."""
@@ -50,7 +52,44 @@ REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 2
 """It is connected and takes no new requests."""
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """It is not connected: it was lost, was refused, or was never reached."""
+REPLICA_STATE_EJECTED: ReplicaState.ValueType  # 4
+"""It is connected, but its calls have failed: requests go to other replicas, if there are any."""
 Global___ReplicaState: typing_extensions.TypeAlias = ReplicaState
+
+@typing.final
+class ChangeReplicaRoleRequest(google.protobuf.message.Message):
+    """Changes the tier of a replica."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    replica: builtins.str
+    """The replica's `host:port`, as GetCluster has it, or its worker id."""
+    role: baton.v1.worker_pb2.WorkerRole.ValueType
+    """The new tier."""
+    def __init__(
+        self,
+        *,
+        replica: builtins.str = ...,
+        role: baton.v1.worker_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["replica", b"replica", "role", b"role"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ChangeReplicaRoleRequest: typing_extensions.TypeAlias = ChangeReplicaRoleRequest
+
+@typing.final
+class ChangeReplicaRoleResponse(google.protobuf.message.Message):
+    """The replica has its new tier."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ChangeReplicaRoleResponse: typing_extensions.TypeAlias = ChangeReplicaRoleResponse
 
 @typing.final
 class GetTraceRequest(google.protobuf.message.Message):

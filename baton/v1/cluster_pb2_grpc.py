@@ -42,6 +42,11 @@ class ClusterServiceStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.ChangeReplicaRole = channel.unary_unary(
+                '/baton.v1.ClusterService/ChangeReplicaRole',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleResponse.FromString,
+                _registered_method=True)
         self.GetTrace = channel.unary_unary(
                 '/baton.v1.ClusterService/GetTrace',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.GetTraceRequest.SerializeToString,
@@ -62,6 +67,16 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeReplicaRole(self, request, context):
+        """Changes the tier of a connected replica: which new requests it takes. Its running requests move
+        to other replicas, or end there. A restarted worker has the role that it was started with.
+        NOT_FOUND: no such replica is connected. FAILED_PRECONDITION: no other replica would take decode
+        requests, or the worker cannot hand KV over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTrace(self, request, context):
         """Returns the records of requests that have ended. The router keeps the last
         1,000. NOT_FOUND: there is none with this id.
@@ -77,6 +92,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.GetClusterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'ChangeReplicaRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeReplicaRole,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleResponse.SerializeToString,
             ),
             'GetTrace': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrace,
@@ -114,6 +134,33 @@ class ClusterService(object):
             '/baton.v1.ClusterService/GetCluster',
             baton_dot_v1_dot_cluster__pb2.GetClusterRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeReplicaRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/ChangeReplicaRole',
+            baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.ChangeReplicaRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,12 @@ class ClusterServiceStub:
     def __new__(cls, channel: grpc.aio.Channel) -> ClusterServiceAsyncStub: ...
     GetCluster: grpc.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetClusterRequest, baton.v1.cluster_pb2.GetClusterResponse]
     """Returns the state of the router and of its replicas."""
+    ChangeReplicaRole: grpc.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.ChangeReplicaRoleRequest, baton.v1.cluster_pb2.ChangeReplicaRoleResponse]
+    """Changes the tier of a connected replica: which new requests it takes. Its running requests move
+    to other replicas, or end there. A restarted worker has the role that it was started with.
+    NOT_FOUND: no such replica is connected. FAILED_PRECONDITION: no other replica would take decode
+    requests, or the worker cannot hand KV over.
+    """
     GetTrace: grpc.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetTraceRequest, baton.v1.cluster_pb2.GetTraceResponse]
     """Returns the records of requests that have ended. The router keeps the last
     1,000. NOT_FOUND: there is none with this id.
@@ -50,6 +56,12 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetClusterRequest, baton.v1.cluster_pb2.GetClusterResponse]  # type: ignore[assignment]
     """Returns the state of the router and of its replicas."""
+    ChangeReplicaRole: grpc.aio.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.ChangeReplicaRoleRequest, baton.v1.cluster_pb2.ChangeReplicaRoleResponse]  # type: ignore[assignment]
+    """Changes the tier of a connected replica: which new requests it takes. Its running requests move
+    to other replicas, or end there. A restarted worker has the role that it was started with.
+    NOT_FOUND: no such replica is connected. FAILED_PRECONDITION: no other replica would take decode
+    requests, or the worker cannot hand KV over.
+    """
     GetTrace: grpc.aio.UnaryUnaryMultiCallable[baton.v1.cluster_pb2.GetTraceRequest, baton.v1.cluster_pb2.GetTraceResponse]  # type: ignore[assignment]
     """Returns the records of requests that have ended. The router keeps the last
     1,000. NOT_FOUND: there is none with this id.
@@ -68,6 +80,18 @@ class ClusterServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.cluster_pb2.GetClusterResponse, collections.abc.Awaitable[baton.v1.cluster_pb2.GetClusterResponse]]:
         """Returns the state of the router and of its replicas."""
+
+    @abc.abstractmethod
+    def ChangeReplicaRole(
+        self,
+        request: baton.v1.cluster_pb2.ChangeReplicaRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[baton.v1.cluster_pb2.ChangeReplicaRoleResponse, collections.abc.Awaitable[baton.v1.cluster_pb2.ChangeReplicaRoleResponse]]:
+        """Changes the tier of a connected replica: which new requests it takes. Its running requests move
+        to other replicas, or end there. A restarted worker has the role that it was started with.
+        NOT_FOUND: no such replica is connected. FAILED_PRECONDITION: no other replica would take decode
+        requests, or the worker cannot hand KV over.
+        """
 
     @abc.abstractmethod
     def GetTrace(

@@ -707,6 +707,7 @@ class Timings(google.protobuf.message.Message):
     FIRST_TOKEN_MS_FIELD_NUMBER: builtins.int
     DECODE_MS_FIELD_NUMBER: builtins.int
     TOTAL_MS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     route_ms: builtins.float
     """Router: validating, tokenizing, hashing, choosing replicas."""
     queue_ms: builtins.float
@@ -725,6 +726,10 @@ class Timings(google.protobuf.message.Message):
     """From the first token to the last, seen by the router."""
     total_ms: builtins.float
     """From arrival at the router to the last message."""
+    wait_ms: builtins.float
+    """Router: waiting until a replica takes the request, also after its replica
+    was lost. Waits before the first replica are part of route_ms.
+    """
     def __init__(
         self,
         *,
@@ -736,8 +741,9 @@ class Timings(google.protobuf.message.Message):
         first_token_ms: builtins.float = ...,
         decode_ms: builtins.float = ...,
         total_ms: builtins.float = ...,
+        wait_ms: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["decode_ms", b"decode_ms", "first_token_ms", b"first_token_ms", "load_ms", b"load_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "route_ms", b"route_ms", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["decode_ms", b"decode_ms", "first_token_ms", b"first_token_ms", "load_ms", b"load_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "route_ms", b"route_ms", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "wait_ms", b"wait_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Timings: typing_extensions.TypeAlias = Timings

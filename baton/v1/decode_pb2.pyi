@@ -32,6 +32,8 @@ class ConnectRequest(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> Global___StartDecode:
         """Start generating."""
@@ -44,18 +46,28 @@ class ConnectRequest(google.protobuf.message.Message):
     def prefetch(self) -> Global___PrefetchKv:
         """Begin to load blocks of a request that has not started yet."""
 
+    @property
+    def move(self) -> Global___MoveDecode:
+        """End a request that continues on another replica."""
+
+    @property
+    def release(self) -> Global___ReleaseMoved:
+        """Drop the blocks of a request that was moved."""
+
     def __init__(
         self,
         *,
         start: Global___StartDecode | None = ...,
         cancel: Global___CancelDecode | None = ...,
         prefetch: Global___PrefetchKv | None = ...,
+        move: Global___MoveDecode | None = ...,
+        release: Global___ReleaseMoved | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "prefetch", b"prefetch", "start", b"start"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "move", b"move", "prefetch", b"prefetch", "release", b"release", "start", b"start"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "prefetch", b"prefetch", "start", b"start"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "move", b"move", "prefetch", b"prefetch", "release", b"release", "start", b"start"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["start", "cancel", "prefetch"]
+    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["start", "cancel", "prefetch", "move", "release"]
     _WhichOneofArgType_command: typing_extensions.TypeAlias = typing.Literal["command", b"command"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -169,24 +181,102 @@ class CancelDecode(google.protobuf.message.Message):
 Global___CancelDecode: typing_extensions.TypeAlias = CancelDecode
 
 @typing.final
+class MoveDecode(google.protobuf.message.Message):
+    """Asks for the end of a request that will continue on another replica. Its KV
+    is saved first, as far as the KV connector can hand it over. The answer is a
+    MovedRequest, unless the request ends before. Unknown ids are no error.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """RequestSpec.request_id."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["request_id", b"request_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___MoveDecode: typing_extensions.TypeAlias = MoveDecode
+
+@typing.final
+class ReleaseMoved(google.protobuf.message.Message):
+    """Ends the lease of a MovedRequest's blocks. Unknown ids are no error."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: builtins.int
+    handoff_id: builtins.str
+    """KvHandoff.handoff_id."""
+    def __init__(
+        self,
+        *,
+        handoff_id: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff_id", b"handoff_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReleaseMoved: typing_extensions.TypeAlias = ReleaseMoved
+
+@typing.final
 class ConnectResponse(google.protobuf.message.Message):
     """The new outputs of this router's requests."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.CandidateOutput]:
         """At most one output per candidate of a request, and the request's end.
         Outputs of one request stand together; its last one comes at their end.
         """
 
+    @property
+    def moved(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MovedRequest]:
+        """Requests that have ended here because they move. All their outputs are in
+        this message and those before it.
+        """
+
     def __init__(
         self,
         *,
         outputs: collections.abc.Iterable[baton.v1.request_pb2.CandidateOutput] | None = ...,
+        moved: collections.abc.Iterable[Global___MovedRequest] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["outputs", b"outputs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["moved", b"moved", "outputs", b"outputs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
+
+@typing.final
+class MovedRequest(google.protobuf.message.Message):
+    """The end of a request that continues on another replica."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    HANDOFF_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """RequestSpec.request_id."""
+    @property
+    def handoff(self) -> baton.v1.prefill_pb2.KvHandoff:
+        """Where the KV of the prompt and of the tokens sent so far, except the last
+        one, is. Unset: in the store under the blocks' keys, or nowhere.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "request_id", b"request_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___MovedRequest: typing_extensions.TypeAlias = MovedRequest

@@ -221,19 +221,25 @@ Global___KvHandoff: typing_extensions.TypeAlias = KvHandoff
 
 @typing.final
 class ReleaseHandoffRequest(google.protobuf.message.Message):
-    """Names a handoff that is no longer needed."""
+    """Names a handoff that is no longer needed, by one of its fields."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     handoff_id: builtins.str
     """KvHandoff.handoff_id."""
+    request_id: builtins.str
+    """RequestSpec.request_id of a cancelled call, whose end may have been sent
+    before the cancellation arrived.
+    """
     def __init__(
         self,
         *,
         handoff_id: builtins.str = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff_id", b"handoff_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff_id", b"handoff_id", "request_id", b"request_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReleaseHandoffRequest: typing_extensions.TypeAlias = ReleaseHandoffRequest

@@ -34,9 +34,11 @@ class _WorkerRoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Computes prompts and hands their KV over."""
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
     """Takes the KV of computed prompts and generates tokens."""
+    WORKER_ROLE_BOTH: _WorkerRole.ValueType  # 3
+    """Both of these, for different requests."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
-    """The tier of a worker."""
+    """The tier that a worker serves in."""
 
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 """Unknown to this build."""
@@ -44,6 +46,8 @@ WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 """Computes prompts and hands their KV over."""
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
 """Takes the KV of computed prompts and generates tokens."""
+WORKER_ROLE_BOTH: WorkerRole.ValueType  # 3
+"""Both of these, for different requests."""
 Global___WorkerRole: typing_extensions.TypeAlias = WorkerRole
 
 @typing.final
@@ -82,10 +86,12 @@ class GetInfoResponse(google.protobuf.message.Message):
     LAYOUT_VERSION_FIELD_NUMBER: builtins.int
     POOL_BLOCK_SIZE_FIELD_NUMBER: builtins.int
     KV_FORM_FIELD_NUMBER: builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
+    MAX_NUM_REQUESTS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn at each start, so that a restart at the same address is noticed."""
     role: Global___WorkerRole.ValueType
-    """The worker's tier."""
+    """The worker's tier at present; see ChangeRole."""
     model: builtins.str
     """The model's name."""
     namespace: builtins.bytes
@@ -120,6 +126,12 @@ class GetInfoResponse(google.protobuf.message.Message):
     """What `namespace` is a digest of, in words; for example "model 3fa2b0c4d5e6,
     bfloat16, 16 tokens per block, layout 1".
     """
+    tokenizer_digest: builtins.str
+    """Hex digest of the tokenizer's vocabulary without added tokens; empty if the model has no
+    tokenizer files. A router refuses a worker whose digest differs from its own tokenizer's.
+    """
+    max_num_requests: builtins.int
+    """The most requests that it runs and queues at a time."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
@@ -145,8 +157,10 @@ class GetInfoResponse(google.protobuf.message.Message):
         layout_version: builtins.int = ...,
         pool_block_size: builtins.int = ...,
         kv_form: builtins.str = ...,
+        tokenizer_digest: builtins.str = ...,
+        max_num_requests: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
@@ -172,6 +186,8 @@ class WorkerLoad(google.protobuf.message.Message):
     NUM_COMPILING_FIELD_NUMBER: builtins.int
     NUM_SWAPPED_FIELD_NUMBER: builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    STALLED_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -202,6 +218,12 @@ class WorkerLoad(google.protobuf.message.Message):
     """Of the waiting requests, those whose KV is on the host."""
     num_cached_blocks: builtins.int
     """Blocks in the prefix cache, whether a request holds them or not."""
+    stalled: builtins.bool
+    """Whether a step of the engine takes much longer than such steps have taken
+    so far. The worker may be stuck; its requests should continue elsewhere.
+    """
+    role: Global___WorkerRole.ValueType
+    """The tier that the worker takes new requests for."""
     def __init__(
         self,
         *,
@@ -220,11 +242,44 @@ class WorkerLoad(google.protobuf.message.Message):
         num_compiling: builtins.int = ...,
         num_swapped: builtins.int = ...,
         num_cached_blocks: builtins.int = ...,
+        stalled: builtins.bool = ...,
+        role: Global___WorkerRole.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad
+
+@typing.final
+class ChangeRoleRequest(google.protobuf.message.Message):
+    """Changes a worker's tier."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    role: Global___WorkerRole.ValueType
+    """The new tier."""
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["role", b"role"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ChangeRoleRequest: typing_extensions.TypeAlias = ChangeRoleRequest
+
+@typing.final
+class ChangeRoleResponse(google.protobuf.message.Message):
+    """The worker has its new tier."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ChangeRoleResponse: typing_extensions.TypeAlias = ChangeRoleResponse
 
 @typing.final
 class GetLoadRequest(google.protobuf.message.Message):

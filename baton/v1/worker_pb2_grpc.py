@@ -60,6 +60,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/baton.v1.WorkerService/ChangeRole',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/baton.v1.WorkerService/ResetPrefixCache',
                 request_serializer=baton_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -77,7 +82,7 @@ class WorkerServiceServicer(object):
     """
 
     def GetInfo(self, request, context):
-        """Returns what the worker serves, which is constant while the process lives.
+        """Returns what the worker serves. Only its role changes while the process lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +97,8 @@ class WorkerServiceServicer(object):
 
     def WatchLoad(self, request, context):
         """Streams the worker's load: now and after each change, at most once per
-        interval.
+        interval; without a change about every 250 ms, so that the caller notices a
+        worker that is frozen or cannot be reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +115,15 @@ class WorkerServiceServicer(object):
     def Drain(self, request, context):
         """Refuses new requests from now on. Returns when the running requests have
         ended or the timeout has passed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Changes which new requests the worker takes. Those that it has continue; routers move them to
+        other replicas as if it drained. A restarted worker has the role that it was started with.
+        FAILED_PRECONDITION: it has no KV connector to hand prompts over with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +172,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -305,6 +325,33 @@ class WorkerService(object):
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/ChangeRole',
+            baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,12 +31,13 @@ class WorkerServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetInfoRequest, baton.v1.worker_pb2.GetInfoResponse]
-    """Returns what the worker serves, which is constant while the process lives."""
+    """Returns what the worker serves. Only its role changes while the process lives."""
     GetLoad: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetLoadRequest, baton.v1.worker_pb2.GetLoadResponse]
     """Returns the worker's load now."""
     WatchLoad: grpc.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchLoadRequest, baton.v1.worker_pb2.WatchLoadResponse]
     """Streams the worker's load: now and after each change, at most once per
-    interval.
+    interval; without a change about every 250 ms, so that the caller notices a
+    worker that is frozen or cannot be reached.
     """
     Abort: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.AbortRequest, baton.v1.worker_pb2.AbortResponse]
     """Ends requests with finish reason ABORTED and frees their blocks. Unknown
@@ -45,6 +46,11 @@ class WorkerServiceStub:
     Drain: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.DrainRequest, baton.v1.worker_pb2.DrainResponse]
     """Refuses new requests from now on. Returns when the running requests have
     ended or the timeout has passed.
+    """
+    ChangeRole: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ChangeRoleRequest, baton.v1.worker_pb2.ChangeRoleResponse]
+    """Changes which new requests the worker takes. Those that it has continue; routers move them to
+    other replicas as if it drained. A restarted worker has the role that it was started with.
+    FAILED_PRECONDITION: it has no KV connector to hand prompts over with.
     """
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]
     """Empties the prefix cache. Running requests continue."""
@@ -60,12 +66,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetInfo: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetInfoRequest, baton.v1.worker_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Returns what the worker serves, which is constant while the process lives."""
+    """Returns what the worker serves. Only its role changes while the process lives."""
     GetLoad: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetLoadRequest, baton.v1.worker_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Returns the worker's load now."""
     WatchLoad: grpc.aio.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchLoadRequest, baton.v1.worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Streams the worker's load: now and after each change, at most once per
-    interval.
+    interval; without a change about every 250 ms, so that the caller notices a
+    worker that is frozen or cannot be reached.
     """
     Abort: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.AbortRequest, baton.v1.worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests with finish reason ABORTED and frees their blocks. Unknown
@@ -74,6 +81,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.DrainRequest, baton.v1.worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new requests from now on. Returns when the running requests have
     ended or the timeout has passed.
+    """
+    ChangeRole: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ChangeRoleRequest, baton.v1.worker_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Changes which new requests the worker takes. Those that it has continue; routers move them to
+    other replicas as if it drained. A restarted worker has the role that it was started with.
+    FAILED_PRECONDITION: it has no KV connector to hand prompts over with.
     """
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache. Running requests continue."""
@@ -92,7 +104,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.GetInfoResponse, collections.abc.Awaitable[baton.v1.worker_pb2.GetInfoResponse]]:
-        """Returns what the worker serves, which is constant while the process lives."""
+        """Returns what the worker serves. Only its role changes while the process lives."""
 
     @abc.abstractmethod
     def GetLoad(
@@ -109,7 +121,8 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.worker_pb2.WatchLoadResponse], collections.abc.AsyncIterator[baton.v1.worker_pb2.WatchLoadResponse]]:
         """Streams the worker's load: now and after each change, at most once per
-        interval.
+        interval; without a change about every 250 ms, so that the caller notices a
+        worker that is frozen or cannot be reached.
         """
 
     @abc.abstractmethod
@@ -130,6 +143,17 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[baton.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[baton.v1.worker_pb2.DrainResponse]]:
         """Refuses new requests from now on. Returns when the running requests have
         ended or the timeout has passed.
+        """
+
+    @abc.abstractmethod
+    def ChangeRole(
+        self,
+        request: baton.v1.worker_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[baton.v1.worker_pb2.ChangeRoleResponse, collections.abc.Awaitable[baton.v1.worker_pb2.ChangeRoleResponse]]:
+        """Changes which new requests the worker takes. Those that it has continue; routers move them to
+        other replicas as if it drained. A restarted worker has the role that it was started with.
+        FAILED_PRECONDITION: it has no KV connector to hand prompts over with.
         """
 
     @abc.abstractmethod

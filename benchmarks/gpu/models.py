@@ -1,6 +1,5 @@
 """Models of random weights: their folders, their sizes, and an engine's config for them."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def shape_of(name: str, dtype: str) -> ModelShape:
     family = family_of(config["architectures"][0])
     with torch.device("meta"):
         model = family.build(family.read_config(ConfigFields(config, family.model_type)))
-    num_weights = sum(math.prod(part.shape) for part in model.checkpoint_tensors().values())
-    return ModelShape.of_config(config, num_weights, dtype)
+    return ModelShape.of_config(config, model.num_weights(), dtype)
 
 
 def kv_bytes_per_token(name: str, dtype: str) -> int:

@@ -1,6 +1,5 @@
 """The machine's ceilings and the size of the model that an engine runs."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +52,12 @@ def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
     fields = config_fields(checkpoint, family.model_type)
     model = family.read_config(fields)
     with torch.device("meta"):
-        tensors = family.build(model).checkpoint_tensors()
+        num_weights = family.build(model).num_weights()
     dtype = resolve_dtype(config.dtype, fields)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
     shape = ModelShape(
-        num_body_weights=sum(math.prod(part.shape) for part in tensors.values())
-        - num_tables * head,
+        num_body_weights=num_weights - num_tables * head,
         num_layers=model.num_layers,
         num_head_weights=head,
         num_attention_features=model.num_layers * model.num_heads * model.head_dim,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 from baton.errors import ConfigurationError
 from benchmarks.report.report import Report, format_report
 
-__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report", "write_results"]
+__all__ = [
+    "add_output_args",
+    "check_output_args",
+    "flags_of",
+    "write_line",
+    "write_report",
+    "write_results",
+]
 
 _NO_FLAGS = ("command", "benchmark", "run", "run_benchmark", "api_key")
 """Attributes of parsed arguments that are no flags, and a secret."""
@@ -68,3 +76,8 @@ def write_results(path: Path, content: Mapping[str, Any]) -> None:
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def write_line(line: str) -> None:
+    """Writes a line to stderr, where it does not mix with a report."""
+    sys.stderr.write(f"{line}\n")

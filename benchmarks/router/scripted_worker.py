@@ -141,6 +141,10 @@ class _ScriptedWorker(Worker):
         return self._info
 
     @override
+    def change_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        raise NotImplementedError
+
+    @override
     def load(self) -> worker_pb2.WorkerLoad:
         return worker_pb2.WorkerLoad(num_free_blocks=1 << 20, num_blocks=1 << 20)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig
 from kernels import fresh_zeros
 from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
@@ -76,8 +78,11 @@ class EndHost:
     # Connectors.
 
     def open(self, name: str, url: str) -> None:
-        """Opens a connector on the pool. The other methods refer to it by `name`."""
-        connector = open_connector(url)
+        """Opens a connector on the pool, with the cluster's token if BATON_CLUSTER_TOKEN has one.
+
+        The other methods refer to it by `name`.
+        """
+        connector = open_connector(url, ClusterSecurity.from_environment(ClusterConfig()))
         self._drivers[name] = ConnectorDriver(connector, self._pool, self._layout, timeout_s=_JOB_S)
 
     def save(self, name: str, run_id: str, block_ids: Sequence[int]) -> tuple[float, KvHandoff]:

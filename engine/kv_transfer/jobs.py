@@ -110,12 +110,14 @@ class Save(Job):
         lease_id: the request's handoff id at the start.
         step: number of the step that computes the blocks; 0 if they are computed. The timeout
             starts when that step is over.
+        is_tail: whether it saves the prompt's partial tail.
     """
 
     kind = "save"
     group: SequenceGroup
     lease_id: str
     step: int = 0
+    is_tail: bool = False
 
 
 class JobTable:
@@ -147,6 +149,14 @@ class JobTable:
         """Returns all saves, open and lent."""
         yield from (job for job in self.open.values() if isinstance(job, Save))
         yield from self.lent.values()
+
+    @property
+    def has_open_saves(self) -> bool:
+        """Whether a save that was not given up has no result."""
+        return any(
+            isinstance(job, Save) and job.job_id in job.group.transfer.pending_saves
+            for job in self.open.values()
+        )
 
     def held_blocks(self) -> list[int]:
         """Returns one entry per block reference that a job holds."""

@@ -8,7 +8,7 @@ blocks lack, and waits in state LOADING. A request for which prefetches are open
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.group import SequenceGroup
+from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, held_by
 from engine.kv_transfer.costs import LoadCosts
@@ -65,6 +65,7 @@ class Loads:
         self._connector = connector
         self._pool = kv.pool
         self._spec = kv.spec
+        self._caches_prefixes = kv.caches_prefixes
         self._cut = cut
         self._jobs = jobs
         self._prefetches = prefetches
@@ -129,10 +130,14 @@ class Loads:
         """
         if self._costs.may_load(num_tokens, num_queued_tokens, self._clock()):
             return True
-        self.forget(group)
-        group.transfer.may_load = False
+        self.exclude(group)
         self._metrics.load_given_up("admission")
         return False
+
+    def exclude(self, group: SequenceGroup) -> None:
+        """Makes a group compute from now on what it does not find in the prefix cache."""
+        self.forget(group)
+        group.transfer.may_load = False
 
     # From admission on.
 
@@ -201,8 +206,7 @@ class Loads:
         """
         group = job.group
         if isinstance(job, Lookup):
-            self.forget(group)
-            group.transfer.may_load = False
+            self.exclude(group)
             return None
         if group.transfer.load_job != job.job_id:
             return None
@@ -215,11 +219,24 @@ class Loads:
         if num_keys == 0:
             return 0
         if transfer.lookup_job is None:
+            if self._is_cached(lead):
+                return 0
             keys = self._cut.object_keys(lead.keys.extend(lead.token_ids)[:num_keys])
             transfer.lookup_job = self._connector.lookup(keys)
             self._jobs.add(Lookup(job_id=transfer.lookup_job, group=group, num_keys=len(keys)))
         num_found = self._connector.num_found(transfer.lookup_job)
         return None if num_found is None else num_found // self._spec.num_layer_groups
+
+    def _is_cached(self, lead: Sequence) -> bool:
+        """Returns whether the last full block is in the prefix cache, and so most likely all.
+
+        Then a look-up would only delay the request.
+        """
+        num_blocks = (len(lead.token_ids) - 1) // self._spec.block_size
+        if not num_blocks or self._spec.windows != (None,) or not self._caches_prefixes:
+            return False
+        keys = lead.keys.extend_pool(lead.token_ids)
+        return self._pool.lookup(keys[num_blocks - 1]) is not None
 
     def _load(
         self, group: SequenceGroup, handoff: KvHandoff | None, num_loadable: int, num_tokens: int

@@ -10,40 +10,25 @@ their first layers are saved while the step computes the others.
 """
 
 from collections import OrderedDict, abc
-from dataclasses import dataclass
 
 from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.jobs import JobTable, Save
+from engine.kv_transfer.save_policy import SavePolicy
 from engine.kv_transfer.state import new_handoff_id, overlap
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import SaveResult
 from kvstore.metrics import TransferMetrics
 
-__all__ = ["SavePolicy", "Saves"]
+__all__ = ["Saves"]
 
 # Handoffs with a tail that may be released. Beyond this, the store's TTL removes the oldest tail.
 _MAX_HANDOFFS = 65_536
 
-
-@dataclass(frozen=True, slots=True)
-class SavePolicy:
-    """What an engine saves.
-
-    Attributes:
-        prompts: whether it saves blocks of prompts, as they are computed.
-        ahead: whether it saves them before the step that computes them.
-        interval: it saves generated blocks whenever this many are full; None: not while the
-            sequence runs.
-        at_end: whether it saves generated blocks when a sequence ends.
-    """
-
-    prompts: bool = False
-    ahead: bool = False
-    interval: int | None = None
-    at_end: bool = False
+# The error of a save whose lease is over.
+_CANCELLED = "cancelled"
 
 
 class Saves:
@@ -85,13 +70,13 @@ class Saves:
 
     def save_computed(self, group: SequenceGroup) -> None:
         """By policy, saves the full prompt blocks that are computed and not saved yet."""
-        if self._policy.prompts:
+        if self._policy.prompts or group.hands_over:
             end = min(group.lead.num_computed, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end)
 
     def save_ahead(self, group: SequenceGroup, step: int) -> None:
         """By policy, saves the full prompt blocks that the step, which begins next, computes."""
-        if self._policy.ahead:
+        if self._policy.ahead and (self._policy.prompts or group.hands_over):
             self.save_computed(group)
             end = min(group.lead.num_scheduled, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end, step)
@@ -106,23 +91,47 @@ class Saves:
 
     def save_ended(self, sequence: Sequence) -> None:
         """By policy, saves the blocks of a sequence that ends and still has its blocks."""
-        if self._policy.at_end and sequence.table is not None:
+        if self._policy.at_end and not sequence.group.hands_over and sequence.table is not None:
             self._save_up_to(sequence, sequence.num_computed // self._block_size)
 
     def save_for_handoff(self, group: SequenceGroup) -> None:
         """Saves the prompt's partial last block, and makes the handoff of the prompt."""
-        table, transfer = group.lead.table, group.transfer
+        self._save_tail(group, group.lead, group.num_prompt)
+
+    def save_to_move(self, group: SequenceGroup) -> None:
+        """Saves the KV of a running group that continues on another engine.
+
+        A store gets the blocks of all candidates, by policy. Other connectors hand over the KV of
+        a single candidate that decodes; other KV is computed again.
+        """
+        for branch in group.branches:
+            self.save_ended(branch)
+        if self._connector.finds_by_key or len(group.branches) > 1 or group.is_returning:
+            return
+        (sequence,), transfer = group.branches, group.transfer
+        if sequence.num_computed < len(sequence.token_ids) - 1:
+            return
+        transfer.handoff_id = new_handoff_id()
+        transfer.num_saved = sequence.num_saved = 0
+        self._save_up_to(sequence, sequence.num_computed // self._block_size)
+        self._save_tail(group, sequence, sequence.num_computed)
+
+    def _save_tail(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
+        """Saves a sequence's blocks after the full ones of the pool, and makes the handoff of its
+        first `num_tokens` tokens.
+        """
+        table, transfer = sequence.table, group.transfer
         assert table is not None
-        num_saved = group.num_prompt // self._block_size
-        num_full, num_tail = divmod(group.num_prompt, self._cut.size)
-        keys = group.lead.keys.of_prompt(group.request.spec.prompt_token_ids, transfer.handoff_id)
+        num_saved = num_tokens // self._block_size
+        num_full, num_tail = divmod(num_tokens, self._cut.size)
+        keys = sequence.keys.of_prompt(sequence.token_ids[:num_tokens], transfer.handoff_id)
         indices = range(num_saved * self._cut.per_block, len(keys))
         items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         if full := [item for item in items if item.index < num_full]:
             self._save(group, num_saved, full, 0)
         for tail in [item for item in items if item.index >= num_full]:
             self._save(group, num_saved, [tail], num_tail)
-        transfer.handoff = self._make_handoff(group, keys, group.num_prompt)
+        transfer.handoff = self._make_handoff(group, keys, num_tokens)
 
     # Handoffs.
 
@@ -149,11 +158,14 @@ class Saves:
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
         """Returns the handoff of a group whose saves have ended; None if a save failed.
 
-        The caller sends it to the router; its lease starts now.
+        Without a saved tail it names the full blocks alone. The caller sends it to the router; its
+        lease starts now.
         """
         transfer = group.transfer
-        handoff = transfer.handoff
-        if handoff is None or transfer.save_failed:
+        handoff = None if transfer.save_failed else transfer.handoff
+        if handoff is not None and transfer.tail_failed:
+            handoff = self._without_tail(group, handoff)
+        if handoff is None:
             return None
         transfer.handoff_sent = True
         self._connector.offer(handoff.handoff_id)
@@ -161,7 +173,7 @@ class Saves:
             self._tail_keys[handoff.handoff_id] = keys
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
-        if group.first_token_at is not None:
+        if group.hands_over and group.first_token_at is not None:
             self._metrics.prompt_saved(*overlap(transfer.save_times, group.first_token_at))
         return handoff
 
@@ -199,14 +211,16 @@ class Saves:
         are_lent = len(saves) == len(self._jobs.lent) > 0
         if are_lent and all(save.lease_id == lease_id for save in saves):
             self._connector.end_lease(lease_id)
+            group.transfer.save_failed = True
 
     def abandon(self, group: SequenceGroup) -> None:
         """Cancels the handoff of a group that has ended, unless it was sent."""
         transfer = group.transfer
-        if group.hands_over and not transfer.handoff_sent:
+        if transfer.handoff_id and not transfer.handoff_sent:
             self._connector.end_lease(transfer.handoff_id)
             transfer.handoff_cancelled = True
-            self._delete_tail(group)
+            if not transfer.tail_failed:  # else it was deleted when its save failed
+                self._delete_tail(group)
 
     def discard(self, group: SequenceGroup) -> None:
         """Deletes all that the group has saved, as its KV is not finite.
@@ -228,7 +242,7 @@ class Saves:
             start = job.started_at + result.waited
             end = start + result.seconds if result.seconds else now
             job.group.transfer.save_times.append((start, end))
-        self._end(job, failed=not result.committed)
+        self._end(job, failed=not result.committed, lease_is_over=result.error == _CANCELLED)
 
     def release(self, job_id: int) -> None:
         """Releases the blocks of a lent save: no engine reads them any more."""
@@ -238,11 +252,12 @@ class Saves:
         """Ends the wait for a save. Its blocks stay held until its result is in."""
         self._end(job, failed=True)
 
-    def _end(self, job: Save, *, failed: bool) -> None:
+    def _end(self, job: Save, *, failed: bool, lease_is_over: bool = False) -> None:
         group, transfer = job.group, job.group.transfer
         transfer.pending_saves.pop(job.job_id, None)
         if job.lease_id == transfer.handoff_id:  # else it was taken back, and is saved again
-            transfer.save_failed |= failed
+            transfer.tail_failed |= failed and job.is_tail
+            transfer.save_failed |= failed and (not job.is_tail or lease_is_over)
         self._delete_tail(group)
         self._clean_up(group)
 
@@ -306,7 +321,12 @@ class Saves:
                 keys, transfer_ids, num_tail, num_found=num_found, lease_id=lease_id
             )
         job = Save(
-            job_id=job_id, block_ids=held_by(items), group=group, lease_id=lease_id, step=step
+            job_id=job_id,
+            block_ids=held_by(items),
+            group=group,
+            lease_id=lease_id,
+            step=step,
+            is_tail=num_tail > 0,
         )
         self._pool.acquire(job.block_ids)
         self._jobs.add(job)
@@ -320,6 +340,14 @@ class Saves:
             group.transfer.handoff_id, self._namespace, keys, num_tokens
         )
 
+    def _without_tail(self, group: SequenceGroup, handoff: KvHandoff) -> KvHandoff | None:
+        """Returns a handoff of the full blocks of another one; None if there are none."""
+        num_full = handoff.num_tokens // self._cut.size
+        if not num_full:
+            return None
+        keys = handoff.block_keys[:num_full]
+        return self._make_handoff(group, keys, num_full * self._cut.size)
+
     def _tail_of(self, handoff: KvHandoff) -> list[bytes]:
         """Returns the object keys of a handoff's tail, which only its own request can load."""
         if handoff.num_tokens % self._cut.size == 0:
@@ -327,9 +355,10 @@ class Saves:
         return self._cut.object_keys(handoff.block_keys[-1:])
 
     def _delete_tail(self, group: SequenceGroup) -> None:
-        """Deletes the tail of a cancelled handoff once the group has no open save."""
+        """Deletes a tail that no handoff names once the group has no open save."""
         transfer = group.transfer
-        if transfer.handoff_cancelled and transfer.handoff and not transfer.pending_saves:
+        is_useless = transfer.handoff_cancelled or transfer.tail_failed
+        if is_useless and transfer.handoff and not transfer.pending_saves:
             self._connector.delete(self._tail_of(transfer.handoff))
 
     def _clean_up(self, group: SequenceGroup) -> None:

@@ -19,8 +19,9 @@ class GroupTransfer:
 
     Attributes:
         pending_handoff: the handoff that the request came with, until its load starts.
-        handoff_id: id of the handoff that this engine makes of the prompt; empty if it makes
-            none. Changes when a preemption takes back what was saved under it.
+        handoff_id: id of the handoff that this engine makes, of the prompt or of a group that
+            moves; empty if it makes none. Changes when a preemption takes back what was saved
+            under it.
         kept_handoff: id of the handoff whose lease the connector renews for this request.
         may_load: whether the connector may still be asked for the request's KV.
         lookup_job: id of its look-up, open or answered.
@@ -29,9 +30,11 @@ class GroupTransfer:
         num_saved: leading full blocks of the prompt that save jobs cover or the store has.
         num_announced: leading full blocks of the prompt that `Saves.take_progress` has returned.
         published: keys of all objects in its save jobs, over all sequences.
-        save_failed: whether a save job under `handoff_id` did not commit.
+        save_failed: whether a save job of full blocks under `handoff_id` did not commit, or its
+            lease has ended.
+        tail_failed: whether a save job of the partial tail did not commit.
         save_times: start and end of each save job, in seconds; empty if it makes no handoff.
-        handoff: the handoff of the whole prompt, once all its saves are scheduled.
+        handoff: the handoff, once all its saves are scheduled.
         handoff_sent: whether `handoff` was returned to the router.
         handoff_cancelled: whether the request ended before that.
         is_poisoned: whether its KV is not finite, so that other requests must not use it.
@@ -48,6 +51,7 @@ class GroupTransfer:
     num_announced: int = 0
     published: list[bytes] = field(default_factory=list)
     save_failed: bool = False
+    tail_failed: bool = False
     save_times: list[tuple[float, float]] = field(default_factory=list)
     handoff: KvHandoff | None = None
     handoff_sent: bool = False

@@ -16,7 +16,8 @@ from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.jobs import BaseLoad, Job, JobTable, Load, Lookup, Prefetch, Save
 from engine.kv_transfer.loads import FinishedLoad, Loads
 from engine.kv_transfer.prefetches import Prefetches
-from engine.kv_transfer.saves import SavePolicy, Saves
+from engine.kv_transfer.save_policy import SavePolicy
+from engine.kv_transfer.saves import Saves
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
 from kvstore.metrics import TransferMetrics
@@ -87,6 +88,16 @@ class Transfers:
     def in_flight(self) -> int:
         """Jobs whose result is not in."""
         return len(self._jobs.open)
+
+    @property
+    def has_open_saves(self) -> bool:
+        """Whether KV is being saved, by jobs that were not given up."""
+        return self._jobs.has_open_saves
+
+    @property
+    def lends_blocks(self) -> bool:
+        """Whether other engines may read blocks of this one's pool."""
+        return bool(self._jobs.lent)
 
     @property
     def next_deadline(self) -> float | None:

@@ -74,6 +74,11 @@ _COUNTED: dict[str, MetricInfo] = {
         "counter", "Sequences in steps whose next token a grammar or a thinking budget constrains."
     ),
     "baton_engine_failed_steps": MetricInfo("counter", "Steps that raised an error."),
+    "baton_engine_retried_requests": MetricInfo(
+        "counter",
+        "Requests that were tried alone, as a step with them and others had failed.",
+        {"result": ("passed", "failed")},
+    ),
     "baton_engine_grammar_lookups": MetricInfo(
         "counter", "Grammars that requests asked for.", {"result": ("hit", "miss")}
     ),
@@ -94,6 +99,9 @@ _FROM_LOAD: dict[str, MetricInfo] = {
         "gauge", "Tokens still to compute for prompts of running and waiting requests."
     ),
     "baton_engine_draining": MetricInfo("gauge", "1 if new requests are refused, else 0."),
+    "baton_engine_stalled": MetricInfo(
+        "gauge", "1 while a step takes much longer than such steps have taken, else 0."
+    ),
     "baton_engine_kv_blocks": MetricInfo("gauge", "KV blocks in the pool."),
     "baton_engine_used_kv_blocks": MetricInfo("gauge", "KV blocks that requests hold."),
     "baton_engine_cached_kv_blocks": MetricInfo("gauge", "KV blocks in the prefix cache."),
@@ -217,6 +225,10 @@ class EngineMetrics:
     def step_failed(self) -> None:
         """Counts a step that raised an error."""
         self._metrics.add("baton_engine_failed_steps")
+
+    def request_retried(self, result: Literal["passed", "failed"]) -> None:
+        """Counts a request that was tried alone."""
+        self._metrics.add("baton_engine_retried_requests", 1, result)
 
     # Grammars.
 

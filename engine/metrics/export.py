@@ -15,7 +15,6 @@ class EngineDescription:
     """The constants that are exported as labels."""
 
     model: str
-    role: str
     block_size: int
     kv_dtype: str
     caches_prefixes: bool
@@ -48,8 +47,9 @@ class EngineExport:
     def snapshot(self) -> Snapshot:
         """Returns the metrics as of now."""
         values, histograms = self._metrics.snapshot()
-        values |= _values_of(self._read_load())
-        values["baton_engine_info", self.description.model, self.description.role] = 1
+        load = self._read_load()
+        values |= _values_of(load)
+        values["baton_engine_info", self.description.model, load.role.label] = 1
         return Snapshot(values, histograms)
 
 
@@ -69,6 +69,7 @@ def _values_of(load: EngineLoad) -> dict[Series, float]:
         },
         ("baton_engine_queued_prompt_tokens",): load.num_queued_tokens,
         ("baton_engine_draining",): load.draining,
+        ("baton_engine_stalled",): load.stalled,
         ("baton_engine_kv_blocks",): load.num_blocks,
         ("baton_engine_used_kv_blocks",): load.num_blocks - load.num_free_blocks,
         ("baton_engine_cached_kv_blocks",): load.num_cached_blocks,

@@ -9,10 +9,16 @@ from torch import nn
 from typing_extensions import override
 
 from engine.models.config import DecoderConfig
-from engine.models.layers import CausalModel, RmsNorm, cached_attention, select_rows
-from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear
+from engine.models.layers import (
+    CausalModel,
+    HeadCuts,
+    RmsNorm,
+    cached_attention,
+    select_rows,
+)
+from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.rotary import RotaryEmbedding
-from kernels import QkNorms, Rotation
+from kernels import QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Decoder"]
@@ -23,14 +29,14 @@ class Decoder(CausalModel):
 
     checkpoint_prefix = "model."
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config, head_width=config.hidden_size)
+    def __init__(self, config: DecoderConfig, ranks: RankGroup | None = None) -> None:
+        super().__init__(config, config.hidden_size, ranks)
         self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings
+            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings, ranks=ranks
         )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.layers = nn.ModuleList(
-            _Layer(config, sliding_window) for sliding_window in config.sliding_windows
+            _Layer(config, sliding_window, ranks) for sliding_window in config.sliding_windows
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -51,12 +57,14 @@ class Decoder(CausalModel):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
+    ) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config, sliding_window)
+        self.self_attn = _Attention(config, sliding_window, ranks)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _GatedMlp(config)
+        self.mlp = _GatedMlp(config, ranks)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
         hidden = self.self_attn(self.input_layernorm(hidden), rotation, kv, residual=hidden)
@@ -65,18 +73,18 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.sliding_window = sliding_window
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
+        heads = HeadCuts.of(config, ranks)
+        query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
         self.qkv_proj = FusedLinear(
-            config.hidden_size,
-            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
-            bias=config.qkv_bias,
+            config.hidden_size, {"q_proj": query, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias
         )
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias, ranks=ranks)
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -108,11 +116,11 @@ class _Attention(nn.Module):
 
 
 class _GatedMlp(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = cut_of(config.intermediate_size, ranks)
         self.gate_up_proj = GatedLinear(config.hidden_size, size, bias=config.mlp_bias)
-        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)

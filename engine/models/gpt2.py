@@ -5,8 +5,15 @@ from torch import nn
 from typing_extensions import override
 
 from engine.models.config import Gpt2Config
-from engine.models.layers import CausalModel, activation_named, cached_attention, select_rows
-from engine.models.linear import Embedding, TransposedLinear
+from engine.models.layers import (
+    CausalModel,
+    HeadCuts,
+    activation_named,
+    cached_attention,
+    select_rows,
+)
+from engine.models.linear import Embedding, TransposedFusedLinear, TransposedLinear, cut_of
+from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Gpt2"]
@@ -17,13 +24,13 @@ class Gpt2(CausalModel):
 
     checkpoint_prefix = "transformer."
 
-    def __init__(self, config: Gpt2Config) -> None:
-        super().__init__(config, head_width=config.hidden_size)
+    def __init__(self, config: Gpt2Config, ranks: RankGroup | None = None) -> None:
+        super().__init__(config, config.hidden_size, ranks)
         self.wte = Embedding(
-            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings
+            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings, ranks=ranks
         )
         self.wpe = nn.Embedding(config.max_model_len, config.hidden_size)
-        self.h = nn.ModuleList(_Layer(config, scale) for scale in config.attention_scales)
+        self.h = nn.ModuleList(_Layer(config, scale, ranks) for scale in config.attention_scales)
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     @override
@@ -42,12 +49,12 @@ class Gpt2(CausalModel):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Gpt2Config, scale: float) -> None:
+    def __init__(self, config: Gpt2Config, scale: float, ranks: RankGroup | None) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attn = _Attention(config, scale)
+        self.attn = _Attention(config, scale, ranks)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = _Mlp(config)
+        self.mlp = _Mlp(config, ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         hidden = select_rows(hidden, kv) + self.attn(self.ln_1(hidden), kv)
@@ -56,12 +63,14 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Gpt2Config, scale: float) -> None:
+    def __init__(self, config: Gpt2Config, scale: float, ranks: RankGroup | None) -> None:
         super().__init__()
+        size = config.hidden_size
         self.head_dim = config.head_dim
         self.scale = scale
-        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size, bias=True)
-        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size, bias=True)
+        own = HeadCuts.of(config, ranks).query.times(config.head_dim)
+        self.c_attn = TransposedFusedLinear(size, {"q": own, "k": own, "v": own}, bias=True)
+        self.c_proj = TransposedLinear(own, size, bias=True, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))
@@ -72,10 +81,11 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: Gpt2Config) -> None:
+    def __init__(self, config: Gpt2Config, ranks: RankGroup | None) -> None:
         super().__init__()
-        self.c_fc = TransposedLinear(config.hidden_size, config.inner_size, bias=True)
-        self.c_proj = TransposedLinear(config.inner_size, config.hidden_size, bias=True)
+        inner = cut_of(config.inner_size, ranks)
+        self.c_fc = TransposedLinear(config.hidden_size, inner, bias=True)
+        self.c_proj = TransposedLinear(inner, config.hidden_size, bias=True, ranks=ranks)
         self.activation = activation_named(config.activation)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

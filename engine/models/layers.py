@@ -1,7 +1,10 @@
 """Code that the model families share: their interface, norms, attention over the KV cache."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -10,14 +13,17 @@ import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
 
 import kernels
+from baton.errors import ConfigurationError
 from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
-from engine.models.linear import Embedding, Linear, PackedModule, WeightTarget
-from kernels import QkNorms, Rotation
+from engine.models.linear import Embedding, Linear, PackedModule, TensorPart, cut_of
+from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
+from kvstore.transfer_form import HeadShare
 
 __all__ = [
     "CausalModel",
+    "HeadCuts",
     "RmsNorm",
     "activation_named",
     "cached_attention",
@@ -35,6 +41,7 @@ class CausalModel(nn.Module, ABC):
     Args:
         config: the model's shape.
         head_width: input width of the output head.
+        ranks: the group that computes the model; None for one rank.
 
     Attributes:
         checkpoint_prefix: prefix of the names in a checkpoint.
@@ -46,13 +53,15 @@ class CausalModel(nn.Module, ABC):
     config: ModelConfig
     lm_head: Linear | None
 
-    def __init__(self, config: ModelConfig, head_width: int) -> None:
+    def __init__(
+        self, config: ModelConfig, head_width: int, ranks: RankGroup | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self._ranks = ranks
+        tokens = cut_of(config.vocab_size, ranks)
         self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(head_width, config.vocab_size, bias=False)
+            None if config.tie_word_embeddings else Linear(head_width, tokens, bias=False)
         )
 
     @abstractmethod
@@ -72,24 +81,76 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes logits: `[rows, hidden_size]` to float32 `[rows, vocab_size]`."""
+        """Computes logits: `[rows, hidden_size]` to float32 `[rows, vocab_size]`.
 
-    def checkpoint_tensors(self) -> dict[str, WeightTarget]:
-        """Returns the target of each tensor of a checkpoint, by name."""
-        tensors: dict[str, WeightTarget] = {}
+        Ranks other than 0 return only those of their part of the vocabulary.
+        """
+
+    def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
+        """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
+        tensors: dict[str, list[TensorPart]] = {}
         for path, module in self.named_modules():
             full_path = path if path == "lm_head" else self.checkpoint_prefix + path
-            if isinstance(module, PackedModule):
-                tensors.update(module.checkpoint_tensors(full_path))
-            else:
-                for name, parameter in module.named_parameters(recurse=False):
-                    tensors[f"{full_path}.{name}"] = parameter
+            for part in _parts_of(module, full_path):
+                tensors.setdefault(part.name, []).append(part)
         return tensors
 
+    def num_weights(self) -> int:
+        """Returns the number of weights that this rank has."""
+        parts = chain.from_iterable(self.checkpoint_tensors().values())
+        return sum(math.prod(part.target.shape) for part in parts)
+
     def _head(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
-        """Applies the output head: `[rows, head_width]` to float32 `[rows, vocab_size]`."""
+        """Applies the output head: `[rows, head_width]` to the result of `logits`."""
         weight = embedding.weight if self.lm_head is None else self.lm_head.weight
-        return kernels.linear(hidden, weight, out_dtype=torch.float32)
+        logits = kernels.linear(hidden, weight, out_dtype=torch.float32)
+        if self._ranks is None:
+            return logits
+        return kernels.gather_columns(logits, self._ranks, self.config.vocab_size)
+
+
+def _parts_of(module: nn.Module, path: str) -> Iterable[TensorPart]:
+    """Returns the parts of checkpoint tensors that a module has itself, without its submodules."""
+    if isinstance(module, PackedModule):
+        return module.checkpoint_tensors(path)
+    parameters = module.named_parameters(recurse=False)
+    return (TensorPart.whole(f"{path}.{name}", parameter) for name, parameter in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCuts:
+    """The attention heads that a rank has.
+
+    With more ranks than KV heads, several ranks have the same one.
+
+    Attributes:
+        query: heads of queries.
+        kv: heads of keys and values.
+    """
+
+    query: Cut
+    kv: Cut
+
+    @classmethod
+    def of(cls, config: ModelConfig, ranks: RankGroup | None) -> "HeadCuts":
+        """Returns a rank's heads.
+
+        Raises:
+            ConfigurationError: the heads cannot be divided among that many ranks.
+        """
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        if ranks is None:
+            return cls(Cut.whole(num_heads), Cut.whole(num_kv_heads))
+        size = ranks.size
+        if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {size}; it must divide the model's {num_heads} "
+                f"attention heads, and divide its {num_kv_heads} KV heads or be a multiple of them"
+            )
+        share = HeadShare.of(ranks.rank, size, num_kv_heads)
+        count = num_kv_heads // share.degree
+        first = share.rank * count
+        return cls(ranks.cut(num_heads), Cut(num_kv_heads, first, first + count))
 
 
 class RmsNorm(nn.Module):

@@ -1,17 +1,24 @@
 """Linear layers and embeddings, with weights in the memory order of their kernels.
 
 Q, K and V are one matrix, gate and up projections another. `checkpoint_tensors`
-returns the target of each tensor of a checkpoint; the loader copies.
+returns the parts of a checkpoint's tensors and their targets; the loader copies.
+
+A rank has a range of each layer's outputs or inputs (arXiv:1909.08053, section 3): the layers
+before attention and activations have a range of outputs, those after them a range of inputs, whose
+results are added up over the ranks. Sums are in float32 and rounded once, as on one rank.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 import kernels
-from kernels import RowsOfWeight, Weight, WeightUse
+from kernels import Cut, RankGroup, RowsOfWeight, Weight, WeightUse
 
 __all__ = [
     "Embedding",
@@ -19,20 +26,63 @@ __all__ = [
     "GatedLinear",
     "Linear",
     "PackedModule",
+    "TensorPart",
+    "TransposedFusedLinear",
     "TransposedLinear",
     "WeightTarget",
+    "cut_of",
 ]
 
 WeightTarget = torch.Tensor | RowsOfWeight
-"""The target of a tensor of the checkpoint: it has the tensor's shape, and `copy_`."""
+"""The target of a part of a tensor of the checkpoint: it has the part's shape, and `copy_`."""
 
 
-class PackedModule(nn.Module):
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A part of a tensor of the checkpoint, and its target.
+
+    Attributes:
+        name: the tensor's.
+        target: the place for the part.
+        cuts: per axis of the tensor, the range that the part is.
+    """
+
+    name: str
+    target: WeightTarget
+    cuts: tuple[Cut, ...]
+
+    @classmethod
+    def whole(cls, name: str, target: WeightTarget) -> "TensorPart":
+        """The part that is the whole tensor."""
+        return cls(name, target, tuple(Cut.whole(size) for size in target.shape))
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(cut.total for cut in self.cuts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return all(cut.is_whole for cut in self.cuts)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as an index of the whole tensor."""
+        return tuple(cut.slice for cut in self.cuts)
+
+
+def cut_of(total: int, ranks: RankGroup | None) -> Cut:
+    """Returns a rank's range of an axis; the whole axis if `ranks` is None."""
+    return Cut.whole(total) if ranks is None else ranks.cut(total)
+
+
+class PackedModule(nn.Module, ABC):
     """A module with a weight in the memory order of the kernels that read it.
 
     Args:
-        num_rows: number of outputs, or of tokens.
-        num_columns: number of inputs, or the width of an embedding.
+        num_rows: number of outputs, or of tokens, on this rank.
+        num_columns: number of inputs, or the width of an embedding, on this rank.
         use: the kernels that read the weight.
 
     Attributes:
@@ -49,9 +99,9 @@ class PackedModule(nn.Module):
         shape = self.weight.num_rows, self.weight.num_columns
         self.weight = kernels.make_weight(*shape, dtype, device, self.weight.use)
 
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """Yields (checkpoint name, target) of each tensor; `path` is the module's name there."""
-        yield f"{path}.weight", self.weight.rows(0, self.weight.num_rows)
+    @abstractmethod
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        """Yields the parts of the checkpoint's tensors; `path` is the module's name there."""
 
 
 class Embedding(PackedModule):
@@ -61,60 +111,127 @@ class Embedding(PackedModule):
         num_tokens: size of the vocabulary.
         width: width of a vector.
         is_head: whether its weight is also that of the output head.
+        ranks: the group that shares the vocabulary; None for one rank.
     """
 
-    def __init__(self, num_tokens: int, width: int, *, is_head: bool) -> None:
-        super().__init__(num_tokens, width, WeightUse.LINEAR if is_head else WeightUse.LOOKUP)
+    def __init__(
+        self, num_tokens: int, width: int, *, is_head: bool, ranks: RankGroup | None = None
+    ) -> None:
+        tokens = cut_of(num_tokens, ranks)
+        super().__init__(tokens.size, width, WeightUse.LINEAR if is_head else WeightUse.LOOKUP)
+        self._tokens, self._ranks = tokens, ranks
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Looks up `[num_tokens]` int64 ids; returns `[num_tokens, width]`."""
-        return kernels.embed(token_ids, self.weight)
+        if self._ranks is None:
+            return kernels.embed(token_ids, self.weight)
+        partial = kernels.embed_part(token_ids, self.weight, self._tokens.start)
+        return kernels.reduce_ranks(partial, self._ranks, dtype=self.weight.data.dtype)
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        rows = self.weight.rows(0, self.weight.num_rows)
+        yield TensorPart(f"{path}.weight", rows, (self._tokens, Cut.whole(self.weight.num_columns)))
 
 
 class Linear(PackedModule):
     """A linear layer.
 
     Args:
-        in_features: width of the input.
-        out_features: width of the output.
+        in_features: width of the input, or this rank's range of it.
+        out_features: width of the output, or this rank's range of it.
         bias: whether it has a bias.
+        ranks: the group that adds up the outputs if this rank has a range of the inputs.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__(out_features, in_features, WeightUse.LINEAR)
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+    def __init__(
+        self,
+        in_features: int | Cut,
+        out_features: int | Cut,
+        *,
+        bias: bool,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        inputs, outputs = _as_cut(in_features), _as_cut(out_features)
+        super().__init__(outputs.size, inputs.size, WeightUse.LINEAR)
+        self.inputs, self.outputs = inputs, outputs
+        self.bias = nn.Parameter(torch.empty(outputs.size)) if bias else None
+        self._ranks = ranks
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]` and adds `residual`, if any.
 
         The content of `residual` is undefined afterwards, as the result may use its memory.
         """
-        return kernels.linear(hidden, self.weight, self.bias, residual)
+        if self._ranks is None:
+            return kernels.linear(hidden, self.weight, self.bias, residual)
+        partial = kernels.linear(hidden, self.weight, out_dtype=torch.float32)
+        return kernels.reduce_ranks(partial, self._ranks, self.bias, residual, dtype=hidden.dtype)
 
     @override
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        yield from super().checkpoint_tensors(path)
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        rows = self.weight.rows(0, self.outputs.size)
+        yield TensorPart(f"{path}.weight", rows, (self.outputs, self.inputs))
         if self.bias is not None:
-            yield f"{path}.bias", self.bias
+            yield TensorPart(f"{path}.bias", self.bias, (self.outputs,))
 
 
-class FusedLinear(Linear):
+class TransposedLinear(Linear):
+    """A linear layer whose matrix the checkpoint stores as `[in, out]` (GPT-2's Conv1D)."""
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        return map(_transposed, super().checkpoint_tensors(path))
+
+
+class FusedLinear(PackedModule):
     """Several linear layers with the same input, computed as one matrix.
 
     Args:
         in_features: width of the input.
-        parts: output width of each layer by checkpoint name, in the order of the outputs.
+        parts: per layer, by checkpoint name, its outputs on this rank; in their order.
         bias: whether the layers have biases.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
+    def __init__(self, in_features: int, parts: Mapping[str, Cut], *, bias: bool) -> None:
+        num_outputs = sum(part.size for part in parts.values())
+        super().__init__(num_outputs, in_features, WeightUse.LINEAR)
+        self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
         self.parts = dict(parts)
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps `[rows, in_features]` to the layers' outputs side by side."""
+        return kernels.linear(hidden, self.weight, self.bias)
+
     @override
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
         """Yields the layers' weights and biases, whose names replace the last part of `path`."""
         return _tensors_of_parts(self.parts, self.weight, self.bias, path)
+
+
+class TransposedFusedLinear(FusedLinear):
+    """Fused layers that are one tensor in the checkpoint too, stored as `[in, out]`."""
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        if all(part.is_whole for part in self.parts.values()):
+            yield _transposed(
+                TensorPart.whole(f"{path}.weight", self.weight.rows(0, self.weight.num_rows))
+            )
+            if self.bias is not None:
+                yield TensorPart.whole(f"{path}.bias", self.bias)
+            return
+        total = sum(part.total for part in self.parts.values())
+        ends = accumulate(part.total for part in self.parts.values())
+        firsts = {
+            name: end - self.parts[name].total for name, end in zip(self.parts, ends, strict=True)
+        }
+        for part in super().checkpoint_tensors(path):
+            _, layer, kind = part.name.rsplit(".", 2)
+            own, first = part.cuts[0], firsts[layer]
+            cut = Cut(total, first + own.start, first + own.end)
+            moved = TensorPart(f"{path}.{kind}", part.target, (cut, *part.cuts[1:]))
+            yield _transposed(moved)
 
 
 class GatedLinear(PackedModule):
@@ -122,31 +239,22 @@ class GatedLinear(PackedModule):
 
     Args:
         in_features: width of the input.
-        out_features: width of the output and of each of the two layers.
+        out_features: width of the output and of each of the two layers, on this rank.
         bias: whether the layers have biases.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__(2 * out_features, in_features, WeightUse.GATED_LINEAR)
+    def __init__(self, in_features: int, out_features: Cut, *, bias: bool) -> None:
+        super().__init__(2 * out_features.size, in_features, WeightUse.GATED_LINEAR)
         self.parts = {"gate_proj": out_features, "up_proj": out_features}
-        self.bias = nn.Parameter(torch.empty(2 * out_features)) if bias else None
+        self.bias = nn.Parameter(torch.empty(2 * out_features.size)) if bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]`."""
         return kernels.linear_silu_and_mul(hidden, self.weight, self.bias)
 
     @override
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
         return _tensors_of_parts(self.parts, self.weight, self.bias, path)
-
-
-class TransposedLinear(Linear):
-    """A linear layer whose matrix the checkpoint stores as `[in, out]` (GPT-2's Conv1D)."""
-
-    @override
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        for name, target in super().checkpoint_tensors(path):
-            yield name, target if name.endswith(".bias") else _TransposedRows(target)
 
 
 class _TransposedRows(RowsOfWeight):
@@ -166,16 +274,25 @@ class _TransposedRows(RowsOfWeight):
         self._target.copy_(source.t())
 
 
-def _tensors_of_parts(
-    parts: Mapping[str, int], weight: Weight, bias: torch.Tensor | None, path: str
-) -> Iterator[tuple[str, WeightTarget]]:
-    """Yields (checkpoint name, target) of layers in one matrix.
+def _as_cut(features: int | Cut) -> Cut:
+    return Cut.whole(features) if isinstance(features, int) else features
 
-    The layers' names replace the last part of `path`.
-    """
+
+def _transposed(part: TensorPart) -> TensorPart:
+    """Returns a part of the transposed tensor; that of a bias is unchanged."""
+    if len(part.cuts) == 1:
+        return part
+    return TensorPart(part.name, _TransposedRows(part.target), part.cuts[::-1])
+
+
+def _tensors_of_parts(
+    parts: Mapping[str, Cut], weight: Weight, bias: torch.Tensor | None, path: str
+) -> Iterator[TensorPart]:
+    """Yields the tensors of layers in one matrix, whose names replace the last part of `path`."""
     parent, first = path.rpartition(".")[0], 0
-    for part, count in parts.items():
-        yield f"{parent}.{part}.weight", weight.rows(first, count)
+    inputs = Cut.whole(weight.num_columns)
+    for name, cut in parts.items():
+        yield TensorPart(f"{parent}.{name}.weight", weight.rows(first, cut.size), (cut, inputs))
         if bias is not None:
-            yield f"{parent}.{part}.bias", bias[first : first + count]
-        first += count
+            yield TensorPart(f"{parent}.{name}.bias", bias[first : first + cut.size], (cut,))
+        first += cut.size

@@ -5,8 +5,15 @@ from torch import nn
 from typing_extensions import override
 
 from engine.models.config import OptConfig
-from engine.models.layers import CausalModel, activation_named, cached_attention, select_rows
-from engine.models.linear import Embedding, FusedLinear, Linear
+from engine.models.layers import (
+    CausalModel,
+    HeadCuts,
+    activation_named,
+    cached_attention,
+    select_rows,
+)
+from engine.models.linear import Embedding, FusedLinear, Linear, cut_of
+from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Opt"]
@@ -20,15 +27,17 @@ class Opt(CausalModel):
 
     checkpoint_prefix = "model.decoder."
 
-    def __init__(self, config: OptConfig) -> None:
-        super().__init__(config, head_width=config.embedding_size)
+    def __init__(self, config: OptConfig, ranks: RankGroup | None = None) -> None:
+        super().__init__(config, config.embedding_size, ranks)
         width, size = config.embedding_size, config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, width, is_head=config.tie_word_embeddings)
+        self.embed_tokens = Embedding(
+            config.vocab_size, width, is_head=config.tie_word_embeddings, ranks=ranks
+        )
         self.embed_positions = nn.Embedding(config.max_model_len + _POSITION_OFFSET, size)
         projected = width != size
         self.project_in = Linear(width, size, bias=False) if projected else nn.Identity()
         self.project_out = Linear(size, width, bias=False) if projected else nn.Identity()
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_Layer(config, ranks) for _ in range(config.num_layers))
         self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
 
     @override
@@ -48,13 +57,14 @@ class Opt(CausalModel):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: OptConfig) -> None:
+    def __init__(self, config: OptConfig, ranks: RankGroup | None) -> None:
         super().__init__()
         self.norm_before = config.norm_before
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, ranks)
         self.self_attn_layer_norm = _layer_norm(config)
-        self.fc1 = Linear(config.hidden_size, config.ffn_dim, bias=config.bias)
-        self.fc2 = Linear(config.ffn_dim, config.hidden_size, bias=config.bias)
+        inner = cut_of(config.ffn_dim, ranks)
+        self.fc1 = Linear(config.hidden_size, inner, bias=config.bias)
+        self.fc2 = Linear(inner, config.hidden_size, bias=config.bias, ranks=ranks)
         self.final_layer_norm = _layer_norm(config)
         self.activation = activation_named(config.activation)
 
@@ -73,14 +83,15 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: OptConfig) -> None:
+    def __init__(self, config: OptConfig, ranks: RankGroup | None) -> None:
         super().__init__()
         size = config.hidden_size
         self.head_dim = config.head_dim
+        own = HeadCuts.of(config, ranks).query.times(config.head_dim)
         self.qkv_proj = FusedLinear(
-            size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=config.bias
+            size, {"q_proj": own, "k_proj": own, "v_proj": own}, bias=config.bias
         )
-        self.out_proj = Linear(size, size, bias=config.bias)
+        self.out_proj = Linear(own, size, bias=config.bias, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))

@@ -13,6 +13,7 @@ from engine.models.decoder import Decoder
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
+from kernels import RankGroup
 
 __all__ = ["FAMILIES", "ModelFamily", "family_of"]
 
@@ -25,13 +26,24 @@ class ModelFamily:
         model_type: the `model_type` in the family's config.json.
         read_config: makes the family's config of config.json's fields; raises
             ConfigurationError for unsupported values.
-        build: builds a model from the family's config on torch's default device, with
-            uninitialized weights.
+        model: makes a model of the family's config and the group of its ranks.
     """
 
     model_type: str
     read_config: Callable[[ConfigFields], Any]
-    build: Callable[[Any], CausalModel]
+    model: Callable[[Any, RankGroup | None], CausalModel]
+
+    def build(self, config: Any, ranks: RankGroup | None = None) -> CausalModel:
+        """Builds a model on torch's default device, with uninitialized weights.
+
+        Args:
+            config: of `read_config`.
+            ranks: the group among whose ranks the model is divided; None for one rank.
+
+        Raises:
+            ConfigurationError: it cannot be divided among that many ranks.
+        """
+        return self.model(config, ranks)
 
 
 # By the architecture in config.json.

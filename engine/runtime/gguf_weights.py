@@ -6,7 +6,9 @@ model computes in, and the rows under way; never the whole in another type.
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import gguf
@@ -81,22 +83,27 @@ class GgufWeights:
         return list(self._names)
 
     def get_slice(self, name: str) -> "_Description":
-        """Returns the type and the shape of what `get_tensor` returns."""
-        return _Description(self._tensor(name).shape)
+        """Returns the type and the shape of what `get_tensor` returns; an index reads a part."""
+        return _Description(self._tensor(name).shape, partial(self._read_part, name))
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Reads and dequantizes a tensor."""
+        return self._read_part(name, (slice(None),))
+
+    def _read_part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Reads and dequantizes some rows, and returns the part of them that `index` names."""
         tensor = self._tensor(name)
         rows = self._rows(tensor)
         order = self._order_of_rows(name)
+        wanted = range(len(rows))[index[0]]
         columns = math.prod(tensor.shape[1:])
-        result = torch.empty(len(rows), columns, dtype=self._dtype)
+        result = torch.empty(len(wanted), columns, dtype=self._dtype)
         step = max(1, _PIECE_ELEMENTS // columns)
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
+        for start in range(0, len(wanted), step):
+            part = slice(wanted.start + start, min(wanted.start + start + step, wanted.stop))
             piece = rows[part] if order is None else rows[order[part]]
-            result[part] = _dequantize(piece, tensor.type_id).view(-1, columns)
-        return result.view(tensor.shape)
+            result[start : start + step] = _dequantize(piece, tensor.type_id).view(-1, columns)
+        return result.view(len(wanted), *tensor.shape[1:])[(slice(None), *index[1:])]
 
     def _tensor(self, name: str) -> GgufTensor:
         return self._header.tensors[self._names[name]]
@@ -172,6 +179,11 @@ class _Description:
     """The type and the shape of a tensor."""
 
     shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], torch.Tensor]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Reads a part of the tensor: a slice per axis, each in steps of one."""
+        return self.read(index)
 
     def get_dtype(self) -> str:
         """Returns safetensors' name of a type that the dequantized tensor has."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -12,7 +13,7 @@ from engine.runtime.drawing import ChunkDraws, DecodeRows
 from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.row_processors import RowProcessors
-from engine.runtime.rows import Rows
+from engine.runtime.rows import Rows, drawing_rows
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import FinishedStep, StepModel, Steps
@@ -32,6 +33,7 @@ class HostSteps(Steps):
 
     def __init__(self, model: StepModel) -> None:
         self._device, self._model = model.device, model.model
+        self._ranks = model.ranks
         self._is_processed = model.reports_processed
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         vocab_size = model.model.config.vocab_size
@@ -62,10 +64,15 @@ class HostSteps(Steps):
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
-        draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
         prompts = PromptTokens(batch)
         scores = self._recorded.scores(self._on_layer(batch))
+        drawing = drawing_rows(batch.chunks, decode.ids)
+        if self._ranks is not None and self._ranks.rank > 0:  # rank 0 draws
+            prompts.compute_part(self._model, scores.hidden)
+            rows.keep_drawn(drawing, np.frombuffer(self._ranks.receive(), np.int64))
+            return FinishedStep(StepOutput(batch.step))
         of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
+        draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or decode.reports.keeps_raw else scores
         if draws.with_processors:
@@ -73,7 +80,15 @@ class HostSteps(Steps):
         self._apply_rules(draws, scores)
         decoded = decode.draw(scores, raw, rows.positions)
         chunks = draws.outputs(draws.draw(scores, raw))
-        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded.tokens)
+        single = [
+            one.token_ids[0]
+            for one, chunk in zip(chunks, batch.chunks, strict=True)
+            if one is not None and len(chunk.draws) == 1
+        ]
+        tokens = np.array([*single, *decoded.tokens], np.int64)
+        rows.keep_drawn(drawing, tokens)
+        if self._ranks is not None:
+            self._ranks.send(tokens.tobytes())
         return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:

@@ -12,10 +12,10 @@ Tensors of a GGUF file are dequantized one after another (`gguf_weights`).
 config.json. It is for measuring speed, which does not depend on the weights' values.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from baton.gguf import GgufFile
 from engine.config import DTYPES
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
-from engine.models.linear import PackedModule, WeightTarget
+from engine.models.linear import PackedModule, TensorPart, WeightTarget
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, open_checkpoint
+from engine.runtime.shared_weights import share_weights
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
+from kernels import RankGroup
 
 __all__ = [
     "LoadedModel",
@@ -55,6 +57,7 @@ _DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
 _Match = tuple[Path, str, str]
+_Parts = dict[str, list[TensorPart]]
 # Opens a file of tensors; the result has the methods of `safe_open`'s.
 _OpenFile = Callable[[Path], Any]
 
@@ -74,6 +77,7 @@ class LoadedModel:
         num_kv_heads: number of heads of the KV cache.
         head_dim: width of a head.
         dtype: type of weights and activations: "float32", "bfloat16" or "float16".
+        tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
     """
 
     model: CausalModel
@@ -85,6 +89,7 @@ class LoadedModel:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    tokenizer_digest: str = ""
 
 
 def load_model(
@@ -94,6 +99,8 @@ def load_model(
     *,
     progress: bool,
     load_format: str = "auto",
+    weights_folder: str | None = None,
+    ranks: RankGroup | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -103,6 +110,9 @@ def load_model(
         device: the device for the weights.
         progress: whether to show a progress bar on stderr.
         load_format: "auto", or "dummy" for random weights in the shape of config.json.
+        weights_folder: through which processes share weights on a CPU (`shared_weights`); None
+            keeps them in memory of this process.
+        ranks: the group among whose ranks the weights are divided; None for one rank.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -115,27 +125,40 @@ def load_model(
     fields = config_fields(checkpoint, family.model_type)
     dtype_name = resolve_dtype(dtype, fields)
     with torch.device("meta"):
-        model = family.build(family.read_config(fields))
+        model = family.build(family.read_config(fields), ranks)
     weights_dtype = getattr(torch, dtype_name)
-    if is_dummy:
-        _allocate(model, weights_dtype, device, path_or_name)
-        draw_weights(model.checkpoint_tensors(), weights_dtype, device)
+    open_file = _opener(checkpoint, weights_dtype)
+    names = [] if is_dummy else _match_tensors(model, checkpoint, open_file)
+    _allocate(model, weights_dtype, device, path_or_name)
+    fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
+
+    def fill() -> None:
+        parts = model.checkpoint_tensors()
+        if is_dummy:
+            draw_weights(parts, weights_dtype, device)
+        else:
+            _copy_weights(parts, names, open_file, device, progress=progress)
+
+    if weights_folder is None or device.type != "cpu":
+        fill()
     else:
-        open_file = _opener(checkpoint, weights_dtype)
-        names = _match_tensors(model, checkpoint, open_file)
-        _allocate(model, weights_dtype, device, path_or_name)
-        _copy_weights(model.checkpoint_tensors(), names, open_file, device, progress=progress)
+        share_weights(model, Path(weights_folder), fingerprint + _rank_text(ranks), fill)
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids(),
-        fingerprint=dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint(),
+        fingerprint=fingerprint,
         sliding_windows=model.config.sliding_windows,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         dtype=dtype_name,
+        tokenizer_digest=checkpoint.files.tokenizer_digest(),
     )
+
+
+def _rank_text(ranks: RankGroup | None) -> bytes:
+    return b"" if ranks is None else f"{ranks.rank}/{ranks.size}".encode()
 
 
 def config_fields(checkpoint: Checkpoint, model_type: str) -> ConfigFields:
@@ -187,7 +210,8 @@ def _match_tensors(
                 target = _target_of(name, model, expected)
                 if target is None:
                     continue
-                _check_tensor(file, name, tensors.get_slice(name), expected[target])
+                shape = expected[target][0].tensor_shape
+                _check_tensor(file, name, tensors.get_slice(name), shape)
                 matches[target] = (file, name, target)
     for name in expected:
         if name not in matches:
@@ -195,7 +219,7 @@ def _match_tensors(
     return list(matches.values())
 
 
-def _target_of(name: str, model: CausalModel, expected: dict[str, WeightTarget]) -> str | None:
+def _target_of(name: str, model: CausalModel, expected: _Parts) -> str | None:
     """Returns the model's name for a tensor in a file; None if the model does not need it.
 
     Names in checkpoints saved from the bare model lack the first part of the prefix.
@@ -209,12 +233,12 @@ def _target_of(name: str, model: CausalModel, expected: dict[str, WeightTarget])
     raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not have")
 
 
-def _check_tensor(file: Path, name: str, stored: Any, expected: WeightTarget) -> None:
+def _check_tensor(file: Path, name: str, stored: Any, expected: tuple[int, ...]) -> None:
     if stored.get_dtype() not in _FLOAT_DTYPES:
         raise ConfigurationError(
             f"{file}: tensor {name} is {stored.get_dtype()}; quantized weights are not supported"
         )
-    shape, expected_shape = list(stored.get_shape()), list(expected.shape)
+    shape, expected_shape = list(stored.get_shape()), list(expected)
     if shape != expected_shape:
         raise ConfigurationError(
             f"{file}: tensor {name} has shape {shape}; config.json asks for {expected_shape}"
@@ -227,7 +251,7 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
     Raises:
         ConfigurationError: the device does not have that much memory; names the model `name`.
     """
-    num_elements = sum(math.prod(part.shape) for part in model.checkpoint_tensors().values())
+    num_elements = model.num_weights()
     try:
         _allocate_modules(model, dtype, device)
     except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
@@ -249,44 +273,63 @@ def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device
             setattr(module, name, buffer.to(device))
 
 
+def _all_parts(parts: _Parts) -> Iterator[TensorPart]:
+    return chain.from_iterable(parts.values())
+
+
 def _copy_weights(
-    targets: dict[str, WeightTarget],
+    parts: _Parts,
     matches: list[_Match],
     open_file: _OpenFile,
     device: torch.device,
     *,
     progress: bool,
 ) -> None:
-    num_bytes = sum(target.nbytes for target in targets.values())
+    num_bytes = sum(part.target.nbytes for part in _all_parts(parts))
     with tqdm(
         total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
     ) as bar:
-        if device.type in _UPLOADED_TO and open_file is _open_safetensors:
-            upload(_stored(targets, matches), device, lambda target: bar.update(target.nbytes))
+        if (
+            device.type in _UPLOADED_TO
+            and open_file is _open_safetensors
+            and all(part.is_whole for part in _all_parts(parts))
+        ):
+            upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
             return
-        for target, tensor in _read_tensors(targets, matches, open_file):
+        for target, tensor in _read_parts(parts, matches, open_file):
             target.copy_(tensor)
             bar.update(target.nbytes)
 
 
-def _stored(
-    targets: dict[str, WeightTarget], matches: list[_Match]
-) -> list[tuple[StoredTensor, WeightTarget]]:
+def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, WeightTarget]]:
     """Returns each tensor's place in the files and its target, in the order of the files."""
     places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
-    found = [(places[file][name], targets[target]) for file, name, target in matches]
+    found = [
+        (places[file][name], part.target)
+        for file, name, expected in matches
+        for part in parts[expected]
+    ]
     return sorted(found, key=lambda pair: (str(pair[0].file), pair[0].offset))
 
 
-def _read_tensors(
-    targets: dict[str, WeightTarget], matches: list[_Match], open_file: _OpenFile
+def _read_parts(
+    parts: _Parts, matches: list[_Match], open_file: _OpenFile
 ) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
-    """Yields (target, tensor), file by file; tensors of safetensors files are memory-mapped."""
+    """Yields (target, its elements), file by file; safetensors files are memory-mapped, and only
+    the parts are read.
+    """
     for file in dict.fromkeys(match[0] for match in matches):
         with open_file(file) as tensors:
-            for other_file, name, target in matches:
+            for other_file, name, expected in matches:
                 if other_file == file:
-                    yield targets[target], tensors.get_tensor(name)
+                    for part in parts[expected]:
+                        yield part.target, _read_part(tensors, name, part)
+
+
+def _read_part(tensors: Any, name: str, part: TensorPart) -> torch.Tensor:
+    read: torch.Tensor
+    read = tensors.get_tensor(name) if part.is_whole else tensors.get_slice(name)[part.index]
+    return read
 
 
 def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> _OpenFile:
@@ -307,7 +350,7 @@ def _open_safetensors(file: Path) -> Any:
 
 
 def draw_weights(
-    targets: Mapping[str, WeightTarget], dtype: torch.dtype, device: torch.device
+    parts: Mapping[str, Sequence[TensorPart]], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Fills a model's weights: norms with ones, everything else with small normal numbers.
 
@@ -315,17 +358,20 @@ def draw_weights(
     tensor is drawn in temporary memory, so memory for the largest one must be free.
 
     Args:
-        targets: by checkpoint name, the tensor to fill.
+        parts: by checkpoint name, the parts to fill. Ranks get parts of the same tensors.
         dtype: type of the weights.
         device: device of the weights.
     """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, target in targets.items():
-        if len(target.shape) == 1 and not name.endswith(".bias"):
-            target.copy_(torch.ones(target.shape, dtype=dtype, device=device))
+    for name, of_tensor in parts.items():
+        shape = of_tensor[0].tensor_shape
+        if len(shape) == 1 and not name.endswith(".bias"):
+            numbers = torch.ones(shape, dtype=dtype, device=device)
         else:
-            numbers = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
-            target.copy_(numbers.mul_(_DUMMY_STANDARD_DEVIATION))
+            numbers = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+            numbers.mul_(_DUMMY_STANDARD_DEVIATION)
+        for part in of_tensor:
+            part.target.copy_(numbers[part.index])
 
 
 def dummy_fingerprint(checkpoint: Checkpoint, device: torch.device) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import NO_LOGPROBS, DrawParams, ScheduledBatch, TokenLogprobs
+from engine.batch import NO_LOGPROBS, DrawParams, ScheduledBatch, ScheduledChunk, TokenLogprobs
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
@@ -232,20 +232,38 @@ class PromptTokens:
         return self._compute(model, hidden)
 
     @torch.inference_mode()
+    def compute_part(self, model: CausalModel, hidden: torch.Tensor | None) -> None:
+        """Computes a rank's part of the logits that `compute` needs on rank 0; see there."""
+        if self._has_any:
+            assert hidden is not None, "steps with targets compute all hidden states"
+            for chunk, states in self._reporting(hidden):
+                for part in self._parts(model, chunk):
+                    model.logits(states[part])
+
+    @torch.inference_mode()
     def _compute(self, model: CausalModel, hidden: torch.Tensor) -> list[torch.Tensor]:
-        size = _part_size(model.config.vocab_size)
-        tensors, first = [], 0
+        tensors = []
+        for chunk, states in self._reporting(hidden):
+            targets = to_device(np.array(chunk.prompt_targets, np.int64), hidden.device)
+            parts = [
+                _details(model.logits(states[part]), targets[part], chunk.num_prompt_logprobs)
+                for part in self._parts(model, chunk)
+            ]
+            tensors += _joined(parts)
+        return tensors
+
+    def _reporting(self, hidden: torch.Tensor) -> Iterator[tuple[ScheduledChunk, torch.Tensor]]:
+        """Yields the chunks with targets, and the hidden states before those."""
+        first = 0
         for chunk in self._chunks:
             if chunk.prompt_targets:
-                targets = to_device(np.array(chunk.prompt_targets, np.int64), hidden.device)
-                states = hidden[first : first + len(targets)]
-                parts = [
-                    _details(model.logits(states[part]), targets[part], chunk.num_prompt_logprobs)
-                    for part in _parts(len(targets), size)
-                ]
-                tensors += _joined(parts)
+                yield chunk, hidden[first : first + len(chunk.prompt_targets)]
             first += chunk.num_tokens
-        return tensors
+
+    @staticmethod
+    def _parts(model: CausalModel, chunk: ScheduledChunk) -> Iterator[slice]:
+        """Yields the targets of a chunk whose logits are computed at a time."""
+        return _parts(len(chunk.prompt_targets), _part_size(model.config.vocab_size))
 
     def read(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """Returns `StepOutput.prompt_details`.

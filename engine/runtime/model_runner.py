@@ -1,7 +1,7 @@
 """`ModelRunner`: executes scheduled batches on a model with a paged KV pool."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -42,15 +42,21 @@ from engine.runtime.logits_processors import (
     load_processors,
     make_processors,
 )
+from engine.runtime.ranks.batches import BatchSender, check_same_engine
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
+from kernels import RankGroup, RanksLostError
+from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
+from kvstore.transfer_form import HeadShare
 
 __all__ = ["ModelRunner"]
 
 _WARM_UP_TOKENS = 16
-_TIMED_TOKENS_ON_CPU = 128
+_TIMED_TOKENS_ON_CPU = 32
 _TIMED_BLOCKS = 8
+# The ranks end first, so that the engine can end them: a frozen one does not end by itself.
+_SHARE_OF_STEP_TIMEOUT = 0.8
 _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 _DUMMY_RULED_DRAW = replace(_DUMMY_DRAW, rules=LogitRules(1, repetition_penalty=2.0))
 
@@ -67,6 +73,8 @@ class ModelRunner:
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
+        ranks: the group of which this runner computes one rank's part; closed with the runner. None
+            for one rank. Rank 0 passes its batches on to the others.
 
     Attributes:
         info: properties of the model.
@@ -84,13 +92,19 @@ class ModelRunner:
     num_host_blocks: int
     costs: StepCosts
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = True, ranks: RankGroup | None = None
+    ) -> None:
         self._config = config
+        self._ranks = ranks
+        self._sender = None if ranks is None or ranks.rank else BatchSender(ranks)
         self._device = resolve_device(config.device)
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
         self._steps_type: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
         if self._is_on_cpu:
-            kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
+            num_local = 1 if ranks is None else ranks.num_local
+            share = max(1, kernels.default_num_threads() // num_local)
+            kernels.set_num_threads(config.num_threads or share)
         # Before minutes of loading, as an unknown name is an error.
         processor_classes = load_processors(config.logits_processors)
         used_by_others = used_bytes(self._device)
@@ -100,11 +114,21 @@ class ModelRunner:
             self._device,
             progress=progress,
             load_format=config.load_format,
+            weights_folder=config.weights_folder,
+            ranks=ranks,
         )
         self._model = loaded.model
+        if ranks is not None and loaded.dtype == "float16":  # whose products are rounded too early
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {ranks.size}; --dtype float16 works with 1 only: "
+                "use bfloat16 or float32"
+            )
         layer_groups = group_layers(loaded.sliding_windows)
         self._layer_slots = layer_groups.slots
         self.info = _model_info(loaded, layer_groups, config)
+        self._layout = _layout_of_rank(self.info.layout, ranks)
+        if ranks is not None:
+            check_same_engine(ranks, config, self.info)
         self._processors = make_processors(
             processor_classes,
             ProcessorContext(
@@ -123,11 +147,15 @@ class ModelRunner:
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it
+        if ranks is not None:
+            ranks.limit_waits(config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT)
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """The pool, `[num_blocks, *info.layout.block_shape]`, without spare blocks."""
+        """The pool, `[num_blocks, *info.layout.block_shape]`, without spare blocks. One of several
+        ranks has its part of the heads.
+        """
         return self._kv_pool
 
     def check_extra_args(self, args: Mapping[str, Any]) -> None:
@@ -135,8 +163,15 @@ class ModelRunner:
         check_extra_args(self._processors, args)
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step: table updates, swaps, block copies, forward pass, draws."""
-        return self._launch(batch).result()
+        """Runs one step: table updates, swaps, block copies, forward pass, draws.
+
+        If that is interrupted, it waits for the device, as `_launch` does.
+        """
+        try:
+            return self._launch(batch).result()
+        except BaseException:
+            wait_for(self._device)
+            raise
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
         """Submits one step, which runs after those submitted before it.
@@ -149,6 +184,11 @@ class ModelRunner:
             self._thread = ThreadPoolExecutor(1, "model-runner")
         return self._thread.submit(self.execute, batch)
 
+    def count_work(self, num_work_messages: Callable[[], int]) -> None:
+        """Registers a function whose value rank 0 sends with each batch, as `BatchSender` does."""
+        assert self._sender is not None, "only rank 0 sends batches"
+        self._sender.num_work_messages = num_work_messages
+
     def watch_layers(self, on_layers: LayersComputed) -> None:
         """Registers a function that steps on a CPU call as layers are computed."""
         self._steps.watch_layers(on_layers)
@@ -159,6 +199,13 @@ class ModelRunner:
             self._thread.shutdown()
         wait_for(self._device)
         self._turns.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @property
+    def turn_wait_s(self) -> float:
+        """Seconds that it has waited for its turn, the present wait included."""
+        return self._turns.waited_s
 
     def _launch(self, batch: ScheduledBatch) -> PendingOutput:
         """Launches a step.
@@ -169,9 +216,14 @@ class ModelRunner:
         try:
             with current(self._device):
                 return self._launch_on_current_device(batch)
-        except Exception:
+        except BaseException as error:
             wait_for(self._device)
-            raise
+            if self._ranks is None:
+                raise
+            self._ranks.abort()  # the others may wait for what this one has not computed
+            if isinstance(error, RanksLostError) or not isinstance(error, Exception):
+                raise
+            raise RanksLostError(f"rank {self._ranks.rank} has failed: {error}") from error
 
     def _launch_on_current_device(self, batch: ScheduledBatch) -> PendingOutput:
         self._steps.update(batch)
@@ -179,10 +231,17 @@ class ModelRunner:
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
         kernels.copy_blocks(self.kv_pool, batch.block_copies)
         if not batch.num_tokens:
+            self._pass_on(batch)
             copies_done = fetch(self._device, ())
             return LaunchedStep(copies_done, lambda _: StepOutput(batch.step))
         with self._turns.wait_for_turn():
+            self._pass_on(batch)  # now, as the other ranks wait for this one's part
             return self._steps.launch(batch)
+
+    def _pass_on(self, batch: ScheduledBatch) -> None:
+        """Sends a batch from rank 0 to the other ranks, if there are any."""
+        if self._sender is not None:
+            self._sender.send(batch)
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.
@@ -265,7 +324,7 @@ class ModelRunner:
     def _dummy_pool(self) -> torch.Tensor:
         """Returns a pool of one block for all KV of dummy steps, and the steps' spare blocks."""
         num_blocks = 1 + self._steps_type.num_spare_blocks
-        return allocate_pool(num_blocks, self.info.layout, self._device)
+        return allocate_pool(num_blocks, self._layout, self._device)
 
     def _time_prompt_token(self) -> float:
         """Measures the seconds per token of a long chunk. `profile` has warmed up before."""
@@ -291,7 +350,7 @@ class ModelRunner:
 
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info
-        layout, max_len = info.layout, info.max_model_len
+        layout, max_len = self._layout, info.max_model_len
         spec = spec_of(config, info.windows)
         self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
@@ -307,17 +366,17 @@ class ModelRunner:
         return self._steps_type(
             StepModel(
                 model=self._model,
-                kv=view_blocks(pool, info.layout),
+                kv=view_blocks(pool, self._layout),
                 layer_slots=self._layer_slots,
                 num_layer_groups=len(info.windows),
                 block_size=info.layout.block_size,
                 max_rows=config.max_running,
                 max_tokens=config.max_num_batched_tokens,
                 max_model_len=info.max_model_len,
-                # A prefill engine hands every request off before it would decode.
-                enforce_eager=config.enforce_eager or config.role == "prefill",
+                enforce_eager=config.enforce_eager,
                 reports_processed=config.logprobs_mode == "processed_logprobs",
                 processors=self._processors,
+                ranks=self._ranks,
             )
         )
 
@@ -333,9 +392,17 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
+        tokenizer_digest=loaded.tokenizer_digest,
         layout=decide_layout(config, loaded, layer_groups.layers_per_block),
         windows=layer_groups.windows,
     )
+
+
+def _layout_of_rank(layout: KvLayout, ranks: RankGroup | None) -> KvLayout:
+    """Returns the layout of one rank's blocks, which hold its part of the heads."""
+    if ranks is None:
+        return layout
+    return HeadShare.of(ranks.rank, ranks.size, layout.num_kv_heads).layout_of(layout)
 
 
 def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:

@@ -1,13 +1,13 @@
 """`Rows`: the runner's state of the running sequences, in arrays with one row each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ScheduledChunk, TableUpdate
 from engine.runtime.sampler import DRAW_RECORD, draw_record
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "drawing_rows"]
 
 
 class Rows:
@@ -59,23 +59,25 @@ class Rows:
                 self.has_rules[chunk.row] = chunk.rules is not None
         self.positions[decode_rows] += 1
 
-    def keep_drawn(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        outputs: Sequence[ChunkOutput | None],
-        decode_rows: np.ndarray,
-        decoded: Sequence[int],
-    ) -> None:
-        """Stores the tokens that a step drew; the next step may run them."""
-        for chunk, output in zip(chunks, outputs, strict=True):
-            if output is not None and len(chunk.draws) == 1:
-                self.last_tokens[chunk.row] = _runnable(output.token_ids[0])
-        self.last_tokens[decode_rows] = np.maximum(decoded, 0)  # as `_runnable`
+    def keep_drawn(self, row_ids: np.ndarray, tokens: np.ndarray) -> None:
+        """Stores the tokens that a step drew; the next step may run them.
+
+        That may be before the engine ends the request of an `INVALID_TOKEN` or a `NO_TOKEN`; such
+        a row continues with token 0.
+
+        Args:
+            row_ids: as `drawing_rows` returns them.
+            tokens: `[n]` int64; the tokens.
+        """
+        self.last_tokens[row_ids] = np.maximum(tokens, 0)
 
 
-def _runnable(token_id: int) -> int:
-    """Returns a valid token id in place of `INVALID_TOKEN` and `NO_TOKEN`.
+def drawing_rows(chunks: Iterable[ScheduledChunk], decode_rows: np.ndarray) -> np.ndarray:
+    """Returns the rows that draw one token in a step, `[n]` int64: chunks first, in their order.
 
-    The next step may run the token before the engine ends its request.
+    Args:
+        chunks: the step's.
+        decode_rows: the rows that decode, `[n]` int64.
     """
-    return max(token_id, 0)
+    single = [chunk.row for chunk in chunks if len(chunk.draws) == 1]
+    return np.concatenate((np.array(single, np.int64), decode_rows)) if single else decode_rows

@@ -12,7 +12,7 @@ from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from engine.runtime.logits_processors import LogitsProcessor
-from kernels import AttentionMetadata, LogitRows, PagedKv
+from kernels import AttentionMetadata, LogitRows, PagedKv, RankGroup
 from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
@@ -36,6 +36,7 @@ class StepModel:
         reports_processed: whether log-probabilities of drawn tokens are those of the
             distributions that they are drawn from, instead of the model's own.
         processors: the engine's logits processors.
+        ranks: the group that computes the model; None for one rank.
     """
 
     model: CausalModel
@@ -49,6 +50,7 @@ class StepModel:
     enforce_eager: bool
     reports_processed: bool = False
     processors: Sequence[LogitsProcessor[Any]] = ()
+    ranks: RankGroup | None = None
 
     @property
     def max_blocks(self) -> int:

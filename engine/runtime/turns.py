@@ -64,7 +64,14 @@ class Turns:
         self._seen_stamp: bytes | None = None
         self._seen_at = 0.0
         self._runs_beside = False
+        self._wait = 0.0, 0.0  # seconds waited before, and when the present wait began; 0: none
         _all_turns.add(self)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds waited for turns in all, the present wait included. Any thread may read it."""
+        total, began = self._wait
+        return total + (time.monotonic() - began if began else 0.0)
 
     @contextmanager
     def wait_for_turn(self) -> Iterator[None]:
@@ -86,7 +93,11 @@ class Turns:
 
     def _lock_turn(self, next_file: int, turn: int) -> bool:
         """Locks and stamps `turn`; returns False if another engine's turn lasts too long."""
-        is_locked = self._lock_next_then_turn(next_file, turn)
+        self._wait = self._wait[0], time.monotonic()
+        try:
+            is_locked = self._lock_next_then_turn(next_file, turn)
+        finally:
+            self._wait = self.waited_s, 0.0
         if is_locked:
             with suppress(OSError):  # without a new stamp, the turn only looks longer to others
                 os.pwrite(turn, os.urandom(_STAMP_BYTES), 0)

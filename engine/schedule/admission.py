@@ -113,6 +113,19 @@ class Admission:
         if group.scheduled_at is None and pending:
             group.scheduled_at = self._clock()
 
+    def run_alone(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Plans a step of one group, which waits or runs. All others pause, and keep their blocks.
+
+        No step may be in flight. Nothing is planned if the group lacks blocks or seats.
+        """
+        for sequence in self._decoding.members()[0]:
+            self._stop_decoding(sequence, self._decoding.position(sequence, plan.step), plan)
+            self._queues.chunking[sequence.group] = None
+        if group.state is GroupState.RUNNING:
+            self.run_chunks(group, plan)
+        elif self._has_seats(group):
+            self._admit_any(group, plan)
+
     def _stop_decoding(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
         self._decoding.leave(sequence)
         sequence.settle()
@@ -181,22 +194,41 @@ class Admission:
     def admit_waiting(self, plan: StepPlan) -> None:
         """Admits waiting groups in order of importance.
 
-        It stops at the first group that lacks blocks or seats. It passes over groups that wait
-        for anything else.
+        It stops at the first group that lacks blocks. A group that lacks seats, as it has many
+        candidates, lets as many others overtake it as the engine has seats; then it stops there.
+        It passes over groups that wait for anything else.
         """
         loads = self._transfers.loads
         first = self._queues.waiting[: self._config.max_running]
         if loads.looks_up:
             for group in first:
                 loads.num_loadable(group)  # starts look-ups, so that they run during this step
+        wide: SequenceGroup | None = None
         for group in first:
-            if self._queues.num_seats + group.num_seats > self._config.max_running:
+            if wide is not None and not self._may_overtake(group, wide):
                 break
+            if not self._has_seats(group):
+                wide = wide or group
+                continue
             if plan.budget <= 0 and not loads.may_find:
                 break  # without budget, groups can only start to load
-            admit = self._admit if group.swapped is None else self._return_swapped
-            if not admit(group, plan):
+            if not self._admit_any(group, plan):
                 break
+            if wide is not None and group.num_held_seats:
+                wide.num_overtaken += 1
+
+    def _may_overtake(self, group: SequenceGroup, wide: SequenceGroup) -> bool:
+        """Returns whether a group may take seats though a more important one lacks some."""
+        has_seats = self._queues.num_seats < self._config.max_running
+        is_as_urgent = group.request.spec.priority <= wide.request.spec.priority
+        return has_seats and is_as_urgent and wide.num_overtaken < self._config.max_running
+
+    def _has_seats(self, group: SequenceGroup) -> bool:
+        return self._queues.num_seats + group.num_seats <= self._config.max_running
+
+    def _admit_any(self, group: SequenceGroup, plan: StepPlan) -> bool:
+        admit = self._admit if group.swapped is None else self._return_swapped
+        return admit(group, plan)
 
     def _admit(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Admits a group or passes it over; returns False if it lacks blocks."""

@@ -341,6 +341,20 @@ class OutputProcessor:
         self._forget(group, FinishReason.HANDOFF)
         return output
 
+    def move(self, group: SequenceGroup) -> Outputs:
+        """Ends a request that continues on another engine; a running one when its KV is saved."""
+        if group.state is GroupState.SAVING:
+            return []
+        self._prompt_logprobs.pop(group, None)  # the other engine computes them
+        if group.state is not GroupState.RUNNING or group.root is not None:
+            return [self._end_handed_over(group)]
+        for branch in group.branches:
+            self._branches.unseat(branch)
+        self._transfers.saves.save_to_move(group)
+        self._queues.withdraw(group)
+        group.state = GroupState.SAVING
+        return self.report_saved(group)
+
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
         """Ends one candidate whose further tokens are not needed, without an output.
 

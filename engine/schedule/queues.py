@@ -161,6 +161,25 @@ class GroupQueues:
         group.beam_tops.clear()
         self._start_over(group)
 
+    def start_over(self, group: SequenceGroup) -> None:
+        """Makes a group compute again whose step has failed, so that its blocks are not sound.
+
+        From now on it loads nothing. Groups that have left the queues are ignored.
+        """
+        match group.state:
+            case GroupState.RUNNING:
+                self.stop_running(group)
+            case GroupState.WAITING | GroupState.SWAPPED:
+                _remove(self._waiting, group)
+            case _:
+                return
+        if group.swapped is not None:
+            self._kv.drop_swapped(group.swapped)
+            group.swapped = None
+            group.branches = [s for s in group.branches if not s.is_given_up]
+        self._transfers.loads.exclude(group)
+        self.wait_again(group)
+
     # The end.
 
     def withdraw(self, group: SequenceGroup) -> None:

@@ -15,7 +15,6 @@ touch are not reused before its output is in (`KvCacheManager.step_started`).
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
 
@@ -24,10 +23,10 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
-from engine.kv_cache.spec import KvCacheSpec, spec_of
+from engine.kv_cache.spec import spec_of
 from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad
-from engine.kv_transfer.saves import SavePolicy
+from engine.kv_transfer.save_policy import SavePolicy
 from engine.kv_transfer.transfers import Transfers
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
@@ -38,6 +37,7 @@ from engine.schedule.decode_set import DecodeSet
 from engine.schedule.guides import GrammarSource, Guides
 from engine.schedule.outputs import OutputProcessor
 from engine.schedule.queues import GroupQueues
+from engine.schedule.retries import Retries
 from engine.schedule.step_plan import StepPlan, StepRecord
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler
@@ -101,7 +101,7 @@ class Scheduler:
     `release_handoff`, `prefetch`.
 
     Args:
-        config: limits and role.
+        config: limits.
         info: the model's facts.
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
@@ -149,7 +149,7 @@ class Scheduler:
             self.kv,
             block_size=config.transfer_block_size,
             namespace=namespace,
-            policy=_save_policy(config, spec, connector),
+            policy=SavePolicy.of(config, spec, connector),
             timeout_s=config.kv_transfer_timeout_s,
             costs=LoadCosts.of(config, costs),
             metrics=metrics or TransferMetrics(),
@@ -168,6 +168,7 @@ class Scheduler:
             costs,
             clock,
         )
+        self._retries = Retries(self._queues, self._admission, self._metrics)
         self._guides = Guides(grammars, info.vocab_size)
         self._outputs = OutputProcessor(
             self._queues,
@@ -193,6 +194,16 @@ class Scheduler:
     def num_transfers(self) -> int:
         """Connector jobs without a result, those of finished requests included."""
         return self._transfers.in_flight
+
+    @property
+    def has_open_saves(self) -> bool:
+        """Whether KV is being saved, by jobs that were not given up."""
+        return self._transfers.has_open_saves
+
+    @property
+    def lends_blocks(self) -> bool:
+        """Whether other engines may read blocks of this one's pool."""
+        return self._transfers.lends_blocks
 
     @property
     def next_deadline(self) -> float | None:
@@ -270,6 +281,14 @@ class Scheduler:
         known = [self._groups[i] for i in dict.fromkeys(request_ids) if i in self._groups]
         return [self._outputs.end(group, FinishReason.ABORTED) for group in known]
 
+    def move(self, request_id: str) -> list[EngineOutput]:
+        """Ends a request that continues on another engine, at once or when its KV is saved.
+
+        Its last output has the reason HANDOFF. Unknown ids are ignored.
+        """
+        group = self._groups.get(request_id)
+        return self._outputs.move(group) if group is not None else []
+
     def finish_candidate(self, request_id: str, index: int) -> list[EngineOutput]:
         """Ends one candidate without an output. Unknown ids and indices are ignored.
 
@@ -307,24 +326,30 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step's work; None if nothing can run now."""
+        retries = self._retries.are_due
+        if retries and self._in_flight:
+            return None
         plan = StepPlan(self._num_steps + 1, self._config.max_num_batched_tokens)
         plan.budget -= len(self._decoding)
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
+        if retries and self._retries.plan(plan):
+            return self._start_step(plan)
         # The most important first: only groups after the current one are preempted.
         for group in sorted((due | self._queues.chunking).keys(), key=order_of):
-            if group.state is not GroupState.RUNNING:
-                continue  # preempted for a group before it
+            if group.state is not GroupState.RUNNING or group in self._retries:
+                continue  # preempted for a group before it, or to be tried alone
             if self._admission.renew_due(group, due.get(group, []), plan):
                 self._admission.run_chunks(group, plan)
-        if not plan.has_preempted:
+        if not plan.has_preempted and not retries:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""
         record, now = self._end_step(batch), self._clock()
+        self._retries.step_committed()
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []
         if output.prompt_details:
@@ -348,12 +373,31 @@ class Scheduler:
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: BatonError) -> list[EngineOutput]:
-        """Ends every request of a step that failed."""
-        groups = list(self._end_step(batch).groups())
-        live = [group for group in groups if self._groups.get(group.request_id) is group]
-        outputs = [self._outputs.end(group, FinishReason.ERROR, error) for group in live]
+        """Ends the request of a step that failed. If it computed several, each is tried alone.
+
+        Args:
+            batch: the step.
+            error: for the request's last output.
+        """
+        culprit = self._retries.step_failed(self._end_step(batch))
+        outputs = [] if culprit is None else [self._outputs.end(culprit, FinishReason.ERROR, error)]
         self.kv.step_reported(batch.step)
         return outputs
+
+    def abandon_steps(self, error: BatonError) -> None:
+        """Ends every request of the steps in flight, which were interrupted."""
+        while self._in_flight:
+            record = self._end_step(self._in_flight[0].batch)
+            for group in record.groups():
+                if self._groups.get(group.request_id) is group:
+                    self._outputs.end(group, FinishReason.ERROR, error)
+            self._retries.step_failed(record)
+            self.kv.step_reported(record.batch.step)
+
+    @property
+    def steps_in_flight(self) -> list[int]:
+        """Numbers of the steps that were scheduled and have not ended."""
+        return [record.batch.step for record in self._in_flight]
 
     def check(self) -> None:
         """Verifies that every block reference belongs to a sequence, a job or a fence.
@@ -423,31 +467,5 @@ class Scheduler:
                 blocks_per_pool_block=self._config.block_size // self._config.transfer_block_size,
             ),
             max_len=min(request.spec.max_total_tokens, self._info.max_model_len),
-            hands_over=self._config.role == "prefill",
             arrived_at=now,
         )
-
-
-def _save_policy(
-    config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler
-) -> SavePolicy:
-    """Returns what the engine saves: only blocks that another request can find."""
-    # Without layer slices a block is saved at once, after its step. With overlapped steps a step
-    # may start before the one before it has failed, and compute from incomplete KV.
-    ahead = (
-        connector.saves_ahead
-        and config.kv_transfer_layer_slices > 1
-        and not config.async_scheduling
-    )
-    if config.role == "prefill":
-        return SavePolicy(prompts=True, ahead=ahead)
-    if not connector.finds_by_key:
-        return SavePolicy()
-    is_both = config.role == "both"
-    prompts = SavePolicy(prompts=is_both, ahead=is_both and ahead)
-    if config.kv_publish == "off":
-        return prompts
-    if any(spec.windows):  # blocks behind a window are freed while the sequence runs
-        return SavePolicy(prompts=True, ahead=ahead, interval=1, at_end=True)
-    interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
-    return replace(prompts, interval=interval, at_end=True)

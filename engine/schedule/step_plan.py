@@ -39,6 +39,17 @@ class StepRecord:
         sequences = (*self.chunks, *self.decoding)
         return dict.fromkeys((*(s.group for s in sequences), *self.swapped))
 
+    def ends(self) -> dict[SequenceGroup, int]:
+        """Returns the groups that the step computes, with the end of their longest sequence."""
+        ends: dict[SequenceGroup, int] = {}
+        for sequence, chunk in zip(self.chunks, self.batch.chunks, strict=True):
+            end = chunk.start_position + chunk.num_tokens
+            ends[sequence.group] = max(end, ends.get(sequence.group, 0))
+        for sequence in self.decoding:
+            # Known tokens only: while the step before is in flight, one more is drawn.
+            ends[sequence.group] = max(len(sequence.token_ids), ends.get(sequence.group, 0))
+        return ends
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -61,6 +72,11 @@ class StepPlan:
     swapped: list[SequenceGroup] = field(default_factory=list)
     _chunks: list[tuple[Sequence, ScheduledChunk]] = field(default_factory=list)
     _updates: list[TableUpdate] = field(default_factory=list)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the step computes known tokens."""
+        return bool(self._chunks)
 
     def update_tables(self, sequence: Sequence, changes: Iterable[TableChange]) -> None:
         """Adds changes of a sequence's tables; for a new row, the whole tables instead."""

@@ -20,6 +20,7 @@ from kernels.weights import Weight, WeightUse
 
 __all__ = [
     "embed",
+    "embed_part",
     "is_vector",
     "linear",
     "linear_silu_and_mul",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _NO_ACTIVATION, _SILU_AND_MUL = 0, 1
+_ALL = (1 << 63) - 1
 
 
 @NATIVE.implements(reference.make_weight)
@@ -54,6 +56,14 @@ def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Does not check that every id is a row of the weight."""
     out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
     _take_rows(weight.data, token_ids, out, is_packed=isinstance(weight, PackedWeight))
+    return out
+
+
+@NATIVE.implements(reference.embed_part)
+def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.Tensor:
+    out = torch.empty((len(token_ids), weight.num_columns))
+    is_packed = isinstance(weight, PackedWeight)
+    _take_rows(weight.data, token_ids, out, is_packed=is_packed, held=(first_id, weight.num_rows))
     return out
 
 
@@ -204,8 +214,14 @@ def _linear(
 
 
 def _take_rows(
-    matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, is_packed: bool
+    matrix: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    is_packed: bool,
+    held: tuple[int, int] = (0, _ALL),
 ) -> None:
+    """Looks up rows; `held` is the number of the matrix's first row, and how many rows it has."""
     rows = rows.contiguous()
     assert rows.dtype == torch.int64
     assert rows.dim() == 1
@@ -216,9 +232,11 @@ def _take_rows(
         is_packed,
         matrix.stride(0),
         out.shape[1],
+        *held,
         rows.data_ptr(),
         len(rows),
         out.data_ptr(),
+        out.dtype == torch.float32,
         keep=(matrix, out),
     )
 

@@ -244,6 +244,11 @@ class _ForeignOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler, which takes seconds, to exclude this class."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

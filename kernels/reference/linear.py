@@ -8,6 +8,7 @@ from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = [
     "embed",
+    "embed_part",
     "linear",
     "linear_silu_and_mul",
     "make_weight",
@@ -41,6 +42,24 @@ def make_weight(
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Looks up rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
     return F.embedding(token_ids, _dense(weight))
+
+
+@kernel("weight.data.device", "weight.data.dtype")
+def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.Tensor:
+    """Looks up rows of a part of an embedding, in float32; other tokens get zeros.
+
+    Args:
+        token_ids: `[num_tokens]` int64.
+        weight: the embedding of `weight.num_rows` tokens.
+        first_id: id of the first of these tokens.
+
+    Returns:
+        `[num_tokens, num_columns]` float32.
+    """
+    rows = token_ids - first_id
+    has_row = (rows >= 0) & (rows < weight.num_rows)
+    found = F.embedding(rows * has_row, _dense(weight)).float()
+    return torch.where(has_row.unsqueeze(-1), found, 0.0)
 
 
 @kernel("matrix.device", "matrix.dtype")

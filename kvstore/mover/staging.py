@@ -6,6 +6,7 @@ and from the pool run at full speed.
 
 import torch
 
+from kernels import fresh_zeros
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
@@ -35,7 +36,8 @@ class Segment:
         num_slots: number of slots; None for `slots_per_segment`.
 
     Attributes:
-        frames: the whole memory, `[num_slots, HEADER_BYTES + block_bytes]` uint8.
+        frames: the whole memory, `[num_slots, HEADER_BYTES + block_bytes]` uint8. Unless it is
+            pinned, its pages are allocated when they are first written.
         payload: the payloads in it, `[num_slots, block_bytes]` uint8.
         object_ids: `[num_slots]` int64: the objects' places in the pool, for copies that read them
             after they were started.
@@ -48,7 +50,10 @@ class Segment:
     def __init__(self, layout: KvLayout, *, pinned: bool, num_slots: int | None = None) -> None:
         self.num_slots = num_slots or slots_per_segment(layout)
         shape = (self.num_slots, HEADER_BYTES + layout.block_bytes)
-        self.frames = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
+        if pinned:
+            self.frames = torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.frames = fresh_zeros(shape, torch.uint8)
         self.payload = self.frames[:, HEADER_BYTES:]
         self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)

@@ -125,7 +125,7 @@ class Lender:
             blocks = _seal(blocks, memory)
         except StoreUnavailableError as error:
             problem = "unavailable"
-            _logger.warning("KV blocks are not lent: %s", error)
+            _logger.debug("KV blocks are not lent: %s", error)
         except Exception:
             problem = "failed"
             _logger.exception("KV blocks cannot be lent")

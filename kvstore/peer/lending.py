@@ -80,7 +80,7 @@ class LendingSide:
         from kvstore.peer.lent_memory import TailSlots
 
         num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
-        tails = TailSlots(cut.object_layout, num_objects)
+        tails = TailSlots(cut.object_layout, num_objects, cut.objects_per_block)
         memory = self._memory_of(pool, cut, tails)
         self.lender.register(memory, cut)
         self._copier = copier

@@ -41,8 +41,11 @@ __all__ = [
 LentFrame = tuple[bytes, memoryview]
 """The header of a block, and its bytes."""
 
-_TAIL_BYTES = 128 << 20
+# A prompt that waits for decode needs a slot for each object of its tail. Without one it hands over
+# its full blocks, and decode computes the tail.
+_TAIL_BYTES = 512 << 20
 _LEAST_TAILS = 16
+_MOST_TAILS = 1024
 
 
 class TailSlots:
@@ -51,20 +54,24 @@ class TailSlots:
     Args:
         layout: layout of an object; see `BlockSlicing.object_layout`.
         num_objects: number of objects in the pool, which bounds the number of tails.
+        objects_per_tail: see `BlockSlicing.objects_per_block`.
 
     Attributes:
-        segment: memory of the slots; its pages are allocated when they are first written.
+        segment: memory of the slots, whose pages are allocated when they are first written. The
+            slot that became free last is used next, so memory grows with the tails lent at a time.
     """
 
-    def __init__(self, layout: KvLayout, num_objects: int) -> None:
-        num_slots = min(num_objects, max(_LEAST_TAILS, _TAIL_BYTES // layout.block_bytes))
+    def __init__(self, layout: KvLayout, num_objects: int, objects_per_tail: int = 1) -> None:
+        num_tails = _TAIL_BYTES // (layout.block_bytes * objects_per_tail)
+        num_tails = min(max(_LEAST_TAILS, num_tails), _MOST_TAILS)
+        num_slots = min(num_objects, num_tails * objects_per_tail)
         self.segment = Segment(layout, pinned=False, num_slots=num_slots)
-        self._free = deque(range(num_slots))
+        self._free = deque(reversed(range(num_slots)))
 
     def take(self) -> int | None:
         """Returns a free slot; None while all are in use."""
         try:
-            return self._free.popleft()
+            return self._free.pop()
         except IndexError:
             return None
 

@@ -1,5 +1,6 @@
 """`Peers`: the processes that this one reads from: channels, breakers, generations."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from kvstore.peer.service import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NA
 from kvstore.peer.transport import PeerTransport
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["GenerationGoneError", "Peer", "PeerRefusedError", "Peers"]
+__all__ = ["GenerationGoneError", "Peer", "PeerDeniedError", "PeerRefusedError", "Peers"]
 
 _MAX_PEERS = 64
 _IDLE_S = 60.0
@@ -32,11 +33,21 @@ _Result = TypeVar("_Result")
 
 
 class PeerRefusedError(Exception):
-    """The peer answers but does not lend: the lease is over, or its KV has another form."""
+    """The peer answers but does not lend: the lease is over, or its KV has another form.
+
+    Attributes:
+        log_level: the level to log it at.
+    """
+
+    log_level = logging.WARNING
 
 
 class GenerationGoneError(PeerRefusedError):
     """The process that lent has ended; another one answers at its address."""
+
+
+class PeerDeniedError(PeerRefusedError):
+    """The peer does not accept this process's credential, which all calls share."""
 
 
 class Peer:
@@ -47,7 +58,7 @@ class Peer:
         security: what this process shows, and asks of the other.
 
     Attributes:
-        stub: its service. Calls go through `ask`, each with a timeout.
+        stub: its service. Calls go through `ask` or `ask_anyway`, each with a timeout.
         read_blocks: its ReadBlocks, whose messages stay bytes.
         breaker: keeps this process from calling while the peer does not answer.
         meeting: held by the thread that finds out how the peer is read.
@@ -69,6 +80,7 @@ class Peer:
             response_deserializer=to_view,
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
+        self._was_denied = False  # since the last answer that was no refusal
         self.meeting = threading.Lock()
         self.is_added = False
         self.ranges_per_block = 0
@@ -82,9 +94,25 @@ class Peer:
             PeerRefusedError: the peer answers that it does not lend this.
             StoreUnavailableError: it does not answer, or did not of late.
         """
-        answer = self.breaker.call(lambda: _answer(call, self.address))
+        return self._checked(self.breaker.call(lambda: _answer(call, self.address)))
+
+    def ask_anyway(self, call: Callable[[], _Result]) -> _Result:
+        """Does the same as `ask`, but apart from the breaker.
+
+        For renewals: a peer whose reads fail may still renew, and a lease lasts no longer than the
+        breaker may stay open.
+        """
+        return self._checked(_answer(call, self.address))
+
+    def _checked(self, answer: "_Result | PeerRefusedError") -> _Result:
+        """Returns an answer; raises it if it is a refusal."""
+        if isinstance(answer, PeerDeniedError):
+            if self._was_denied:
+                answer.log_level = logging.DEBUG
+            self._was_denied = True
         if isinstance(answer, PeerRefusedError):
             raise answer
+        self._was_denied = False
         return answer
 
     def close(self) -> None:
@@ -101,6 +129,8 @@ def _answer(call: Callable[[], _Result], address: PeerAddress) -> "_Result | Pee
         message = f"{address.endpoint}: {failed.details()}"
         if failed.code() not in _REFUSALS:
             raise StoreUnavailableError(f"{message} ({failed.code().name})") from None
+        if failed.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return PeerDeniedError(message)
         if (failed.details() or "").startswith(GENERATION_REFUSED):
             return GenerationGoneError(message)
         return PeerRefusedError(message)

@@ -169,13 +169,12 @@ class PullPlane(DataPlane):
         return _write_headers(places.headers, slots)
 
     def _give_up(self, peer: Peer, error: TransferError) -> StoreUnavailableError:
-        """Removes the peer from the transport; the next fetch adds it anew."""
+        """Notes that a read has failed; the next fetch adds the peer anew."""
         peer.is_added = False
-        has_settled = self._transport.remove_peer(peer.address.peer_id)
         message = f"{peer.address.endpoint}: {error}"
         if error.is_settled:
             return StoreUnavailableError(message)
-        return InDoubtError(message, self._settlements.add(has_settled))
+        return InDoubtError(message, self._settlements.add(self._transport.settlement()))
 
 
 def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
@@ -274,5 +273,7 @@ class PeerBackend:
             with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
                 return self._plane.fetch(peer, request, slots)
         except (PeerRefusedError, ValueError) as error:
-            _logger.warning("KV of handoff %s cannot be loaded: %s", handoff.handoff_id, error)
+            level = error.log_level if isinstance(error, PeerRefusedError) else logging.WARNING
+            message = "KV of handoff %s cannot be loaded: %s"
+            _logger.log(level, message, handoff.handoff_id, error)
             return 0

@@ -156,9 +156,10 @@ class Renewals:
         message = pb.RenewLeasesRequest(generation=address.generation, lease_ids=lease_ids)
         try:
             with self._peers.use(address) as peer:
-                answer = peer.ask(lambda: peer.stub.RenewLeases(message, timeout=self._timeout_s))
+                renew = peer.stub.RenewLeases
+                answer = peer.ask_anyway(lambda: renew(message, timeout=self._timeout_s))
         except PeerRefusedError as error:
-            _logger.warning("KV leases are lost: %s", error)
+            _logger.log(error.log_level, "KV leases are lost: %s", error)
             self._mark(lease_ids, asked_at, gone=lease_ids)
         except StoreUnavailableError as error:
             _logger.log(log_level_of(error), "KV leases are not renewed: %s", error)

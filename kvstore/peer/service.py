@@ -208,7 +208,8 @@ GENERATION_REFUSED = "generation"
 """The first word of a refusal because of the generation."""
 
 _NUM_THREADS = 16
-_MAX_CALLS = 256
+# A decode worker has up to six calls under way: four threads load, one renews, one closes reads.
+_MAX_CALLS = 1024
 _MAX_MESSAGE_BYTES = 16 << 20
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),

@@ -35,7 +35,7 @@ class TransferError(Exception):
 
     Attributes:
         is_settled: whether nothing writes to the targets any more. If False, the library or a
-            device may still do so until the function that `PeerTransport.remove_peer` returns
+            device may still do so until the function that `PeerTransport.settlement` returns
             says otherwise.
     """
 
@@ -112,18 +112,20 @@ class PeerTransport(ABC):
         """
 
     @abstractmethod
-    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
-        """Forgets a peer; reads of its memory that are under way fail. Unknown ids are ignored.
+    def remove_peer(self, peer_id: str) -> None:
+        """Forgets a peer; reads of its memory that are under way fail. Unknown ids are ignored."""
 
-        Returns:
-            A function that says whether no read begun before the removal can write any more.
-        """
+    @abstractmethod
+    def settlement(self) -> Callable[[], bool]:
+        """Returns a function that says whether no read that has failed can write any more."""
 
     @abstractmethod
     def read(
         self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         """Copies ranges of a peer's memory into own ones; returns when the bytes are there.
+
+        A read that fails removes the peer, unless another thread has added it again meanwhile.
 
         Args:
             peer_id: the peer whose memory `sources` are.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from kvstore.store import StoreUnavailableError
+from kvstore.store import StoreFullError
 from kvstore.stores.base import StoreCounters
 from kvstore.url import StoreLimits
 
@@ -55,7 +55,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
         """Evicts objects until `num_bytes` more fit the bound.
 
         Raises:
-            StoreUnavailableError: leased objects leave too little room; none was evicted.
+            StoreFullError: leased objects leave too little room; none was evicted.
         """
         while (excess_bytes := self._object_bytes() + num_bytes - self.max_bytes) > 0:
             chosen = self._choose_evicted(excess_bytes)
@@ -64,7 +64,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
                 excess_bytes = self._object_bytes() + num_bytes - self.max_bytes
                 chosen = self._choose_evicted(excess_bytes)
             if chosen is None:
-                raise StoreUnavailableError(
+                raise StoreFullError(
                     f"no room for {num_bytes} bytes: the store is full of leased objects"
                 )
             for listed in chosen:

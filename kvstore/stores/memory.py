@@ -19,6 +19,7 @@ from kvstore.store import (
     KvObject,
     KvStore,
     StoreCapabilities,
+    StoreFullError,
     StoreStats,
     StoreUnavailableError,
 )
@@ -69,7 +70,7 @@ class _Objects:
         """Adds an absent object, after removing expired and evicted ones.
 
         Raises:
-            StoreUnavailableError: leased objects leave too little room; none was evicted.
+            StoreFullError: leased objects leave too little room; none was evicted.
         """
         self.remove_expired(counters)
         evicted_keys = self._choose_evicted(len(value))
@@ -87,7 +88,7 @@ class _Objects:
         while excess_bytes > 0:
             key, entry = next(oldest)
             if self._age_s(entry) < self.lease_s:
-                raise StoreUnavailableError(
+                raise StoreFullError(
                     f"no room for {num_bytes} bytes: the store is full of leased objects"
                 )
             chosen.append(key)

@@ -118,7 +118,7 @@ class CompletionJob:
         """
         prompt_ids = None
         if body.return_token_ids or (body.stream and body.counts_continuously):
-            _, limits = model.fleet.require_model()
+            limits = await model.wait_for_limits(body.priority or 0, timeout_s)
             prompt_ids = [
                 await tokenize_prompt(
                     prompt,

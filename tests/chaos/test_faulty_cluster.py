@@ -16,6 +16,7 @@ from tests.support.redis_server import RedisServer
 BACKENDS = ("shm", "redis", "nixl")
 FAULTS = "corrupt:0.1,truncate:0.1,drop:0.05,delay:0.1,duplicate:0.1,reorder:0.1,fail_load:0.15"
 NUM_STREAMS = 50
+NUM_ROUNDS = 5
 TIMEOUT_S = 100.0
 
 
@@ -31,9 +32,12 @@ def make_prompts() -> list[tuple[list[int], int]]:
     return prompts
 
 
-async def check_stream(client: AsyncClient, prompt: list[int], expected: list[int]) -> None:
+async def check_stream(
+    client: AsyncClient, prompt: list[int], expected: list[int], salt: str
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=len(expected), ignore_eos=True)
-    chunks = [chunk async for chunk in client.stream(prompt, params, timeout_s=TIMEOUT_S)]
+    stream = client.stream(prompt, params, cache_salt=salt, timeout_s=TIMEOUT_S)
+    chunks = [chunk async for chunk in stream]
     assert [token for chunk in chunks for token in chunk.token_ids] == expected
 
 
@@ -59,8 +63,14 @@ async def test_every_stream_is_correct_with_all_faults_at_once(
             ) as cluster,
             AsyncClient(cluster.router.address) as client,
         ):
-            await asyncio.gather(*(check_stream(client, *stream) for stream in streams))
-            await cluster.wait_pools_full(timeout_s=60)
-            logs = "".join(worker.log() for worker in cluster.workers)
-            assert "is corrupt" in logs, "no object was corrupted"
-            assert "injected fault" in logs
+            logs = ""
+            for round_number in range(NUM_ROUNDS):
+                salt = f"round {round_number}"
+                await asyncio.gather(*(check_stream(client, *each, salt) for each in streams))
+                await cluster.wait_pools_full(timeout_s=60)
+                logs = "".join(worker.log() for worker in cluster.workers)
+                # On a busy machine a round may compute everything: its loads are too slow.
+                if "is corrupt" in logs and "injected fault" in logs:
+                    break
+            else:
+                pytest.fail("no object was corrupted, or no fault injected:\n" + logs)

@@ -15,6 +15,7 @@ from baton import Client, SamplingParams
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.health import wait_until_serving
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.server_config import ServerConfig
 from tests.support.compose import (
     ROOT,
     ROUTER_HTTP,
@@ -57,6 +58,30 @@ def test_environment_chooses_model_port_and_memory():
     assert "1gb" in services["redis"]["command"]
 
 
+@pytest.mark.parametrize("name", ["redis", "nixl", "shm"])
+def test_the_connector_is_a_variable_with_a_file_per_kind(name):
+    lines = (ROOT / "deploy" / "compose" / f"{name}.env").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    services = load_compose(variables)
+    for tier in ("prefill", "decode"):
+        connector = services[tier]["environment"]["BATON_KV_CONNECTOR"]
+        assert connector.startswith(f"{name}://")
+        assert (
+            name != "redis"
+            or connector == load_compose({})[tier]["environment"]["BATON_KV_CONNECTOR"]
+        )
+        assert "shm:/dev/shm" in services[tier]["volumes"]
+        assert services[tier]["build"]["args"]["EXTRAS"] == ("nixl" if name == "nixl" else "")
+
+
+def test_services_that_end_are_started_again_and_may_drain_before():
+    for name, service in load_compose({}).items():
+        assert service["restart"] == "unless-stopped"
+        if name != "redis":
+            grace_s = float(service["stop_grace_period"].removesuffix("s"))
+            assert grace_s > ServerConfig().drain_timeout_s
+
+
 def test_every_service_calls_the_model_by_one_name():
     for environment, name in ({}, "baton-demo"), ({"BATON_MODEL_NAME": "big"}, "big"):
         services = load_compose(environment)
@@ -75,10 +100,10 @@ def test_the_image_checks_the_port_that_services_listen_on():
     assert re.search(r"^USER \d+$", dockerfile, re.MULTILINE), "runs as root"
 
 
-def test_the_turns_folder_is_shared_by_workers_and_writable_in_the_image():
+def test_workers_of_a_machine_share_a_folder_that_is_writable_in_the_image():
     services = load_compose({})
     for tier in ("prefill", "decode"):
-        assert "--turns-folder=/turns" in services[tier]["command"]
+        assert {"--turns-folder=/turns", "--weights-folder=/turns"} <= {*services[tier]["command"]}
         assert "turns:/turns" in services[tier]["volumes"]
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert re.search(r"install --directory --owner=baton .*/turns$", dockerfile, re.MULTILINE)
@@ -128,6 +153,7 @@ async def test_the_services_commands_start_a_working_cluster(tmp_path):
     assert first.token_ids == again.token_ids
     assert first.timings.prefill_ms > 0
     assert again.usage.cached_tokens > 0
-    assert {file.name for file in (tmp_path / "turns").iterdir()} == {"next", "turn"}
+    shared = {file.name.partition("-")[0] for file in (tmp_path / "turns").iterdir()}
+    assert shared == {"next", "turn", "weights"}
     assert {file.name for file in (tmp_path / "credentials").iterdir()} == {"token"}
     assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -63,11 +63,17 @@ async def test_operators_see_the_state_of_the_cluster(shared_cluster: Cluster) -
     async with AsyncClient(shared_cluster.router.address) as client:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         async with open_channel(shared_cluster.router.address) as channel:
-            before = await _cluster(channel)
-            async for _ in client.stream(prompt_of(PROMPT_TOKENS, seed=2), params, timeout_s=60):
-                pass
-            await shared_cluster.wait_pools_full()
-            after = await _cluster(channel)
+            for seed in range(2, 7):
+                before = await _cluster(channel)
+                prompt = prompt_of(PROMPT_TOKENS, seed=seed)
+                async for _ in client.stream(prompt, params, timeout_s=60):
+                    pass
+                await shared_cluster.wait_pools_full()
+                after = await _cluster(channel)
+                decodes = [answer.replicas[1].counters for answer in (before, after)]
+                # A busy machine may load so slowly that decode computes the prompt.
+                if decodes[1].loaded_tokens - decodes[0].loaded_tokens >= PROMPT_TOKENS - 16:
+                    break
     assert after.activity.finished["length"] == before.activity.finished["length"] + 1
     (prefill_before, decode_before), (prefill, decode) = before.replicas, after.replicas
     assert prefill.address == shared_cluster.prefill[0].address

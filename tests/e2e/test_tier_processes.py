@@ -112,7 +112,7 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
         (prefill_process, prefill_channel), (decode_process, decode_channel) = await asyncio.gather(
             *(
                 stack.enter_async_context(running_tier(module, tmp_path))
-                for module in ("prefill_service", "decode_service")
+                for module in ("worker.prefill", "worker.decode")
             )
         )
         namespace = await namespace_of(prefill_channel)
@@ -140,7 +140,7 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
 
 
 async def test_a_failed_start_prints_one_readable_line(tmp_path):
-    modules = ("prefill_service", "decode_service")
+    modules = ("worker.prefill", "worker.decode")
     (model := tmp_path / "empty").mkdir()
     store = f"--kv-connector=file://{tmp_path}/kv"
     flags = (f"--model={model}", store, "--port=0", "--log-level=error")
@@ -150,15 +150,15 @@ async def test_a_failed_start_prints_one_readable_line(tmp_path):
     for module, process, (_, stderr) in zip(modules, processes, logs, strict=True):
         assert process.returncode == 2
         (line,) = stderr.decode().splitlines()
-        assert line.startswith(f"baton {module.removesuffix('_service')}: error: ")
+        assert line.startswith(f"baton {module.removeprefix('worker.')}: error: ")
         assert str(model) in line
 
 
 async def test_a_prefill_replica_without_a_connector_is_refused(tmp_path):
-    process = await spawn("prefill_service", f"--model={tmp_path}", "--port=0")
+    process = await spawn("worker.prefill", f"--model={tmp_path}", "--port=0")
     async with asyncio.timeout(START_TIMEOUT_S):
         _, stderr = await process.communicate()
     assert process.returncode == 2
     assert stderr.decode().splitlines() == [
-        "baton prefill: error: --kv-connector is not set; a prefill engine needs it to hand KV off"
+        "baton prefill: error: --kv-connector is not set; a prefill worker needs it to hand KV over"
     ]

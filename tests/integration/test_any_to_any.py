@@ -26,6 +26,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.halved_worker import HalvedWorker
 from tests.support.pairs import pairs
+from tests.support.prefill_core import core_of
 from tests.support.real_engines import (
     SplitRun,
     build_core,
@@ -256,10 +257,10 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
         "num_gpu_blocks_override": 64,
         "kv_load_failure_policy": "fail" if role == "decode" else "recompute",
     }
-    config = EngineConfig(model=str(path), role=role, kv_connector=url, **(settings | flags))
+    config = EngineConfig(model=str(path), kv_connector=url, **(settings | flags))
     config = with_device_defaults(config)
     connector = (KvConnectorScheduler("memory", lease_s=30, saves_ahead=True), HalvedWorker(url))
-    return EngineCore(config, ModelRunner(config), connector)
+    return core_of(role)(config, ModelRunner(config), connector)
 
 
 @pytest.mark.parametrize(

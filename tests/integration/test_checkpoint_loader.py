@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import kernels
 from baton.errors import ConfigurationError
+from baton.model_files import open_model_files
 from engine.runtime import checkpoint as checkpoint_module
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, tiny_checkpoint
+from tests.support.tokenizer_folders import write_byte_level_folder
 
 pytestmark = pytest.mark.alone
 
@@ -143,6 +145,16 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
 def test_the_fingerprint_does_not_depend_on_the_folder(folder):
     assert load(folder).fingerprint == load(tiny_checkpoint("llama")).fingerprint
     assert len(load(folder).fingerprint) == 16
+
+
+def test_the_tokenizer_digest_is_that_of_the_folder_that_a_router_reads(folder, tmp_path):
+    (folder / "tokenizer.json").unlink()
+    assert load(folder).tokenizer_digest == ""  # a checkpoint for token ids only
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_byte_level_folder(tokenizer)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+    assert load(folder).tokenizer_digest == open_model_files(tokenizer).tokenizer_digest() != ""
 
 
 def test_one_changed_bit_changes_the_fingerprint(folder, monkeypatch):
@@ -320,7 +332,8 @@ watcher.start()
 model = loader.load_model(sys.argv[1], "auto", "cpu", progress=True)
 done.set()
 watcher.join()
-weights = sum(target.nbytes for target in model.model.checkpoint_tensors().values())
+parts = model.model.checkpoint_tensors().values()
+weights = sum(part.target.nbytes for of_tensor in parts for part in of_tensor)
 print(weights, max(peak, anonymous_bytes()) - base)
 """
 

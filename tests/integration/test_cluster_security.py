@@ -16,7 +16,6 @@ from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig
 from router import discovery as discovery_module
-from router import replica as replica_module
 from router.discovery import Discovery
 from router.security_config import RouterSecurityConfig, WorkerTlsConfig
 from rpc.cluster_calls import cluster_access, open_cluster_channel
@@ -204,18 +203,19 @@ def router_security(own, token_file=None, **config):
     return RouterSecurityConfig(workers=tls, cluster=ClusterConfig(token_file=token_file, **config))
 
 
-async def test_every_call_of_a_router_has_its_credentials(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.01)
+async def test_every_call_of_a_router_has_its_credentials(files, tmp_path):
     token_file = str(tmp_path / "token")
     worker_security = ClusterSecurity(ClusterConfig(token_file=token_file), files("worker"))
     own = router_security(files("router"), token_file)
     async with cluster(worker_security, own) as (router, (prefill, decode)):
         responses = await router.generate(request(max_tokens=8))
         assert token_ids_of(responses) == SCRIPT[:8]
-        await prefill.changes.until(lambda: prefill.released and prefill.num_loads)
-        await decode.changes.until(lambda: decode.num_loads)
+        await prefill.changes.until(lambda: prefill.released)
+        for tier in (router.fleet.prefill, router.fleet.decode):
+            (replica,) = tier.connected
+            await replica.get_load(timeout_s=10)
     assert len(prefill.requests) == len(decode.starts) == 1
-    assert prefill.num_infos == decode.num_infos == 1  # no connection was lost
+    assert prefill.num_watches == decode.num_watches == 1  # no connection was lost
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,8 @@ async def test_a_router_that_workers_refuse_says_so_and_connects_once_it_has_the
     decode = FakeDecode(SCRIPT, security=ClusterSecurity(token=TOKEN))
     async with running_workers(decode):
         own = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(token_file)))
-        async with running_router(decode=(decode.address,), security=own) as router:
+        options = {"security": own, "queue_timeout_s": 0.1}
+        async with running_router(decode=(decode.address,), **options) as router:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await router.generate(request(max_tokens=8))
             assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -343,7 +344,8 @@ async def test_tokens_and_certificates_are_exchanged_without_a_failed_request(tm
             for name in ("worker", "caller", "router"):
                 write(name, signer, ca_certs)
                 await until_more()
-        assert prefill.num_infos > decode.num_infos == 1
+        assert prefill.num_infos > 1
+        assert prefill.num_watches == decode.num_watches == 1  # no connection was lost
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         async with open_cluster_channel(

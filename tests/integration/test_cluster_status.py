@@ -62,9 +62,20 @@ async def test_a_draining_replica():
         assert replica.load.draining
 
 
-async def test_the_requests_of_the_router():
+async def test_an_ejected_replica():
     decode = FakeDecode(SCRIPT)
     async with running_workers(decode), running_router(decode) as router:
+        (replica,) = router.fleet.decode.connected
+        for _ in range(3):
+            replica._breaker.fail(replica._breaker.begin())
+        (shown,) = (await cluster_of(router)).replicas
+        assert shown.state == cluster_pb2.REPLICA_STATE_EJECTED
+        assert shown.HasField("load")
+
+
+async def test_the_requests_of_the_router():
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode, queue_timeout_s=0) as router:
         await router.generate(request(max_tokens=4))
         with pytest.raises(grpc.aio.AioRpcError):
             await router.generate(request(max_tokens=0, request_id="bad"))

@@ -12,15 +12,15 @@ from baton.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from decode_service.router_session import RouterSession
-from decode_service.server import SERVICE_NAMES, add_services
 from engine.batch import TokenLogprobs
-from engine.request import CandidateProgress, EngineOutput, FinishReason
+from engine.request import CandidateProgress, EngineOutput, FinishReason, Role
 from kvstore.codec import DIGEST_SCHEME
 from kvstore.handoff import KvHandoff, handoff_to_proto
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
 from tests.support.fake_engine import NAMESPACE, FakeEngine, finished, tokens
 from tests.support.rpc_servers import running_server, spec_message
+from worker.server import SERVICE_NAMES, add_services
 
 SAVED = KvHandoff(
     handoff_id="h",
@@ -70,7 +70,7 @@ def by_candidate(response):
 
 @pytest.fixture
 async def engine():
-    return FakeEngine("decode")
+    return FakeEngine(Role.DECODE)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, StoreFullError, StoreUnavailableError
 from kvstore.stores import files
 from kvstore.stores.file import folder_space
 from kvstore.stores.file import store as file_store
@@ -297,13 +297,13 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
     keys = random_keys(10)
     with opened(folder, max_bytes=1000, lease_s=600) as store:
         store.put(keys, [filled(1, 100)] * 10)
-        with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+        with pytest.raises(StoreFullError, match="full of leased objects"):
             store.put(random_keys(1), [filled(1, 100)])
         assert store.contains_prefix(keys) == 10
         leased_ns = time.time_ns() - 599 * 10**9
         for key in keys[:3]:
             os.utime(object_path(folder, key), ns=(leased_ns, leased_ns))
-        with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+        with pytest.raises(StoreFullError, match="full of leased objects"):
             store.put(random_keys(1), [filled(1, 100)])
         os.utime(object_path(folder, keys[1]), ns=(leased_ns - 2 * 10**9,) * 2)
         store.put(random_keys(1), [filled(1, 100)])

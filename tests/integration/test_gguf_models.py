@@ -114,7 +114,7 @@ def test_the_compute_type_is_that_of_the_files_matrices(kind, dtype, tmp_path):
     loaded = load_model(str(path), "auto", "cpu", progress=False)
     assert loaded.dtype == dtype
     assert loaded.eos_token_ids == (257,)
-    norm = loaded.model.checkpoint_tensors()["model.norm.weight"]
+    norm = loaded.model.checkpoint_tensors()["model.norm.weight"][0].target
     assert torch.equal(norm, rounded["model.norm.weight"].to(getattr(torch, dtype)))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvstore import store_connector
+from kvstore.conformance.objects import as_object
 from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover import io_threads
@@ -32,6 +33,7 @@ class HangingStore:
         self.hangs = threading.Semaphore(0)
         self.is_closed = False
         self.capabilities, self.timeout_s = self.inner.capabilities, 0.01
+        self.ttl_s, self.lease_s = self.inner.ttl_s, self.inner.lease_s
         self.stats = self.inner.stats
         self.delete = self.inner.delete
         self.get_into = self.inner.get_into
@@ -130,7 +132,7 @@ def test_lookups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: Hangin
     assert rig.results(1) == [LookupResult(2, 0)]
 
     store.is_open.set()
-    rig.save([1])
+    store.inner.put(keys(1), [as_object(b"x")])
     give_up_at = time.monotonic() + TIMEOUT_S
     for job_id in range(3, 1000):
         rig.start(lookups=(LookupJob(job_id, keys(1)),))
@@ -139,6 +141,18 @@ def test_lookups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: Hangin
         if result.num_blocks:
             break
         assert time.monotonic() < give_up_at
+
+
+def test_a_request_waits_for_a_store_that_hangs_once(
+    rig: ConnectorRig, store: HangingStore
+) -> None:
+    """And not again for its save."""
+    rig.start(lookups=(LookupJob(0, keys(1)),))
+    assert rig.results(1) == [LookupResult(0, 0)]
+    assert store.hangs.acquire(timeout=TIMEOUT_S)
+    rig.start(saves=save_jobs(1, 1))
+    assert rig.results(1) == [refused(1)]
+    assert not store.hangs.acquire(blocking=False), "the store was asked again"
 
 
 def test_deletes_wait_for_a_lookup_that_hangs(

@@ -322,7 +322,7 @@ async def test_too_many_requests_get_429_and_retry_after():
 async def test_models_health_and_tokens():
     decode = FakeDecode([50])
     names = ("scripted", "alias")
-    async with running_http(decode, served_model_name=names) as api:
+    async with running_http(decode, served_model_name=names, queue_timeout_s=0.1) as api:
         models = await api.openai.models.list()
         alias = await api.openai.models.retrieve("alias")
         missing = await api.http.get("/v1/models/other")

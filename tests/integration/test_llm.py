@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -462,3 +464,26 @@ def test_an_ignored_prompt_has_no_log_probabilities(llm, caplog):
     (ignored,) = llm.generate(["b" * 60], params, use_tqdm=False)
     assert (ignored.prompt_logprobs, ignored.outputs[0].logprobs) == (None, [])
     assert ignored.outputs[0].cumulative_logprob == 0
+
+
+def test_close_waits_for_kv_that_is_being_saved(path, tmp_path):
+    folder, prompt = tmp_path / "kv", prompt_of(40, seed=1)
+    url = f"faulty+file://{folder}?faults=delay:1&fault_delay_s=0.5"
+    arguments = {"dtype": "float32", "num_gpu_blocks_override": NUM_BLOCKS, "block_size": 8}
+    with LLM(str(path), max_model_len=100, num_threads=1, kv_connector=url, **arguments) as llm:
+        (result,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    num_computed = len(prompt) + len(result.outputs[0].token_ids) - 1
+    assert len(list(folder.glob("objects/*/*"))) == num_computed // 8
+
+
+def test_the_first_request_does_not_wait_for_an_import_of_torchs_compiler():
+    code = (
+        "import sys; from baton import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_checkpoint('llama'))!r}, max_model_len=64)\n"
+        "llm.generate([{'prompt_token_ids': [1, 2]}], SamplingParams(max_tokens=4))\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split()[-1] == "False"

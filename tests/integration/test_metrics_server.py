@@ -212,9 +212,7 @@ def test_promtool_accepts_the_metrics():
     load = EngineLoad(
         num_running=1, num_waiting=0, num_queued_tokens=0, num_free_blocks=1, num_blocks=2
     )
-    labels = EngineDescription(
-        model="a", role="both", block_size=4, kv_dtype="float32", caches_prefixes=True
-    )
+    labels = EngineDescription(model="a", block_size=4, kv_dtype="float32", caches_prefixes=True)
     registry = _registry(transfers, EngineExport(engine, lambda: load, labels))
     ProcessMetrics({}).register(registry)
     with _open(_config("--metrics-port", "0"), registry) as port:

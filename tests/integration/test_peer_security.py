@@ -1,5 +1,6 @@
 """KV peers: only processes of the cluster can call each other."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,14 @@ def test_a_revoked_certificate_is_refused(make_rig, tmp_path):
     assert load(prefill, make_rig(reader, pool=empty_pool())) == (0, "missing")
 
 
-def test_loads_with_a_wrong_token_fail_at_once(make_rig):
+def test_loads_with_a_wrong_token_fail_at_once_and_are_logged_once(make_rig, caplog):
     prefill, decode = (make_rig(ClusterSecurity(token=token)) for token in (TOKEN, OTHER_TOKEN))
-    num_blocks, error = load(prefill, decode)
-    assert num_blocks == 0
-    assert error
+    for number in range(3):
+        num_blocks, error = load(prefill, decode, number)
+        assert num_blocks == 0
+        assert error
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len([text for text in warnings if "no valid credential" in text]) == 1
 
 
 def test_tokens_and_certificates_are_changed_while_blocks_move(make_rig, tmp_path):

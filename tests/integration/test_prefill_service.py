@@ -9,12 +9,12 @@ import pytest
 
 from baton.errors import InternalError, ResourceExhaustedError
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from engine.request import EngineOutput, FinishReason, StageTimings
+from engine.request import EngineOutput, FinishReason, Role, StageTimings
 from kvstore.handoff import KvHandoff
-from prefill_service.server import SERVICE_NAMES, add_services
 from prefill_service.servicer import PrefillServicer
 from tests.support.fake_engine import FakeEngine, finished
 from tests.support.rpc_servers import prefill_request, running_server
+from worker.server import SERVICE_NAMES, add_services
 
 HANDOFF = KvHandoff(
     handoff_id="h",
@@ -29,7 +29,7 @@ HANDOFF = KvHandoff(
 
 @pytest.fixture
 async def engine():
-    return FakeEngine("prefill")
+    return FakeEngine(Role.PREFILL)
 
 
 @pytest.fixture
@@ -179,6 +179,25 @@ async def test_a_handoff_that_was_never_sent_is_released(engine):
     await messages.aclose()  # as when the router has left
     assert engine.released == ["h"]
     assert not engine.aborted
+
+
+async def test_a_handoff_whose_end_was_sent_is_released_by_the_id_of_its_request(stub, engine):
+    call = prefill(stub)
+    await admitted(engine)
+    engine.emit(drawn(42), handed_over())
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    assert last.end.handoff.handoff_id == "h"
+    for _ in range(2):
+        await stub.ReleaseHandoff(prefill_pb2.ReleaseHandoffRequest(request_id="r"), timeout=20)
+    assert engine.released == ["h"]
+
+
+async def test_ids_of_handoffs_that_were_sent_are_forgotten(engine):
+    servicer = PrefillServicer(engine)
+    for number in range(3000):
+        servicer._note_sent(f"r{number}", "h")
+    assert len(servicer._sent) == 1024
 
 
 async def test_a_failure_in_the_engine_keeps_its_status(stub, engine):

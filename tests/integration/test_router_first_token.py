@@ -7,7 +7,6 @@ import pytest
 
 from baton.errors import DeadlineExceededError, InternalError, UnavailableError
 from baton.v1 import common_pb2
-from router import replica as replica_module
 from router.decode_connection import DecodeConnection
 from router.pace import Pace
 from tests.support.fake_candidates import given_tokens
@@ -122,11 +121,7 @@ async def test_saved_blocks_go_to_the_replica_that_will_generate():
 
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "unavailable", "internal"])
-async def test_decode_computes_the_prompt_if_prefill_is_lost_after_the_first_token(
-    end, monkeypatch
-):
-    monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
-    monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
+async def test_decode_computes_the_prompt_if_prefill_is_lost_after_the_first_token(end):
     prefills = [FakePrefill(SCRIPT, hold_end=True, saves=[KEYS[:2]]) for _ in range(2)]
     decode = FakeDecode(SCRIPT)
     workers = (*prefills, decode)

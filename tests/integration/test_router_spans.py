@@ -141,7 +141,7 @@ def test_the_missing_extra_is_named_with_its_command(monkeypatch):
 
 
 def test_a_process_without_spans_does_not_import_opentelemetry():
-    modules = "router.server, router.request_log, prefill_service.server, decode_service.server"
+    modules = "router.server, router.request_log, worker.server"
     program = (
         f"import sys, {modules}; from rpc.tracing import TracingConfig, open_tracer; "
         "assert open_tracer(TracingConfig(), 'x', {}) is None; "

@@ -15,18 +15,17 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from baton.errors import ConfigurationError, NotFoundError
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from decode_service import server as decode_server
-from prefill_service import server as prefill_server
+from engine.request import Role
 from rpc.channels import open_channel
 from rpc.errors import from_rpc_error
 from rpc.server import RpcServer, StartInterruptedError, serve
 from rpc.server_config import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.rpc_servers import running_server
+from worker.server import SERVICE_NAMES, add_services
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-TIERS = {"prefill": prefill_server, "decode": decode_server}
 
 
 async def health_of(channel, service=""):
@@ -34,9 +33,8 @@ async def health_of(channel, service=""):
     return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
 
 
-@pytest.mark.parametrize("tier", TIERS)
-async def test_a_server_is_not_serving_and_unavailable_until_its_engine_is_ready(tier):
-    names = TIERS[tier].SERVICE_NAMES
+async def test_a_server_is_not_serving_and_unavailable_until_its_engine_is_ready():
+    names = SERVICE_NAMES
     server = RpcServer(ServerConfig(), names)
     await server.listen()
     async with open_channel(server.address) as channel:
@@ -47,8 +45,8 @@ async def test_a_server_is_not_serving_and_unavailable_until_its_engine_is_ready
             await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
-        engine = FakeEngine(tier)
-        service = TIERS[tier].add_services(engine, server)
+        engine = FakeEngine(Role.BOTH)
+        service = add_services(engine, server)
         for name in ("", *names):
             assert await health_of(channel, name) == SERVING
         info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
@@ -98,10 +96,11 @@ async def test_health_answers_while_a_step_is_running():
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        start = prefill_server.add_services
-        async with running_server(
-            prefill_server.SERVICE_NAMES, lambda server: start(FakeEngine("prefill"), server)
-        ) as (_, channel):
+        engine = FakeEngine(Role.PREFILL)
+        async with running_server(SERVICE_NAMES, lambda server: add_services(engine, server)) as (
+            _,
+            channel,
+        ):
             statuses = await asyncio.gather(*(health_of(channel) for _ in range(50)))
         assert set(statuses) == {SERVING}
     finally:
@@ -109,14 +108,12 @@ async def test_health_answers_while_a_step_is_running():
         thread.join()
 
 
-@pytest.mark.parametrize("tier", TIERS)
-async def test_a_client_that_knows_only_reflection_can_call(tier):
-    module = TIERS[tier]
+async def test_a_client_that_knows_only_reflection_can_call():
     async with running_server(
-        module.SERVICE_NAMES, lambda server: module.add_services(FakeEngine(tier), server)
+        SERVICE_NAMES, lambda server: add_services(FakeEngine(Role.BOTH), server)
     ) as (server, _):
         services, info = await asyncio.to_thread(call_by_reflection, server.address)
-    assert {*module.SERVICE_NAMES, "grpc.health.v1.Health"} <= set(services)
+    assert {*SERVICE_NAMES, "grpc.health.v1.Health"} <= set(services)
     assert (info.model, info.block_size, info.vocab_size) == ("scripted", 16, 1000)
 
 
@@ -237,14 +234,14 @@ async def test_a_signal_during_the_start_stops_the_server():
 
 
 async def test_a_service_that_dies_ends_the_server_with_its_error():
-    engine = FakeEngine("decode")
+    engine = FakeEngine(Role.DECODE)
 
     async def start(server):
-        service = decode_server.add_services(engine, server)
+        service = add_services(engine, server)
         engine.die(RuntimeError("the engine loop died"))
         return service
 
     async with asyncio.timeout(20):
         with pytest.raises(RuntimeError, match="the engine loop died"):
-            await serve(ServerConfig(), decode_server.SERVICE_NAMES, start)
+            await serve(ServerConfig(), SERVICE_NAMES, start)
     assert engine.is_closed

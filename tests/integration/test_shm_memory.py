@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, StoreFullError, StoreUnavailableError
 from kvstore.stores.shm import arena_space, extent_table, mapped_memory
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put, refusing
@@ -316,7 +316,7 @@ def test_a_leased_object_is_kept_until_its_lease_ends(clock):
     with opened(max_bytes=1000, lease_s=600) as (store, contents, _):
         store.put(keys[:10], [filled(1, 100)] * 10)
         clock.wait(599)
-        with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+        with pytest.raises(StoreFullError, match="full of leased objects"):
             put(store, keys[10], 1, 100)
         assert len(contents.objects()) == 10
         clock.wait(2)

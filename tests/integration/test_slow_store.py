@@ -51,7 +51,6 @@ class Decode:
         config = with_device_defaults(
             EngineConfig(
                 model=str(model),
-                role="decode",
                 dtype="float32",
                 max_model_len=256,
                 num_gpu_blocks_override=64,

@@ -4,10 +4,6 @@ Two real engines with their own pools and a real connector, and one engine for b
 generate greedily in float32: the tokens must be identical.
 """
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from engine.core import EngineCore
@@ -16,7 +12,6 @@ from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
-from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
@@ -27,23 +22,6 @@ LAYERS = {
     "in slices": {"kv_transfer_layer_slices": 3, "async_scheduling": False},
     "in slices, overlap": {"kv_transfer_layer_slices": 3, "async_scheduling": True},
 }
-
-
-@pytest.fixture
-def connector_url(
-    request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisServer
-) -> Iterator[str]:
-    urls = {
-        "memory": f"memory://{tmp_path.name}",
-        "shm": f"shm://test-{tmp_path.name}?max_bytes=64MiB",
-        "file": f"file://{tmp_path}/kv",
-        "redis": redis_server.url,
-        "grpc": "grpc://?timeout_s=20",
-        "nixl": "nixl://?timeout_s=20",
-    }
-    yield urls[request.param]
-    if request.param == "shm":
-        shutil.rmtree(f"/dev/shm/baton-test-{tmp_path.name}", ignore_errors=True)
 
 
 def make_requests(block_size: int) -> list[EngineRequest]:

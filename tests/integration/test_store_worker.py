@@ -11,6 +11,7 @@ import torch
 
 from kvstore.codec import HEADER_BYTES
 from kvstore.conformance.objects import as_object, blank
+from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
@@ -332,6 +333,34 @@ def test_the_cooldown_grows_while_a_store_times_out(
             assert rig.load([1]) == LoadResult(1, 0, "unavailable")
         calls.append(store.num_calls - before)
     assert calls == [1, 1, 0, 1], "a failed probe makes the next cooldown longer"
+
+
+def test_a_full_store_evicts_objects_of_waiting_requests_last(
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
+) -> None:
+    object_bytes, now = HEADER_BYTES + LAYOUT.block_bytes, [0.0]
+    url = f"memory://{tmp_path.name}?lease_s=0&max_bytes={4 * object_bytes}"
+    store = FaultyStore(open_store(url), lambda objects: None)
+    rig = make_rig(store, clock=lambda: now[0])
+    waiting = KvHandoff("h", b"n", keys(2), 8, "memory", "xxh3-128", 1000)
+    rig.save([1, 2])
+    rig.start(kept=(waiting, waiting))
+    rig.save([3, 4], first_key=2)
+
+    now[0] = 10.0
+    rig.worker.poll()
+    rig.start(lookups=(LookupJob(9, keys(1, 50)),))
+    rig.results(1)  # one thread touches and looks up, in this order
+    rig.save([5], first_key=4)
+    assert store.contains_prefix(keys(2)) == 2
+    assert store.contains_prefix(keys(1, 2)) == 0
+
+    rig.start(dropped=("h", "h"))
+    now[0] = 30.0
+    num_calls = store.num_calls
+    rig.worker.poll()
+    assert not rig.worker._is_touching
+    assert store.num_calls == num_calls
 
 
 class FailingStore(FaultyStore):

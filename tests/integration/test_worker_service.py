@@ -8,18 +8,19 @@ import pytest
 from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
-from prefill_service.server import SERVICE_NAMES, add_services
+from engine.request import Role
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.requests import engine_request
 from tests.support.rpc_servers import prefill_request, running_server
+from worker.server import SERVICE_NAMES, add_services
 
 
 @pytest.fixture
 async def engine():
-    return FakeEngine("prefill")
+    return FakeEngine(Role.PREFILL)
 
 
 @pytest.fixture
@@ -66,6 +67,14 @@ async def test_watchers_get_the_load_now_and_at_each_change(worker, engine):
             engine.num_running = num_running
             assert (await watch.read()).load.num_running == num_running
         watch.cancel()
+
+
+async def test_watchers_get_heartbeats_without_a_change(worker):
+    async with asyncio.timeout(10):
+        watch = worker.WatchLoad(worker_pb2.WatchLoadRequest())
+        loads = [await watch.read() for _ in range(3)]
+        watch.cancel()
+    assert loads[0] == loads[1] == loads[2]
 
 
 async def test_an_interval_of_zero_is_refused(worker):

@@ -36,7 +36,7 @@ PROMPTS = st.builds(
 MISHAPS = (
     *("abort", "finish_candidate", "finish_candidate", "break_next_step", "pass_time"),
     *("lose_transfer", "restore_transfers", "lose_object", "release_handoff", "end_lease"),
-    *("reset_prefix_cache", "watch"),
+    *("reset_prefix_cache", "watch", "move", "move", "break_request"),
 )
 WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
 
@@ -177,7 +177,7 @@ class Cluster(RuleBasedStateMachine):
             cache_salt=salt,
             deadline=None if timeout_s is None else self.now + timeout_s,
         )
-        if target.config.role != "prefill":
+        if not target.hands_over:
             request = _resumed(request, num_resumed)
         for _ in range(min(num_copies, MAX_LIVE - len(target.live))):
             named = changed(request, request_id=self._free_id())
@@ -208,6 +208,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(engine=ENGINES, index=MANY, what=st.sampled_from(MISHAPS))
     def inject_mishap(self, engine: int, index: int, what: str) -> None:
         getattr(self, f"_{what}")(self.engines[engine], index)
+        self._take_moved(self.engines[engine])
         self.engines[engine].check()
 
     def _abort(self, engine: CheckedEngine, index: int) -> None:
@@ -223,8 +224,16 @@ class Cluster(RuleBasedStateMachine):
         if running:
             engine.finish_candidate(*running[index % len(running)])
 
+    def _move(self, engine: CheckedEngine, index: int) -> None:
+        if engine.live and not engine.hands_over:
+            engine.move(sorted(engine.live)[index % len(engine.live)])
+
     def _break_next_step(self, engine: CheckedEngine, index: int) -> None:
         engine.break_next_step(("raise", "not finite")[index % 2])
+
+    def _break_request(self, engine: CheckedEngine, index: int) -> None:
+        if engine.live:
+            engine.break_request(sorted(engine.live)[index % len(engine.live)])
 
     def _pass_time(self, engine: CheckedEngine, index: int) -> None:
         self.now += (0.5, 1.0, 3.0)[index % 3]
@@ -264,7 +273,7 @@ class Cluster(RuleBasedStateMachine):
         """Checks that without further faults every request ends and every block is free."""
         engines = getattr(self, "engines", ())
         for engine in engines:
-            engine.runner.fault = None
+            engine.heal()
         self._run_until(lambda: not any(engine.live for engine in engines))
         for engine in engines:
             # A lost job keeps its blocks; a request that needs the whole pool waits for it.
@@ -301,7 +310,7 @@ class Cluster(RuleBasedStateMachine):
         """Checks that as many sequences run at once as the configuration allows."""
         num_layer_groups = len(engine.info.windows)
         count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_layer_groups)
-        if engine.config.role == "prefill":
+        if engine.hands_over:
             return
         requests = [
             engine_request(request_id=f"last {i}", prompt_token_ids=(0,), max_tokens=20)
@@ -321,6 +330,24 @@ class Cluster(RuleBasedStateMachine):
         for checked, output, handoff in engine.handed_over:
             self._hand_over(checked.request, output, handoff)
         engine.handed_over.clear()
+        self._take_moved(engine)
+
+    def _take_moved(self, engine: CheckedEngine) -> None:
+        """Lets requests that have moved off one engine continue on another."""
+        others = [each for each in self.engines[1:] if each is not engine]
+        moved = list(engine.moved)
+        engine.moved.clear()
+        for checked, handoff in moved:
+            request = checked.request
+            if checked.received and not request.spec.params.is_ranked:
+                progress = tuple(
+                    progress_of(request, index, tuple(token_ids))
+                    for index, token_ids in checked.received.items()
+                    if index not in checked.ended
+                )
+                request = replace(request, handoff=handoff, progress=progress)
+            taken = changed(request, request_id=self._free_id())
+            others[0].add(CheckedRequest.of(taken, others[0].info))
 
     def _hand_over(
         self, request: EngineRequest, output: EngineOutput, handoff: KvHandoff | None
@@ -348,7 +375,7 @@ def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
     """Returns how many blocks one candidate needs at most."""
     largest = engine_request(request_id="", prompt_token_ids=(0,), max_tokens=MAX_MODEL_LEN)
     engine_config = fake_config(block_size=info.layout.block_size, **config)
-    return num_blocks_needed(largest.spec, engine_config, info)
+    return num_blocks_needed(largest, engine_config, info)
 
 
 def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:

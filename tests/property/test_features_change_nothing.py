@@ -107,7 +107,7 @@ def blocks_of_largest(
 ) -> int:
     """Returns the fewest blocks with which each request can run alone."""
     info = fake_info(4, MAX_MODEL_LEN, windows=windows)
-    return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in batch)
+    return max(num_blocks_needed(request, fake_config(**config), info) for request in batch)
 
 
 @settings(max_examples=15, deadline=None)

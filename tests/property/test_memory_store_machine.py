@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.conformance.objects import as_object, blank
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, StoreFullError
 from kvstore.stores import memory
 
 _TTL_S = 10
@@ -61,7 +61,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         value = bytes([byte]) * size
         evicted_keys = [] if key in self.model else self.keys_to_evict(size)
         if any(self.now_s - self.model[k][1] < _LEASE_S for k in evicted_keys):
-            with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+            with pytest.raises(StoreFullError, match="full of leased objects"):
                 self.store.put([key], [as_object(value)])
         else:
             self.store.put([key], [as_object(value)])

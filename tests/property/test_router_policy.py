@@ -1,11 +1,18 @@
 """Properties of the routing policy that hold for any fleet."""
 
+import random
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import ReplicaState, pick_decode, pick_prefill, wants_remote_prefill
+from router.policy import (
+    ReplicaState,
+    pick_decode,
+    pick_hedge,
+    pick_prefill,
+    wants_remote_prefill,
+)
 
 BLOCK_SIZE = 16
 
@@ -20,6 +27,7 @@ def replica_states(draw, replica_id: str = "r"):
         num_free_blocks=draw(st.integers(0, num_blocks)),
         num_blocks=num_blocks,
         overlap_blocks=draw(st.integers(0, 12)),
+        weight=draw(st.sampled_from((0.1, 0.5, 1.0))),
     )
 
 
@@ -38,9 +46,9 @@ def test_an_empty_fleet_gives_no_replica():
     assert pick_prefill([], 30, BLOCK_SIZE) is None
 
 
-@given(fleets(), st.integers(1, 12), st.randoms())
-def test_choices_do_not_depend_on_the_order_of_candidates(fleet, num_blocks, rng):
-    shuffled = rng.sample(fleet, len(fleet))
+@given(fleets(), st.integers(1, 12), st.integers(0, 1000))
+def test_choices_do_not_depend_on_the_order_of_candidates(fleet, num_blocks, seed):
+    shuffled = random.Random(seed).sample(fleet, len(fleet))
     num_tokens = num_blocks * BLOCK_SIZE
     assert pick_decode(fleet, num_blocks) == pick_decode(shuffled, num_blocks)
     assert pick_prefill(fleet, num_tokens, BLOCK_SIZE) == pick_prefill(
@@ -67,6 +75,7 @@ def test_no_decode_replica_is_better_in_every_respect(fleet, num_blocks):
             state.overlap_blocks > best.overlap_blocks
             and best.overlap_blocks < num_blocks
             and held < best_held
+            and state.weight >= best.weight
             and state.num_free_blocks > best.num_free_blocks
         )
 
@@ -102,3 +111,80 @@ def test_remote_prefill_is_for_long_uncached_remainders(num_tokens, cached, thre
     if wants:
         assert wants_remote_prefill(num_tokens + 1, cached, threshold)
         assert wants_remote_prefill(num_tokens, 0, threshold)
+
+
+# Slow start.
+
+
+@given(fleets(), st.integers(1, 12), st.integers(1, 10))
+def test_replicas_that_start_together_are_chosen_as_if_none_did(fleet, num_blocks, tenths):
+    starting = [replace(state, weight=tenths / 10) for state in fleet]
+    settled = [replace(state, weight=1.0) for state in fleet]
+    num_tokens = num_blocks * BLOCK_SIZE
+    assert pick_decode(starting, num_blocks) == pick_decode(settled, num_blocks)
+    assert pick_prefill(starting, num_tokens, BLOCK_SIZE) == pick_prefill(
+        settled, num_tokens, BLOCK_SIZE
+    )
+
+
+@given(replica_states(), st.integers(1, 12))
+def test_the_only_replica_is_chosen_however_new_it_is(state, num_blocks):
+    assert pick_decode([state], num_blocks) == state.replica_id
+    assert pick_prefill([state], num_blocks * BLOCK_SIZE, BLOCK_SIZE) == state.replica_id
+
+
+@given(fleets(), st.integers(1, 12))
+def test_a_chosen_replica_stays_chosen_with_more_weight(fleet, num_blocks):
+    num_tokens = num_blocks * BLOCK_SIZE
+    for pick in (
+        lambda states: pick_decode(states, num_blocks),
+        lambda states: pick_prefill(states, num_tokens, BLOCK_SIZE),
+    ):
+        winner = pick(fleet)
+        heavier = [
+            replace(state, weight=1.0) if state.replica_id == winner else state for state in fleet
+        ]
+        assert pick(heavier) == winner
+
+
+def share_of_new(weight, num_prompts=550):
+    """Sends equal prompts, none of which ends, to an old replica and one of this weight."""
+    fleet = {
+        "new": ReplicaState("new", 0, 0, 10_000, 10_000, 0, weight=weight),
+        "old": ReplicaState("old", 0, 0, 10_000, 10_000, 0),
+    }
+    prefilled = dict.fromkeys(fleet, 0)
+    for _ in range(num_prompts):
+        best = pick_decode(list(fleet.values()), 4)
+        fleet[best] = replace(fleet[best], num_free_blocks=fleet[best].num_free_blocks - 4)
+        first = pick_prefill(list(fleet.values()), 64, BLOCK_SIZE)
+        tokens = fleet[first].num_queued_tokens + 64
+        fleet[first] = replace(fleet[first], num_queued_tokens=tokens)
+        prefilled[first] += 1
+    num_decoded = (10_000 - fleet["new"].num_free_blocks) // 4
+    return num_decoded / num_prompts, prefilled["new"] / num_prompts
+
+
+def test_the_share_of_a_new_replica_follows_its_weight():
+    for weight in (0.1, 0.3, 0.5, 1.0):
+        for share in share_of_new(weight):
+            assert abs(share - weight / (1 + weight)) < 0.01
+
+
+# Hedges.
+
+
+@given(fleets(), replica_states("slow"), st.integers(1, 200))
+def test_a_hedge_goes_to_a_replica_with_room_and_no_longer_queue(fleet, slow, num_tokens):
+    def is_free(state):
+        missing = max(num_tokens - state.overlap_blocks * BLOCK_SIZE, 1)
+        return (
+            missing <= state.num_free_blocks * BLOCK_SIZE
+            and state.num_queued_tokens <= slow.num_queued_tokens
+        )
+
+    picked = pick_hedge(fleet, num_tokens, BLOCK_SIZE, slow)
+    if picked is None:
+        assert not any(map(is_free, fleet))
+    else:
+        assert is_free(chosen(fleet, picked))

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from router.policy import PrefixIndex
 
 CAPACITY = 6
+POOLS = {"a": 4, "b": 100}
 
 REPLICAS = st.sampled_from(["a", "b"])
 # Prefixes of a few sequences, so that they share their beginnings.
@@ -25,9 +26,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(replica=REPLICAS, keys=PREFIXES)
     def record(self, replica, keys):
-        self.index.record(replica, keys)
+        self.index.record(replica, keys, POOLS[replica])
         kept = [key for key in self.model.get(replica, []) if key not in keys]
-        self.model[replica] = (kept + keys[::-1])[-CAPACITY:]
+        self.model[replica] = (kept + keys[::-1])[-min(CAPACITY, POOLS[replica]) :]
 
     @rule(replica=REPLICAS)
     def forget(self, replica):
@@ -43,7 +44,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @invariant()
     def stays_bounded(self):
         assert len(self.index) == sum(len(keys) for keys in self.model.values())
-        assert len(self.index) <= CAPACITY * len(self.model)
+        assert len(self.index) <= sum(min(CAPACITY, POOLS[name]) for name in self.model)
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
@@ -53,5 +54,5 @@ TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=30, dea
 def test_eviction_keeps_the_beginning_of_a_prefix():
     index = PrefixIndex(4)
     keys = [bytes([i]) for i in range(6)]
-    index.record("a", keys)
+    index.record("a", keys, 100)
     assert index.overlap("a", keys) == 4

@@ -307,3 +307,14 @@ def test_without_detokenization_nothing_is_decoded(monkeypatch):
     stream = stream_of(tokenizer, [1, 2, 3], detokenize=False).fork()
     assert stream.push([4, 5, 6]) == ("", None, 3)
     assert stream.finish() == ("", None, 0)
+
+
+@pytest.mark.parametrize("character", ["a", "\u00e9", "\u65e5", "\U0001f600"])
+def test_a_long_prompt_of_bytes_is_not_decoded_again_as_a_whole(character: str) -> None:
+    tokenizer, ids = load("byte_fallback"), byte_ids("byte_fallback")
+    prompt = [ids[byte] for byte in (character * 3000).encode()]
+    tokens = [ids[byte] for byte in f"x{character}y".encode()]
+    stream = IncrementalDetokenizer(tokenizer, prompt)
+    assert len(stream._context) <= 256 + 4
+    assert stream.push(tokens) + stream.flush() == f"x{character}y"
+    assert text_after(tokenizer, prompt, tokens) == f"x{character}y"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -12,7 +12,7 @@ from baton.errors import (
     InternalError,
     ResourceExhaustedError,
 )
-from engine.core import EngineCore
+from engine.batch import ScheduledBatch
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
@@ -23,6 +23,7 @@ from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, token_logprobs
 from tests.support.fake_runner import FakeRunner
+from tests.support.prefill_core import core_of
 from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
 
 __all__ = ["CheckedEngine", "CheckedRequest"]
@@ -139,6 +140,7 @@ class CheckedEngine:
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
         ends_in_steps: whether transfers end while steps compute.
+        role: "prefill" hands every request over.
         config: fields of the engine's configuration.
     """
 
@@ -153,6 +155,7 @@ class CheckedEngine:
         submits: str = "late",
         lends: bool = False,
         ends_in_steps: bool = False,
+        role: str = "both",
         **config: object,
     ) -> None:
         if store is not None:
@@ -174,7 +177,8 @@ class CheckedEngine:
             "fake", lease_s=1, finds_by_key=not lends, saves_ahead=not lends
         )
         connector = (scheduler, self.worker)
-        self.core = EngineCore(
+        self.hands_over = role == "prefill"
+        self.core = core_of(role)(
             self.config, self.runner, connector if store is not None else None, clock
         )
         self._grammars = FakeGrammars()
@@ -183,19 +187,24 @@ class CheckedEngine:
         self.finished: dict[str, CheckedRequest] = {}
         self.handed_over: list[tuple[CheckedRequest, EngineOutput, KvHandoff | None]] = []
         self.saved: list[KvHandoff] = []
+        self.moved: list[tuple[CheckedRequest, KvHandoff | None]] = []
         self._first_tokens: dict[str, EngineOutput] = {}
         self._num_saved = Counter[str]()  # by handoff
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
         self._next_event = 1
-        self._num_fallible_steps = 0  # steps that may still end requests with InternalError
+        self._num_fallible_steps = 0  # steps that may still end requests as not finite
+        self._bad_request = ""  # every step with it raises
+        self._failed_alone = set[str]()
+        self.runner.breaks = self._breaks
 
     # Operations.
 
     def add(self, checked: CheckedRequest) -> None:
         """Queues a request; checks that the engine refuses one that can never fit."""
         request = checked.request
-        if num_blocks_needed(request.spec, self.config, self.info) > self.core.num_blocks:
+        submitted = replace(request, hands_over=self.hands_over)
+        if num_blocks_needed(submitted, self.config, self.info) > self.core.num_blocks:
             with pytest.raises(ResourceExhaustedError):
                 self.core.check(request)
             return
@@ -209,6 +218,11 @@ class CheckedEngine:
         assert [(o.finish_reason, o.is_last) for o in outputs] == [(FinishReason.ABORTED, True)]
         del self.live[request_id]
         self._first_tokens.pop(request_id, None)
+
+    def move(self, request_id: str) -> None:
+        """Ends a request that continues elsewhere, now or when its KV is saved."""
+        for output in self.core.move(request_id):
+            self._on_output(output)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
         """Ends a candidate, as a router does when it finds a stop text."""
@@ -225,9 +239,19 @@ class CheckedEngine:
         if self.runner.num_raised_in_row == 0 and self.runner.fault is None:
             self.runner.fault = fault
 
+    def break_request(self, request_id: str) -> None:
+        """Makes every step with a request raise, until it has ended. Only one at a time."""
+        if self.runner.num_raised_in_row == 0 and self._bad_request not in self.live:
+            self._bad_request = request_id
+
+    def heal(self) -> None:
+        """Injects no further fault."""
+        self.runner.fault = None
+        self._bad_request = ""
+
     def step(self) -> None:
         """Runs one step and checks outputs, batches and invariants."""
-        if self.runner.fault is not None:
+        if self.runner.fault == "not finite":
             # With async scheduling the failure is seen later, with the next batch in flight.
             self._num_fallible_steps = 4
         self._grammars.end_one()
@@ -307,7 +331,7 @@ class CheckedEngine:
             self._on_saved(checked.request, output.saved)
             return
         match output.finish_reason:
-            case None if self.config.role == "prefill":
+            case None if self.hands_over:
                 checked.check_first_tokens(output, self.info)
                 self._first_tokens[output.request_id] = output
             case None | FinishReason.STOP | FinishReason.LENGTH:
@@ -315,6 +339,10 @@ class CheckedEngine:
             case FinishReason.HANDOFF:
                 assert output.is_last
                 assert not output.token_ids
+                if not self.hands_over:
+                    self.moved.append((checked, output.handoff))
+                    del self.live[output.request_id]
+                    return
                 first = self._first_tokens.pop(output.request_id)
                 self.handed_over.append((checked, first, output.handoff))
             case FinishReason.ERROR:
@@ -344,4 +372,18 @@ class CheckedEngine:
                 assert self.config.kv_load_failure_policy == "fail"
             case _:
                 assert isinstance(output.error, InternalError)
-                assert self._num_fallible_steps > 0, "no step was broken"
+                if "not finite" in output.error.message:
+                    assert self._num_fallible_steps > 0, "no step was broken"
+                    return
+                assert request.spec.request_id in self._failed_alone
+                self._failed_alone.discard(request.spec.request_id)
+
+    def _breaks(self, batch: ScheduledBatch) -> bool:
+        """Whether the step has the bad request. Notes the request of a step that fails alone."""
+        in_flight = self.core.scheduler._in_flight
+        (record,) = (record for record in in_flight if record.batch is batch)
+        names = [group.request_id for group in record.ends()]
+        breaks = self._bad_request in names
+        if (breaks or self.runner.fault == "raise") and len(names) == 1:
+            self._failed_alone.add(names[0])
+        return breaks

@@ -113,13 +113,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
 }
 
+SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_six_heads": (
+        "llama",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "intermediate_size": 80,
+        },
+    ),
+    "opt_six_heads": ("opt", {"num_attention_heads": 6, "hidden_size": 72}),
+    "gpt2_six_heads": ("gpt2", {"num_attention_heads": 6, "hidden_size": 72}),
+}
+"""Further checkpoints, for three ranks."""
+
 
 @cache
 def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = VARIANTS[variant]
+    family, overrides = (VARIANTS | SIX_HEADS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)

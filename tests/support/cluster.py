@@ -29,7 +29,7 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "default",
     "BATON_CLUSTER_TOKEN": _TOKEN,
 }
-WORKER_MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
+WORKER_MODULES = {"prefill": "worker.prefill", "decode": "worker.decode"}
 
 
 async def read_metrics(server: "ServerProcess") -> str:

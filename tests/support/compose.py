@@ -2,7 +2,8 @@
 
 Each service gets one process. Container names and ports become 127.0.0.1 and
 free ports; mounted folders become folders of this machine. Nothing else of a
-command changes.
+command changes. Redis gets its password from here, as its entry point needs a
+container.
 """
 
 import json
@@ -21,6 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER_PORTS = {"redis": 6379, "prefill": 50051, "decode": 50051, "router": 50051}
 ROUTER_HTTP = "router-http"
+_REDIS_PASSWORD = "the-password-of-redis"
 
 
 def load_compose(environment: dict[str, str]) -> dict[str, Any]:
@@ -49,12 +51,15 @@ class ComposeProcesses:
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder = folder
+        self._redis_configuration = folder / "redis.conf"
         self._services = load_compose(environment)
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in _free_ports()}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        (self._mounted("kv-credentials") / "password").write_text(_REDIS_PASSWORD)
+        self._redis_configuration.write_text(f"requirepass {_REDIS_PASSWORD}\n")
         with self._stack:
             for name in self._services:
                 self._start(name)
@@ -89,10 +94,13 @@ class ComposeProcesses:
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
         for volume in self._services[name].get("volumes", ()):
             source, target, *_ = volume.split(":")
-            flag, _, path = replaced.partition("=")
-            if f"{path}/".startswith(f"{target}/"):
-                replaced = f"{flag}={self._mounted(source)}{path.removeprefix(target)}"
+            # The value of a flag, or of an option in a URL.
+            replaced = re.sub(f"={target}(?=/|$)", f"={self._mounted(source)}", replaced)
         return replaced
+
+    def _environment(self, name: str) -> dict[str, str]:
+        variables = self._services[name].get("environment", {})
+        return {key: self._localize(name, value) for key, value in variables.items()}
 
     def _mounted(self, source: str) -> Path:
         """Returns the mounted folder: one of this machine, or a named volume's."""
@@ -109,9 +117,10 @@ class ComposeProcesses:
         log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
         process = subprocess.Popen(
             self.command(name),
+            stdin=self._stack.enter_context(self._redis_configuration.open("rb")),
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **self._environment(name), "OMP_NUM_THREADS": "1"},
         )
         self._stack.callback(_end, process)
         self.processes[name] = process

@@ -66,6 +66,7 @@ class DrivenScheduler:
         num_host_blocks: KV blocks in the host pool.
         windows: sliding window of each layer group.
         with_connector: whether it has a connector, whose jobs the test ends.
+        role: "prefill" hands every request over.
         config: fields of the engine's configuration.
 
     Attributes:
@@ -81,12 +82,14 @@ class DrivenScheduler:
         num_host_blocks: int = 0,
         windows: tuple[int | None, ...] = (None,),
         with_connector: bool = False,
+        role: str = "both",
         **config: object,
     ) -> None:
         info = fake_info(4, 64, windows=windows)
         self.now = 0.0
         self.metrics = TransferMetrics()
         self.shares: dict[str, int] = {}
+        self._hands_over = role == "prefill"
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
         connector = KvConnectorScheduler("fake", lease_s=60)
         engine_config = fake_config(kv_connector="fake://" if with_connector else None, **config)
@@ -108,7 +111,8 @@ class DrivenScheduler:
         return self.scheduler.load().num_free_blocks
 
     def add(self, *requests: EngineRequest) -> list[EngineOutput]:
-        return [output for each in requests for output in self.scheduler.add(each)]
+        added = [replace(each, hands_over=self._hands_over) for each in requests]
+        return [output for each in added for output in self.scheduler.add(each)]
 
     def begin(self) -> ScheduledBatch | None:
         """Schedules a step."""
@@ -181,6 +185,10 @@ class DrivenScheduler:
     def end_saves(self, job_ids: Iterable[int], *, committed: bool = True) -> list[EngineOutput]:
         results = tuple(SaveResult(job_id, committed) for job_id in job_ids)
         return self.scheduler.apply(TransferResults(saves=results))
+
+    def end_all_saves(self) -> None:
+        """Ends the saves that have begun since the last call of `work`."""
+        self.end_saves(job.job_id for job in self.work().saves)
 
     def _share(self, request_id: str, num_tokens: int) -> None:
         self.shares[request_id] = self.shares.get(request_id, 0) + num_tokens

@@ -211,7 +211,7 @@ class FakeWorker(KvConnectorWorker):
 
     def _lend(self, job: SaveJob) -> SaveResult:
         if job.lease_id in self._ended:
-            return SaveResult(job.job_id, committed=False)
+            return SaveResult(job.job_id, committed=False, error="cancelled")
         for key, block_id in zip(job.keys, job.block_ids, strict=True):
             is_tail = job.num_tail_tokens and key == job.keys[-1]
             num_slots = job.num_tail_tokens if is_tail else len(self._pool[block_id])

@@ -7,7 +7,7 @@ from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
 from engine.metrics.counts import EngineMetrics
-from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
@@ -20,8 +20,9 @@ NAMESPACE = bytes(range(32))
 class FakeEngine:
     """Records all calls; `emit` delivers the outputs of one engine step."""
 
-    def __init__(self, role: str) -> None:
-        self.config = EngineConfig(model="tests/scripted", role=role, kv_connector="memory://fake")
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.config = EngineConfig(model="tests/scripted", kv_connector="memory://fake")
         layout = KvLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="float32")
         self.info = ModelInfo(
             max_model_len=512,
@@ -113,6 +114,7 @@ class FakeEngine:
             num_free_blocks=self.num_blocks,
             num_blocks=self.num_blocks,
             draining=self._is_draining,
+            role=self.role,
         )
 
     async def drain(self, timeout_s: float) -> int:

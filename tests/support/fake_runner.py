@@ -8,7 +8,7 @@ of the seed.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -107,10 +107,13 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
+        self.turn_wait_s = 0.0
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
         # A fault of the next forward pass: "raise", or "not finite" logits for its first row.
         self.fault: str | None = None
+        # Says whether the forward pass of a batch raises; called once per batch with tokens.
+        self.breaks: Callable[[ScheduledBatch], bool] = lambda batch: False
         self.num_raised_in_row = 0
         # kv_pool[block][offset] is the slot that was written there last.
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
@@ -136,8 +139,9 @@ class FakeRunner:
         chunks = [self._start_chunk(chunk, batch) for chunk in batch.chunks]
         decodes = [self._start_decode(row) for row in batch.decode_rows]
         self._broken_rows = {work.row_id for work in (*chunks, *decodes)}
+        breaks = batch.num_tokens > 0 and self.breaks(batch)
         fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
-        self._raise_if(fault == "raise")
+        self._raise_if(breaks or fault == "raise")
         self._report_layers(batch, 1)
         self._run([*chunks, *decodes])
         self._broken_rows = set()

@@ -117,6 +117,7 @@ class FakeWorker:
         self.refusal: BatonError | None = None
         self.is_frozen = False
         self.num_infos = 0
+        self.num_watches = 0
         self.num_loads = 0
         self.running: dict[str, Any] = {}
         self._server: RpcServer | None = None
@@ -152,6 +153,10 @@ class FakeWorker:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
+    def stop_reports(self) -> None:
+        """Ends the streams of loads, as a worker does that has drained."""
+        self._reports.close()
+
     # rpc.worker.Worker
 
     def load(self) -> worker_pb2.WorkerLoad:
@@ -167,7 +172,8 @@ class FakeWorker:
         return 0
 
     def _worker_servicer(self) -> WorkerServicer:
-        return _FreezableServicer(self, lambda: None)
+        self._reports = _FreezableServicer(self, lambda: None)
+        return self._reports
 
     def _add_servicer(self, server: RpcServer) -> None:
         raise NotImplementedError
@@ -196,6 +202,13 @@ class _FreezableServicer(WorkerServicer):
     async def GetInfo(self, request, context):
         self._worker.num_infos += 1
         return await super().GetInfo(request, context)
+
+    async def WatchLoad(self, request, context):
+        self._worker.num_watches += 1
+        async for response in super().WatchLoad(request, context):
+            if self._worker.is_frozen:
+                await asyncio.Event().wait()
+            yield response
 
     async def GetLoad(self, request, context):
         self._worker.num_loads += 1
@@ -330,7 +343,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
                     begun.token_logprobs.append(details)
 
     async def ReleaseHandoff(self, request, context):
-        self.released.append(request.handoff_id)
+        self.released.append(request.handoff_id or f"handoff-{request.request_id}")
         self.changes.notify()
         return prefill_pb2.ReleaseHandoffResponse()
 
@@ -374,6 +387,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.starts: list[decode_pb2.StartDecode] = []
         self.prefetches: list[decode_pb2.PrefetchKv] = []
         self.cancels: list[str] = []
+        self.moves: list[str] = []
+        self.moved_handoff: prefill_pb2.KvHandoff | None = None
+        self.released: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []
         self.num_connects = 0
         self.num_sent = 0
@@ -416,6 +432,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         """Ends the Connect stream with CANCELLED, as a stopping server may."""
         self._outputs.put_nowait(None)
 
+    def _move(self, request_id: str) -> None:
+        self.moves.append(request_id)
+        if request_id in self.running:
+            self._tasks.pop(request_id).cancel()
+            del self.running[request_id]
+            moved = decode_pb2.MovedRequest(request_id=request_id, handoff=self.moved_handoff)
+            self._outputs.put_nowait(moved)
+
     async def Connect(self, request_iterator, context) -> AsyncIterator[Any]:
         self.num_connects += 1
         outputs: asyncio.Queue[list[request_pb2.CandidateOutput] | None] = asyncio.Queue()
@@ -429,6 +453,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                     step = [*step, *(outputs.get_nowait() or ())]
                 if step is None:
                     await context.abort(grpc.StatusCode.CANCELLED, "by the worker")
+                if isinstance(step, decode_pb2.MovedRequest):
+                    yield decode_pb2.ConnectResponse(moved=[step])
+                    continue
                 self.num_sent += sum(len(output.token_ids) for output in step)
                 yield decode_pb2.ConnectResponse(outputs=step)
                 self.changes.notify()
@@ -446,6 +473,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 request_id = command.start.spec.request_id
                 self.starts.append(command.start)
                 tasks[request_id] = asyncio.create_task(self._generate(command.start, outputs))
+            elif command.HasField("move"):
+                self._move(command.move.request_id)
+            elif command.HasField("release"):
+                self.released.append(command.release.handoff_id)
             elif command.cancel.HasField("index"):
                 cancel = command.cancel
                 self.finished_candidates.append((cancel.request_id, cancel.index))

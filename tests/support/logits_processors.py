@@ -1,14 +1,17 @@
 """Logits processors for tests, and the same changes of logits written plainly."""
 
+import ctypes
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.runtime.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
 
-__all__ = ["FAULTS", "FLAG", "CountPenalty", "Faulty", "Steer", "processed_logits"]
+__all__ = ["FAULTS", "FLAG", "CountPenalty", "Faulty", "Hang", "Steer", "processed_logits"]
 
 FLAG = tuple(f"tests.support.logits_processors:{name}" for name in ("Steer", "CountPenalty"))
 
@@ -55,6 +58,28 @@ class CountPenalty(LogitsProcessor[int]):
             row.state = len(row.output_token_ids)
         penalties = logits.new_tensor([[row.args["count_penalty"]] for row in rows])
         logits -= penalties * self.counts[[row.row for row in rows]]
+
+
+class Hang(LogitsProcessor):
+    """Hangs for good in one step of one process, once the file `args["hang"]` exists.
+
+    While it hangs, no other thread runs if the file contains "lock".
+    """
+
+    def applies_to(self, args: Mapping[str, Any]) -> bool:
+        return "hang" in args
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[ProcessedRow]) -> None:
+        for row in rows:
+            path = Path(row.args["hang"])
+            try:
+                what = path.read_text()
+                path.unlink()  # only one process can
+            except FileNotFoundError:
+                continue
+            if what == "lock":
+                ctypes.PyDLL(None).sleep(3600)  # does not release Python's global lock
+            threading.Event().wait()
 
 
 FAULTS = ("raise", "raise in new_state", "nan", "inf", "none left", "shape")

@@ -130,9 +130,11 @@ class MemoryTransport(PeerTransport):
             raise UnreadablePeerError(self.obstacle, f"tried as number {len(self.connected)}")
         self.peers[peer_id] = metadata
 
-    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
+    def remove_peer(self, peer_id: str) -> None:
         if self.peers.pop(peer_id, None):
             self.removed.append(peer_id)
+
+    def settlement(self) -> Callable[[], bool]:
         return lambda: self.settled
 
     def read(
@@ -141,7 +143,11 @@ class MemoryTransport(PeerTransport):
         if peer_id not in self.peers:
             raise TransferError("unknown peer", is_settled=True)
         self.allowed_s.append(timeout_s)
-        self.fault()
+        try:
+            self.fault()
+        except TransferError:
+            self.remove_peer(peer_id)
+            raise
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             assert source[1:] == target[1:]
             self._check(peer_id, source, target)

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.prefill_core import core_of
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
@@ -21,14 +22,13 @@ Outputs = dict[str, list[EngineOutput]]
 def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
     settings = {
         "model": str(path),
-        "role": role,
         "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "num_gpu_blocks_override": 64,
     }
-    return EngineCore.build(EngineConfig(**(settings | overrides)))
+    return core_of(role).build(EngineConfig(**(settings | overrides)))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import cache
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
@@ -140,6 +141,13 @@ async def wait_for_any_change(models: Models) -> None:
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=1)
     for wait in waits:
         wait.cancel()
+
+
+async def failed_call(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """Awaits a call that must fail; returns its error."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 def token_ids_of(responses: Sequence[generation_pb2.GenerateStreamResponse]) -> list[int]:

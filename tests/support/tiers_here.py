@@ -4,10 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import decode_service.server
-import prefill_service.server
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.request import Role
 from router.config import RouterConfig
 from router.models import RouterFiles
 from router.security import RouterSecurity
@@ -18,40 +17,46 @@ from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.running_router import RunningRouter, router_config_of, tokenizer
-
-TIERS = {"prefill": prefill_service.server, "decode": decode_service.server}
+from worker.server import SERVICE_NAMES as WORKER_SERVICES
+from worker.server import add_services
 
 
 @asynccontextmanager
 async def running_tiers(
-    folder: Path, *roles: str, tracing: TracingConfig | None = None
+    folder: Path, *roles: str, tracing: TracingConfig | None = None, kv_connector: str = ""
 ) -> AsyncIterator[RunningRouter]:
-    """Runs one worker per role, with its KV in the folder, and a router that calls them."""
+    """Runs one worker per role, with its KV in the folder unless a connector is given, and a router
+    that calls them.
+    """
+    kv_connector = kv_connector or f"file://{folder}/kv"
     tracing = tracing or TracingConfig()
     async with AsyncExitStack() as stack:
         targets: dict[str, tuple[str, ...]] = {"prefill": (), "decode": ()}
         for role in roles:
-            worker = _running_worker(folder, role, tracing)
+            worker = _running_worker(kv_connector, role, tracing)
             targets[role] += (await stack.enter_async_context(worker),)
         options = {"model": "tiny", "max_local_prefill_tokens": 0, "tracing": tracing, **targets}
         yield await stack.enter_async_context(_running_router(router_config_of(options)))
 
 
 @asynccontextmanager
-async def _running_worker(folder: Path, role: str, tracing: TracingConfig) -> AsyncIterator[str]:
+async def _running_worker(
+    kv_connector: str, role: str, tracing: TracingConfig
+) -> AsyncIterator[str]:
     config = EngineConfig(
         model=str(tiny_checkpoint("llama")),
         served_model_name="tiny",
-        role=role,
         dtype="float32",
         max_model_len=256,
         num_gpu_blocks_override=64,
         num_threads=1,
-        kv_connector=f"file://{folder}/kv",
+        kv_connector=kv_connector,
     )
-    server = RpcServer(ServerConfig(), TIERS[role].SERVICE_NAMES)
+    server = RpcServer(ServerConfig(), WORKER_SERVICES)
     await server.listen()
-    tier = TIERS[role].add_services(await AsyncEngine.start(config), server, tracing)
+    engine = await AsyncEngine.start(config)
+    engine.role = Role[role.upper()]
+    tier = add_services(engine, server, tracing)
     try:
         yield server.address
     finally:

@@ -15,11 +15,13 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from engine import step_watch as step_watch_module
 from engine.async_engine import AsyncEngine
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.request import EngineOutput, EngineRequest, FinishReason
+from kvstore.handoff import KvHandoff
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 from tests.support.requests import engine_request
 
@@ -115,6 +117,28 @@ async def test_an_id_used_again_after_an_abort_gets_only_its_own_tokens(
 
     assert second.tokens == expected_tokens(PROMPT, 3)
     assert not first.ended.is_set()
+
+
+async def test_a_handoff_made_just_before_an_abort_is_released(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread has sent the last output, and the event loop has not delivered it."""
+    released: list[str] = []
+    monkeypatch.setattr(engine, "release_handoff", released.append)
+    collector = Collector()
+    engine.submit(make_request("a"), collector)
+    engine.abort(["a"])
+    handoff = KvHandoff("h", b"n" * 32, (b"k" * 32,), 3, "memory", "xxh3-128", 5000)
+    engine.on_outputs(
+        [
+            EngineOutput(request_id="a", token_ids=(1,)),
+            EngineOutput(
+                request_id="a", is_last=True, finish_reason=FinishReason.HANDOFF, handoff=handoff
+            ),
+        ]
+    )
+    assert released == ["h"]
+    assert not collector.outputs
 
 
 async def test_an_abort_with_notify_sends_an_aborted_output(
@@ -420,3 +444,45 @@ async def test_a_stopped_engine_refuses_to_reset_its_prefix_cache(
     await engine.close()
     with pytest.raises(UnavailableError):
         await engine.reset_prefix_cache()
+
+
+async def until_stalled(engine: AsyncEngine, is_stalled: bool) -> None:
+    """Waits until the engine's load says so; nothing reports the change."""
+    deadline = time.monotonic() + 10
+    while engine.load().stalled is not is_stalled:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_step_that_hangs_is_reported_and_fails_the_engine_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_watch_module, "_FIRST_S", 0.2)
+    runner = GatedRunner()
+    config = fake_config(max_num_waiting=1, max_num_seqs=2, step_timeout_s=0.6)
+    engine = AsyncEngine(EngineCore(config, runner))
+    collector = Collector()
+    engine.submit(make_request("a"), collector)
+
+    await until_stalled(engine, True)
+    assert not collector.ended.is_set()
+    cause = await asyncio.wait_for(engine.wait_failed(), 10)
+    assert "a step has not ended within 0.6 s" in str(cause)
+    assert isinstance(collector.outputs[-1].error, UnavailableError)
+    with pytest.raises(UnavailableError):
+        engine.submit(make_request("b"), collector)
+    await asyncio.wait_for(engine.close(), 5)  # does not wait for the stuck thread
+    runner.free()
+
+
+async def test_a_step_that_ends_after_all_lets_the_engine_go_on(
+    engine: AsyncEngine, runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_watch_module, "_FIRST_S", 0.2)
+    collector = Collector()
+    engine.submit(make_request("a"), collector)
+    await until_stalled(engine, True)
+    runner.free()
+    await asyncio.wait_for(collector.ended.wait(), 10)
+    await until_stalled(engine, False)
+    assert collector.tokens == expected_tokens(PROMPT, 6)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvstore.breaker import Breaker, NotAskedError, log_level_of
-from kvstore.store import StoreUnavailableError
+from kvstore.store import StoreFullError, StoreUnavailableError
 
 
 class FakeBackend:
@@ -14,6 +14,7 @@ class FakeBackend:
     def __init__(self, draw=lambda: 0.0):
         self.now = 0.0
         self.is_down = True
+        self.error = StoreUnavailableError("no answer")
         self.num_calls = 0
         self.breaker = Breaker("the backend", clock=lambda: self.now, draw=draw)
 
@@ -23,7 +24,7 @@ class FakeBackend:
     def _answer(self):
         self.num_calls += 1
         if self.is_down:
-            raise StoreUnavailableError("no answer")
+            raise self.error
         return "answer"
 
     def fail(self):
@@ -43,6 +44,32 @@ def test_the_cooldown_grows_to_half_a_minute_while_probes_fail():
     backend = FakeBackend()
     backend.fail()
     assert [backend.cooldown_s() for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_full_backend_is_asked_again_soon_and_logged_seldom(caplog):
+    backend = FakeBackend()
+    backend.error = StoreFullError("no room")
+    backend.fail()
+    assert [backend.cooldown_s() for _ in range(3)] == [0.125] * 3  # in steps of an eighth
+    backend.is_down = False
+    backend.now += 0.125
+    assert backend.ask() == "answer"
+
+    backend.is_down = True
+    backend.fail()
+    assert len(caplog.records) == 1
+    backend.now += 30
+    backend.fail()
+    assert len(caplog.records) == 2
+    assert log_level_of(backend.error) == logging.DEBUG
+
+
+def test_a_full_backend_that_does_not_answer_any_more_is_left_alone():
+    backend = FakeBackend()
+    backend.error = StoreFullError("no room")
+    backend.fail()
+    backend.error = StoreUnavailableError("no answer")
+    assert [backend.cooldown_s() for _ in range(3)] == [0.125, 1, 2]
 
 
 def test_a_cooldown_is_shortened_by_a_fifth_at_most():

@@ -13,7 +13,6 @@ from baton.cli import main
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
-from engine.cli_args import FIXED_FIELDS
 from tests.support.fake_generation import running_fake_generation
 
 COMMANDS = {
@@ -314,14 +313,6 @@ def test_a_port_out_of_range_is_refused(command, port, capsys):
     assert main([command, "--model", "m", "--port", port]) == 2
     message = f"--port is {port}; it must be in [0, 65536)"
     assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
-
-
-@pytest.mark.parametrize("field", FIXED_FIELDS["prefill"])
-def test_prefill_has_no_flags_for_its_fixed_fields(field, capsys):
-    flag = f"--{field.replace('_', '-')}"
-    with pytest.raises(SystemExit):
-        main(["prefill", "--model", "m", flag, "off"])
-    assert f"unknown flag {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "prefill", "decode"])

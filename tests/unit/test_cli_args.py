@@ -43,13 +43,19 @@ def test_every_field_can_be_given(tmp_path):
     config = EngineConfig(
         model="folder/m",
         served_model_name="name",
-        role="prefill",
         dtype="bfloat16",
         load_format="dummy",
         kv_cache_dtype="fp8_e4m3",
         device="cpu",
+        tensor_parallel_size=3,
+        distributed_executor_backend="external_launcher",
+        nnodes=3,
+        node_rank=2,
+        master_addr="10.0.0.1",
+        master_port=7000,
         num_threads=3,
         turns_folder=str(tmp_path),
+        weights_folder=str(tmp_path),
         block_size=8,
         max_model_len=100,
         max_num_seqs=5,
@@ -74,6 +80,7 @@ def test_every_field_can_be_given(tmp_path):
         kv_transfer_head_slices=2,
         kv_transfer_layer_slices=3,
         kv_transfer_timeout_s=7.5,
+        step_timeout_s=9.5,
         logprobs_mode="processed_logprobs",
         logits_processors=("first", "module:Second"),
         structured_outputs_backend="llguidance",
@@ -104,7 +111,6 @@ def test_byte_sizes_may_have_units():
     [
         (["--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes: 'lots' is not a byte size"),
         (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
-        (["--role", "chef"], "--role: invalid choice: 'chef'"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: invalid choice: 'int3'"),
         (
             ["--structured-outputs-backend", "outlines"],
@@ -139,9 +145,9 @@ def test_the_model_may_be_the_first_argument():
         (["--long-prefill-token-threshold", "0"], "long_prefill_token_threshold", None),
         (["--max-model-len", "4k"], "max_model_len", 4000),
         (["--max_num_batched_tokens", "4K"], "max_num_batched_tokens", 4096),
-        (["-tp", "1", "--pipeline-parallel-size=1", "--data-parallel-size", "1"], "role", "both"),
+        (["-tp", "1", "--pipeline-parallel-size=1", "--data-parallel-size", "1"], "device", "auto"),
         (["--revision", "v2"], "model", "m@v2"),
-        (["--quantization", "none", "--no-trust-remote-code"], "role", "both"),
+        (["--quantization", "none", "--no-trust-remote-code"], "device", "auto"),
     ],
 )
 def test_flags_of_vllm_mean_the_same(arguments, field, value):
@@ -153,7 +159,7 @@ def test_flags_of_vllm_mean_the_same(arguments, field, value):
     [
         (["--swap-space", "4"], "--swap-space: '4' has no unit; write 4GiB, or 4B for bytes"),
         (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
-        (["-tp", "2"], "--tensor-parallel-size: '2' is not supported; it must be 1"),
+        (["-pp", "2"], "--pipeline-parallel-size: '2' is not supported; it must be 1"),
         (["--quantization", "awq"], "--quantization: 'awq' is not supported; it must be none"),
         (["--download-dir", "x"], "--download-dir: set the environment variable HF_HUB_CACHE"),
         (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),
@@ -195,23 +201,24 @@ def test_the_transfer_block_size_must_divide_the_block_size(size):
 
 
 @pytest.mark.parametrize("path", ["", "absent", "file", "read-only"])
-def test_the_turns_folder_must_be_writable(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--turns-folder", "--weights-folder"])
+def test_a_shared_folder_must_be_writable(flag, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "read-only").mkdir(mode=0o500)
     if path == "read-only" and os.access(tmp_path / path, os.W_OK):
         pytest.skip("this user may write everywhere")
-    message = f"--turns-folder is '{path}'; it must be an existing folder"
+    message = f"{flag} is '{path}'; it must be an existing folder"
     with pytest.raises(ConfigurationError, match=message):
-        _parse("--model", "m", "--turns-folder", path)
+        _parse("--model", "m", flag, path)
 
 
 def test_omitted_fields_have_no_flag_and_take_overrides(capsys):
-    config = _parse("--model", "m", omit=("role",), role="decode", block_size=4)
-    assert (config.role, config.block_size) == ("decode", 4)
+    config = _parse("--model", "m", omit=("dtype",), dtype="float32", block_size=4)
+    assert (config.dtype, config.block_size) == ("float32", 4)
     with pytest.raises(SystemExit):
-        _parse("--model", "m", "--role", "decode", omit=("role",))
-    assert "unknown flag --role" in capsys.readouterr().err
+        _parse("--model", "m", "--dtype", "float32", omit=("dtype",))
+    assert "unknown flag --dtype" in capsys.readouterr().err
 
 
 def test_flags_of_other_components_are_ignored():

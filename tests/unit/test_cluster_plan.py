@@ -18,11 +18,9 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flags import config_from_args, flags_of_config
 from baton.up.plan import ClusterConfig, plan_cluster
-from baton.up.run_folder import embedded_store, taking_turns
-from decode_service.server import add_args as add_decode_args
+from baton.up.run_folder import embedded_store, sharing_machine
 from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
-from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import router_config_from_args
 from router.http.config import HttpConfig
@@ -31,6 +29,8 @@ from router.tenants.config import TenantsConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
+from worker.decode import add_args as add_decode_args
+from worker.prefill import add_args as add_prefill_args
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -78,14 +78,11 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     given = config(model=model, http=http, **limits)
     plan = plan_cluster(given)
     args = parse(add_decode_args, plan.decode[1].spec.arguments)
-    assert engine_config_from_args(args, role="decode") == EngineConfig(
-        **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
-        role="decode",
-    )
+    assert engine_config_from_args(args) == ENGINE
     server = config_from_args(ServerConfig, args)
     assert plan.decode[1].address == f"{server.host}:{server.port}"
     args = parse(add_prefill_args, plan.prefill[0].spec.arguments)
-    assert engine_config_from_args(args, role="prefill").block_size == 8
+    assert engine_config_from_args(args).block_size == 8
     router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
     assert router.models == given.router.models
     assert given.model.prefill == tuple(server.address for server in plan.prefill)
@@ -297,37 +294,37 @@ def test_the_embedded_store_is_a_temporary_folder_without_shared_memory(tmp_path
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_all_workers_on_the_cpu_share_one_turns_folder(device, shared_memory):
+def test_all_workers_on_the_cpu_share_one_folder(device, shared_memory):
     given = config(engine=replace(ENGINE, device=device))
-    with taking_turns(given) as taking:
+    with sharing_machine(given, turns=True) as taking:
         assert replace(taking, engine=given.engine) == given
         plan = plan_cluster(taking)
         decode = [
-            engine_config_from_args(parse(add_decode_args, server.spec.arguments), role="decode")
+            engine_config_from_args(parse(add_decode_args, server.spec.arguments))
             for server in plan.decode
         ]
         prefill = [
-            engine_config_from_args(parse(add_prefill_args, server.spec.arguments), role="prefill")
+            engine_config_from_args(parse(add_prefill_args, server.spec.arguments))
             for server in plan.prefill
         ]
         (folder,) = shared_memory.iterdir()
         assert {engine.turns_folder for engine in decode + prefill} == {str(folder)}
+        assert {engine.weights_folder for engine in decode + prefill} == {str(folder)}
     assert list(shared_memory.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"engine": replace(ENGINE, device="cuda")},
-        {"engine": replace(ENGINE, device="cuda:1")},
-        {"num_prefill": 0, "num_decode": 1},
-    ],
-)
-def test_workers_on_gpus_and_a_single_worker_do_not_take_turns(overrides, shared_memory):
-    given = config(**overrides)
-    with taking_turns(given) as taking:
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_workers_on_gpus_share_no_folder(device, shared_memory):
+    given = config(engine=replace(ENGINE, device=device))
+    with sharing_machine(given, turns=True) as taking:
         assert taking is given
         assert list(shared_memory.iterdir()) == []
+
+
+def test_a_single_worker_does_not_take_turns(shared_memory):
+    with sharing_machine(config(num_prefill=0, num_decode=1), turns=True) as taking:
+        assert taking.engine.turns_folder is None
+        assert taking.engine.weights_folder is not None
 
 
 @pytest.mark.parametrize(("flags", "takes_turns"), [((), True), (("--no-turns",), False)])
@@ -335,7 +332,7 @@ def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared
     with running_config(parse(serve.add_args, flags)) as running:
         assert (running.engine.turns_folder is not None) == takes_turns
         # The embedded store and the token's folder, too.
-        assert len(list(shared_memory.iterdir())) == 2 + takes_turns
+        assert len(list(shared_memory.iterdir())) == 3
     assert list(shared_memory.iterdir()) == []
 
 

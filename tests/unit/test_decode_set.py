@@ -16,7 +16,6 @@ def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
         order=(0.0, 0),
         keys=BlockKeyChain(b"", 4),
         max_len=limit,
-        hands_over=False,
         arrived_at=0.0,
     )
     (branch,) = group.branches

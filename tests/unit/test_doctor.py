@@ -22,6 +22,7 @@ from baton.doctor import (
     machine,
     native_kernels,
     nixl_reads,
+    ranks,
     software,
     stores,
 )
@@ -181,6 +182,19 @@ def test_a_product_that_is_wrong_fails_the_self_test(monkeypatch, capsys):
     assert capsys.readouterr().err == "a matrix product in torch.bfloat16 is wrong\n"
 
 
+@pytest.mark.skipif(ranks.library.select().path is None, reason="no native kernels")
+def test_two_processes_that_add_up_are_ok():
+    (finding,) = ranks.check_ranks()
+    assert finding.level is Level.OK
+    assert finding.text.startswith("two processes add up 768 numbers in ")
+
+
+def test_ranks_need_the_native_kernels(monkeypatch):
+    monkeypatch.setattr(ranks.library, "select", lambda: Selection("torch", None, "forced"))
+    (finding,) = ranks.check_ranks()
+    assert finding.level is Level.NOTE
+
+
 def test_no_compiler_is_a_note(monkeypatch):
     monkeypatch.setattr(native_kernels, "find_compiler", lambda: None)
     (finding,) = native_kernels.check_compiler()
@@ -337,6 +351,15 @@ def test_a_connector_that_cannot_load_its_blocks_is_a_problem(url, problem):
     (finding,) = connectors.check_connector(url)
     assert finding.level is Level.PROBLEM
     assert problem in finding.text
+
+
+def test_a_peer_that_others_can_reach_is_opened_with_the_clusters_token(monkeypatch):
+    url = "grpc://0.0.0.0?advertise=127.0.0.1"
+    (finding,) = connectors.check_connector(url)
+    assert "BATON_CLUSTER_TOKEN" in finding.text
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", "t" * 32)
+    (finding,) = connectors.check_connector(url)
+    assert finding.level is Level.OK, finding
 
 
 def test_a_connector_that_does_not_finish_in_time_is_a_problem(monkeypatch):

@@ -44,7 +44,7 @@ def test_the_usual_arguments_are_accepted_if_they_ask_for_what_baton_does():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tensor_parallel_size", 2, "tensor_parallel_size is 2; it must be 1: a model runs on one"),
+        ("data_parallel_size", 2, "data_parallel_size is 2; it must be 1: a model runs on one"),
         ("tokenizer", "other", "tokenizer is 'other'; it must be 'm'"),
         ("trust_remote_code", True, "trust_remote_code is True; it must be False"),
         ("load_format", "bitsandbytes", "--load-format is 'bitsandbytes'"),
@@ -94,5 +94,3 @@ def test_unknown_names_get_a_suggestion():
         EngineArgs("m", tensor_paralel_size=1)
     with pytest.raises(TypeError, match=r"no argument 'xyzzy'$"):
         EngineArgs("m", xyzzy=1)
-    with pytest.raises(TypeError, match="role"):
-        EngineArgs("m", role="prefill")

@@ -41,7 +41,7 @@ def test_a_failed_build_closes_the_runner_and_the_connector(
 ) -> None:
     closed: list[str] = []
 
-    def load_model(config: object) -> FakeRunner:
+    def load_model(config: object, ranks: None) -> FakeRunner:
         if fails_at == "model":
             raise ConfigurationError("no such model")
         return ClosedRunner(closed)

@@ -21,9 +21,7 @@ from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.requests import engine_request
 
-LABELS = EngineDescription(
-    model="fake", role="both", block_size=4, kv_dtype="float32", caches_prefixes=True
-)
+LABELS = EngineDescription(model="fake", block_size=4, kv_dtype="float32", caches_prefixes=True)
 
 
 class SlowRunner(FakeRunner):

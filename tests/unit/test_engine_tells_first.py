@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
-from engine.core import EngineCore
 from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
+from tests.support.prefill_core import core_of
 from tests.support.requests import engine_request
 
 BLOCK_SIZE = 4
@@ -35,13 +35,12 @@ class Prefill:
         self.worker = FakeWorker({})
         config = fake_config(
             block_size=BLOCK_SIZE,
-            role="prefill",
             kv_connector="fake://",
             max_num_batched_tokens=BLOCK_SIZE,
             async_scheduling=False,
         )
         scheduler = KvConnectorScheduler("fake", lease_s=60, finds_by_key=False)
-        self.core = EngineCore(config, self.runner, (scheduler, self.worker))
+        self.core = core_of("prefill")(config, self.runner, (scheduler, self.worker))
 
     def add(self, request_id: str, prompt: tuple[int, ...]) -> None:
         self.core.add_request(

@@ -49,16 +49,16 @@ def test_candidates_share_the_prompts_full_blocks():
     # 10 + 7 - 1 tokens take 4 blocks, 2 of which hold prompt tokens alone.
     for num_candidates, needed in ((1, 4), (2, 6), (4, 10)):
         request = changed(REQUEST, n=num_candidates)
-        assert num_blocks_needed(request.spec, fake_config(), INFO) == needed
+        assert num_blocks_needed(request, fake_config(), INFO) == needed
         check(request, num_blocks=needed)
         with pytest.raises(ResourceExhaustedError, match=f"needs {needed} KV blocks"):
             check(request, num_blocks=needed - 1)
 
 
 def test_prefill_needs_blocks_for_the_prompt_alone():
-    request = changed(REQUEST, n=4)
-    prefill = {"role": "prefill", "kv_connector": "memory://x"}
-    assert num_blocks_needed(request.spec, fake_config(**prefill), INFO) == 3
+    request = replace(changed(REQUEST, n=4), hands_over=True)
+    prefill = {"kv_connector": "memory://x"}
+    assert num_blocks_needed(request, fake_config(**prefill), INFO) == 3
     check(request, num_blocks=3, **prefill)
     # One sequence draws the first tokens of all candidates.
     check(request, num_blocks=3, max_num_seqs=1, **prefill)
@@ -68,9 +68,9 @@ def test_prefill_needs_blocks_for_the_prompt_alone():
 
 def test_long_requests_need_fewer_blocks_with_windows():
     info = replace(INFO, windows=(4,))
-    spec = changed(REQUEST, prompt_token_ids=(0,) * 40).spec
+    request = changed(REQUEST, prompt_token_ids=(0,) * 40)
     config = fake_config(max_num_batched_tokens=4)
-    assert num_blocks_needed(spec, config, info) < num_blocks_needed(spec, config, INFO)
+    assert num_blocks_needed(request, config, info) < num_blocks_needed(request, config, INFO)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """`GatheredMemory`: blocks are copied into a segment before they are sent."""
 
 import math
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvstore.layout import KvLayout
 from kvstore.mover.staging import Segment
 from kvstore.peer.leases import BlockRead, LentBlock
 from kvstore.peer.lent_memory import GatheredMemory, TailSlots
@@ -25,6 +28,45 @@ class FakeGather:
 def memory():
     segment = Segment(LAYOUT, pinned=False, num_slots=NUM_SLOTS)
     return GatheredMemory(FakeGather(), [segment], TailSlots(LAYOUT, 4))
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "objects_per_tail", "num_objects", "expected"),
+    [
+        (2 << 20, 1, 10_000, 256),
+        (1 << 20, 8, 10_000, 512),  # 64 tails of 8 MiB
+        (64 << 20, 1, 10_000, 16),
+        (1 << 10, 1, 10_000, 1024),
+        (1 << 10, 1, 100, 100),
+    ],
+)
+def test_there_are_slots_for_some_hundred_tails(
+    block_bytes, objects_per_tail, num_objects, expected
+):
+    layout = KvLayout(1, 1, 1, block_bytes // 8, "float32")
+    assert layout.block_bytes == block_bytes
+    tails = TailSlots(layout, num_objects, objects_per_tail)
+    assert tails.segment.num_slots == expected
+
+
+def test_slots_take_memory_only_when_they_are_used():
+    before = _resident_bytes()
+    tails = TailSlots(KvLayout(1, 1, 1, 1 << 18, "float32"), 256)
+    assert tails.segment.frames.nbytes > 512 << 20
+    assert _resident_bytes() - before < 64 << 20
+
+
+def _resident_bytes():
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+def test_the_slot_that_became_free_last_is_used_next():
+    tails = TailSlots(LAYOUT, 4)
+    first, second = tails.take(), tails.take()
+    tails.give_back([first])
+    assert tails.take() == first
+    assert second != first
 
 
 def read_frames(memory, object_ids, tail_slot=None):

@@ -31,7 +31,7 @@ class FakePeer:
         self.may_continue = threading.Event()
         self.may_continue.set()
 
-    def ask(self, call):
+    def ask_anyway(self, call):
         return call()
 
     def RenewLeases(self, request, timeout):
@@ -252,6 +252,23 @@ def test_each_peer_has_its_own_breaker():
     assert peers.breaker_counts == BreakerCounts(num_open=1, num_opened=1)
     peers.close()
     assert peers.breaker_counts == BreakerCounts(num_open=0, num_opened=1), "openings are a counter"
+
+
+def test_leases_are_renewed_at_a_peer_whose_reads_fail():
+    peers = Peers()
+
+    def fail():
+        raise StoreUnavailableError("busy")
+
+    with peers.use(address(0)) as busy:
+        with pytest.raises(StoreUnavailableError):
+            busy.ask(fail)
+        assert busy.ask_anyway(lambda: 7) == 7
+        assert busy.breaker.is_open, "a renewal says nothing about reads"
+        with pytest.raises(StoreUnavailableError):
+            busy.ask_anyway(fail)
+    assert peers.breaker_counts == BreakerCounts(num_open=1, num_opened=1)
+    peers.close()
 
 
 def test_a_refusal_does_not_open_the_breaker():

@@ -20,6 +20,7 @@ def start_prefetch_beside_two_running(driven: DrivenScheduler) -> LoadJob:
     driven.step()
     driven.answer()
     driven.step()
+    driven.end_all_saves()
     ahead = handed_over("c", 13, first_token=0)
     driven.scheduler.prefetch(_first_blocks(ahead.handoff, 3))
     (load,) = driven.work().loads
@@ -115,6 +116,7 @@ def test_a_prefetch_is_cancelled_before_a_running_request_is_preempted() -> None
     assert driven.shares == {}, "both requests wait for the cancelled prefetch"
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "cancelled"),)))
     driven.run()
+    driven.end_all_saves()
     assert driven.scheduler.load().num_preemptions == 0
     assert driven.num_free == 8
 
@@ -128,7 +130,7 @@ def test_a_prefetch_that_does_not_end_is_waited_for_until_the_transfer_timeout()
     driven.scheduler.expire()
     for _ in range(60):
         driven.step()
-        driven.answer()
+        driven.end_saves(job.job_id for job in driven.answer().saves)
     assert driven.scheduler.num_unfinished == 0
     assert driven.scheduler.load().num_preemptions == 1
     assert driven.metrics.snapshot()[0]["baton_kv_failures", "load", "timed_out"] == 1
@@ -217,7 +219,7 @@ def test_a_prefetch_in_doubt_does_not_block_running_requests() -> None:
     driven.scheduler.apply(TransferResults(doubted=(load.job_id,)))
     for _ in range(60):
         driven.step()
-        driven.answer()
+        driven.end_saves(job.job_id for job in driven.answer().saves)
     assert driven.scheduler.num_unfinished == 0
     assert driven.scheduler.load().num_preemptions == 1
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "unavailable"),)))

@@ -17,6 +17,7 @@ PACKAGES = (
     "router",
     "rpc",
     "prefill_service",
+    "worker",
     "decode_service",
     "benchmarks",
 )

@@ -56,6 +56,33 @@ def test_all_options_are_parsed(tmp_path):
     }
 
 
+def test_the_password_can_be_in_a_file(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("s3cr/t\n")
+    assert RedisUrl.parse(f"redis://user@a?password_file={file}").login == {
+        "username": "user",
+        "password": "s3cr/t",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "login", "reason"),
+    [
+        (None, "", "cannot be read"),
+        (b" \n", "", "is empty"),
+        (b"\xff\xfe", "", "cannot be read"),
+        (b"one", ":other@", "not both"),
+    ],
+)
+def test_a_bad_password_file_is_refused(tmp_path, content, login, reason):
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=rf"password_file.*{reason}") as refusal:
+        RedisUrl.parse(f"redis://{login}a?password_file={file}")
+    assert "other" not in refusal.value.message
+
+
 def test_only_rediss_uses_tls():
     assert RedisUrl.parse("redis://a").tls is None
     assert RedisUrl.parse("rediss://a").tls == {}

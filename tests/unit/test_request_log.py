@@ -165,6 +165,8 @@ def test_a_failed_call_and_a_wait_are_stages(clock):
     failed = ("decode", 0.002, None, 0.010, {})
     again = ("decode", 0.020, 0.030, 0.040, {"prefill_ms": 9})
     record = record_of(clock, failed, again, ended_at=0.040)
+    start = record.arrived_at
+    record.waits.append((start + 0.010, start + 0.019))
     assert record.attempts[0].error == "UNAVAILABLE"
     names = [stage.name for stage in stages_of(record)]
     assert names[2:4] == ["decode failed", "wait for a replica"]
@@ -188,7 +190,7 @@ def test_a_request_that_was_refused_has_stages_too(clock):
 
 async def test_the_service_checks_its_request():
     log = RequestLog()
-    servicer = ClusterServicer(log, status=None)
+    servicer = ClusterServicer(log, status=None, models=())
     for number in range(30):
         ended(log, f"r{number}")
     answer = await servicer.GetTrace(cluster_pb2.GetTraceRequest(), None)

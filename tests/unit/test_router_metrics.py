@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.metrics_collector import MetricsCollector
 from baton.security.cluster import ClusterSecurity
-from baton.v1 import common_pb2, request_pb2
+from baton.v1 import common_pb2, request_pb2, worker_pb2
 from router.discovery import Discovery
 from router.metrics import FleetCounts, RouterMetrics
 from router.request_log import RequestLog
@@ -73,18 +73,20 @@ def test_a_failed_request_has_its_error_as_outcome():
 def test_gauges_are_read_when_they_are_exported():
     metrics = RouterMetrics()
     metrics.read_running = lambda: 3
-    metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=2, ready=1)]
+    metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=3, ready=2, ejected=1)]
     metrics.count_call("http", "429")
     lines = text_of(metrics)
     assert "baton_router_running_requests 3.0" in lines
-    assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 2.0' in lines
-    assert 'baton_router_replicas{model="m",state="ready",tier="decode"} 1.0' in lines
+    assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 3.0' in lines
+    assert 'baton_router_replicas{model="m",state="ready",tier="decode"} 2.0' in lines
+    assert 'baton_router_replicas{model="m",state="ejected",tier="decode"} 1.0' in lines
     assert 'baton_router_calls_total{protocol="http",status="429"} 1.0' in lines
 
 
 def test_a_replica_may_be_lost_while_a_scrape_counts_the_replicas():
     tier = Tier(
-        "decode",
+        worker_pb2.WORKER_ROLE_DECODE,
+        Discovery(()),
         Discovery(()),
         lambda *_: None,
         ClusterSecurity(),

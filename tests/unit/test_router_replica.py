@@ -1,17 +1,21 @@
 """`Replica.state`: the load of a replica, as routing policies see it."""
 
+from contextlib import suppress
+
 import pytest
 
+from baton.errors import BatonError, InternalError, InvalidArgumentError, UnavailableError
 from baton.security.cluster import ClusterSecurity
-from baton.v1 import worker_pb2
-from router.replica import Replica
+from baton.v1 import request_pb2, worker_pb2
+from router.prefill_replica import PrefillReplica
+from router.request_record import RequestRecord
 from rpc.channels import open_channel
 
 
 async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
-        replica = Replica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
     replica.load = worker_pb2.WorkerLoad(
         num_running=1, num_waiting=1, num_queued_tokens=30, num_free_blocks=6, num_blocks=10
     )
@@ -27,6 +31,43 @@ async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     assert replica.state(2) == idle
 
 
+async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():
+    info = worker_pb2.GetInfoResponse(
+        role=worker_pb2.WORKER_ROLE_PREFILL, num_blocks=10, block_size=4, pool_block_size=4
+    )
+    async with open_channel("127.0.0.1:1") as channel:
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+    now = replica._breaker._clock() + 60
+    replica._breaker._clock = lambda: now
+    record = RequestRecord()
+
+    def call(error=None, *, has_output=False):
+        with suppress(BatonError, GeneratorExit), replica.attempt(record) as own:
+            if has_output:
+                own.take(request_pb2.CandidateOutput())
+            if error is not None:
+                raise error
+
+    for error in (UnavailableError("stops"), InternalError("fails"), InvalidArgumentError("bad")):
+        call(error)
+    call(GeneratorExit())
+    assert not replica.is_ejected
+    call(UnavailableError("stops"))
+    assert replica.is_ejected
+    now += 1
+    assert not replica.is_ejected
+    with replica.reserve():
+        assert replica.is_ejected  # to all but the probe
+        call(GeneratorExit(), has_output=True)  # its client left with all it needed
+    assert not replica.is_ejected
+    assert replica.state(0).weight == 0.1
+    replica.load.draining = True
+    for _ in range(5):
+        call(UnavailableError("drains"))
+    assert not replica.is_ejected
+    assert [attempt.tier for attempt in record.attempts] == ["prefill"] * 11
+
+
 @pytest.mark.parametrize(("pool_block_size", "num_blocks"), [(2, 20), (8, 5), (3, 14)])
 async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size(
     pool_block_size, num_blocks
@@ -35,7 +76,7 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
         worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = Replica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
     replica.load = worker_pb2.WorkerLoad(num_free_blocks=num_blocks)
     assert (replica.state(0).num_blocks, replica.state(0).num_free_blocks) == (10, 10)
     with replica.reserve(num_blocks=9):

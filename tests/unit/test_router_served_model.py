@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.served_model import ServedModel
+from baton.errors import FailedPreconditionError
+from baton.v1 import worker_pb2
+from router.served_model import ServedModel, check_tokenizer
 
 MODEL = ServedModel(
     model="m",
@@ -46,3 +48,13 @@ def test_a_different_namespace_is_named_if_nothing_else_differs():
 @pytest.mark.parametrize("field", ["model_fingerprint", "layout_version", "kv_connector"])
 def test_other_different_fields_are_named(field):
     assert MODEL.differences(replace(MODEL, **{field: 7})).startswith(f"{field} is 7, ")
+
+
+def test_a_worker_with_another_tokenizer_is_refused_with_both_digests():
+    with pytest.raises(FailedPreconditionError, match=r"is aaaa, this router's is bbbb; start"):
+        check_tokenizer(worker_pb2.GetInfoResponse(tokenizer_digest="aaaa"), "bbbb")
+
+
+@pytest.mark.parametrize(("workers", "routers"), [("aaaa", "aaaa"), ("", "bbbb"), ("aaaa", "")])
+def test_an_equal_or_missing_tokenizer_is_no_reason_to_refuse(workers, routers):
+    check_tokenizer(worker_pb2.GetInfoResponse(tokenizer_digest=workers), routers)

@@ -69,7 +69,7 @@ def test_a_request_that_waits_for_blocks_is_not_overtaken() -> None:
 
 def test_a_request_runs_in_a_pool_that_it_just_fits() -> None:
     submitted = request("a", 9, max_tokens=20, n=3)
-    num_blocks = num_blocks_needed(submitted.spec, fake_config(), fake_info(4, 64))
+    num_blocks = num_blocks_needed(submitted, fake_config(), fake_info(4, 64))
     driven = DrivenScheduler(num_blocks)
     driven.add(submitted)
 

@@ -288,3 +288,44 @@ def test_beams_continue_from_their_first_tokens() -> None:
 
     (expected,) = expected_results(submitted, 64)
     assert [output.token_ids for output in outputs] == [expected.token_ids]
+
+
+def test_narrow_requests_overtake_one_that_lacks_seats_for_its_candidates() -> None:
+    """Four seats: each narrow request ends after two steps, and others come in its place."""
+    driven = DrivenScheduler(max_num_seqs=4, max_num_batched_tokens=64)
+    driven.add(request("first", 5, first_token=2, max_tokens=30))
+    driven.step()
+    driven.add(request("wide", 5, first_token=3, max_tokens=3, n=4, **DRAWN))
+    for number in range(12):
+        driven.add(request(str(number), 5, first_token=4 + number, max_tokens=2))
+    seen = [set(driven.shares)]
+    while "wide" not in seen[-1]:
+        driven.step()
+        seen.append(set(driven.shares))
+
+    assert seen[1] == {"first", "0", "1", "2"}, "no seat stays free"
+    overtook = set.union(*seen) - {"first", "wide"}
+    assert overtook == {"0", "1", "2", "3"}, "as many as there are seats"
+
+
+def test_less_urgent_requests_do_not_overtake_one_that_lacks_seats() -> None:
+    driven = DrivenScheduler(max_num_seqs=2, max_num_batched_tokens=64)
+    driven.add(request("first", 5, first_token=2, max_tokens=5))
+    driven.step()
+    driven.add(request("wide", 5, first_token=3, max_tokens=3, priority=-1, n=2, **DRAWN))
+    driven.add(request("narrow", 5, first_token=4, max_tokens=2))
+    driven.step()
+
+    assert driven.shares == {"first": 1}
+
+
+def test_a_prompt_that_beams_had_does_not_wait_for_them_after_a_reset() -> None:
+    driven = DrivenScheduler(max_num_seqs=8, max_num_batched_tokens=64)
+    driven.add(request("beams", 10, max_tokens=20, beam_width=2))
+    for _ in range(4):
+        driven.step()
+    driven.scheduler.kv.reset_prefix_cache()
+    driven.add(request("equal", 10, max_tokens=3))
+    driven.step()
+
+    assert driven.shares["equal"] == 10

@@ -142,6 +142,37 @@ class TestTails:
         driven.end_saves([full.job_id], committed=False)
         assert driven.work().deletes == list(tail.keys)
 
+    def test_a_prompt_whose_tail_is_not_saved_hands_over_its_full_blocks(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 6))
+        driven.step()
+        driven.answer()
+        driven.step()
+        full, tail = driven.work().saves
+        driven.end_saves([full.job_id])
+        (output,) = driven.end_saves([tail.job_id], committed=False)
+
+        assert (output.handoff.block_keys, output.handoff.num_tokens) == (full.keys, 4)
+        work = driven.work()
+        assert work.offered == [output.handoff.handoff_id]
+        assert work.deletes == list(tail.keys)
+        driven.scheduler.release_handoff(output.handoff.handoff_id)
+        assert driven.work().ended == work.offered
+
+    def test_a_prompt_whose_lease_ended_before_its_tail_hands_over_nothing(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 6))
+        driven.step()
+        driven.answer()
+        driven.step()
+        full, tail = driven.work().saves
+        driven.end_saves([full.job_id])
+        ended = SaveResult(tail.job_id, committed=False, error="cancelled")
+        (output,) = driven.scheduler.apply(TransferResults(saves=(ended,)))
+
+        assert output.is_last
+        assert output.handoff is None
+
     def test_a_tail_saved_after_the_timeout_is_deleted_again(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
         driven.add(request("a", 3))

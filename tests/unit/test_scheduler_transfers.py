@@ -44,7 +44,9 @@ def test_a_lookup_that_does_not_report_is_given_up(caplog: pytest.LogCaptureFixt
 
     assert "a: a KV look-up has not reported" in caplog.text
     assert driven.shares == {"a": 9}
-    assert driven.work().cancelled_lookups == [lookup.job_id]
+    work = driven.work()
+    assert work.cancelled_lookups == [lookup.job_id]
+    driven.end_saves(job.job_id for job in work.saves)
     assert driven.scheduler.next_deadline is None
 
 
@@ -79,6 +81,22 @@ def test_a_handed_over_prompt_is_not_recomputed() -> None:
     driven.step()
 
     assert driven.shares == {"a": 1}
+
+
+def test_decode_computes_the_tail_that_a_handoff_lacks() -> None:
+    driven = decode_engine()
+    whole = handed_over("a", n=2)
+    handoff = replace(whole.handoff, block_keys=whole.handoff.block_keys[:2], num_tokens=8)
+    driven.add(replace(whole, handoff=handoff))
+    driven.step()
+    (load,) = driven.work().loads
+    assert load.keys == handoff.block_keys
+
+    driven.end_load(load, whole.spec.prompt_token_ids[:8])
+    driven.step()
+    assert driven.shares == {"a": 2}
+    prompt = whole.spec.prompt_token_ids
+    assert driven.run()["a"] == expected_tokens((*prompt, 0), 3)
 
 
 def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
@@ -173,6 +191,7 @@ def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
     driven.step()
     assert driven.shares == {"a": 11}
     driven.run()
+    driven.end_all_saves()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
 
     driven.end_load(load, submitted.spec.prompt_token_ids)
@@ -316,6 +335,17 @@ def test_a_preempted_prompt_is_loaded_from_the_store() -> None:
     assert rest == expected_tokens(second.spec.prompt_token_ids, 9)[-len(rest) :]
 
 
+def test_a_handoff_names_a_prompt_with_or_without_its_tail() -> None:
+    whole = handed_over("a", 9)
+    keys = whole.handoff.block_keys
+    _check(whole)
+    _check(replace(whole, handoff=replace(whole.handoff, block_keys=keys[:2], num_tokens=8)))
+
+    fewer = replace(whole.handoff, block_keys=keys[:1], num_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="the prompt's 9, or the 8 in its full blocks"):
+        _check(replace(whole, handoff=fewer))
+
+
 def test_a_handoff_of_another_prompt_is_refused() -> None:
     ours, foreign = handed_over("a", 5), handed_over("a", 5, first_token=0)
     _check(ours)
@@ -397,6 +427,7 @@ def test_a_load_in_doubt_is_computed_at_once_and_its_blocks_stay_held() -> None:
     driven.step()
     assert driven.shares == {"a": 11}
     driven.run()
+    driven.end_all_saves()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
 
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "unavailable"),)))

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import AbortedError
 from engine.request import FinishReason
-from kvstore.jobs import LoadJob
+from kvstore.jobs import ConnectorWork, LoadJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens
 
@@ -41,10 +41,15 @@ class SlowStore:
         self.driven.add(make(name, prompt_token_ids=prompt, max_tokens=2))
         self.driven.step()
         if not is_handed_over:
-            self.driven.answer(num_found=2)
+            self.end_saves(self.driven.answer(num_found=2))
             self.driven.step()
-        loads = self.driven.work().loads
-        return loads[0] if loads else None
+        work = self.driven.work()
+        self.end_saves(work)
+        return work.loads[0] if work.loads else None
+
+    def end_saves(self, work: ConnectorWork) -> None:
+        """Ends the saves of prompts that were computed."""
+        self.driven.end_saves(job.job_id for job in work.saves)
 
     def end(self, load: LoadJob) -> None:
         tokens = (self._num_requests, *(1,) * 9)
@@ -63,6 +68,7 @@ class SlowStore:
         for name, tokens in self.driven.run().items():
             # Earlier steps may have returned the first tokens.
             assert tokens == self._expected[name][-len(tokens) :]
+        self.driven.end_all_saves()
         assert self.driven.scheduler.num_transfers == 0
         self.driven.scheduler.check()
 
@@ -82,10 +88,13 @@ def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
     assert driven.scheduler.expire() == []
     driven.step()
     assert driven.shares == {"r1": 11}
-    assert driven.work().cancelled_loads == [load.job_id]
+    work = driven.work()
+    assert work.cancelled_loads == [load.job_id]
+    store.end_saves(work)
     assert store.count("baton_kv_loads_given_up", "loading") == 1
     assert store.count("baton_kv_failures", "load", "timed_out") == 0
     driven.run()
+    driven.end_all_saves()
     assert driven.num_free == 256 - len(load.block_ids)
     store.end(load)
     store.run()

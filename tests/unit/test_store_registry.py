@@ -68,7 +68,10 @@ def test_the_error_of_an_invalid_url_does_not_contain_the_password(url):
         ("shm://a%2Fb", "shm://NAME"),
         ("redis://", "host"),
         ("redis://host/0?max_bytes=1GiB", "max_bytes is the server's to keep"),
-        ("redis://host/0?ttl=1", "'ttl'; it takes max_connections, timeout_s, ttl_s"),
+        (
+            "redis://host/0?ttl=1",
+            "'ttl'; it takes max_connections, password_file, timeout_s, ttl_s",
+        ),
         ("redis://host/1/2", "database"),
     ],
 )

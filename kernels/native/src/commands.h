@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "rank_group.h"
 #include "thread_pool.h"
 
 namespace baton {
@@ -25,6 +26,8 @@ enum class Code : int64_t {
   kArgmax = 6,
   kApplyLogitRules = 7,
   kDrawTokens = 8,
+  kReduceRanks = 9,
+  kGatherColumns = 10,
 };
 
 // out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
@@ -48,16 +51,19 @@ struct Linear {
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
-// out[m] = row rows[m] of a weight, or of any matrix
+// out[m] = row rows[m] - first_row of a weight, or of any matrix; zeros if it has no such row
 struct TakeRows {
   ElementType element;
   const void* matrix;
   int64_t is_packed;   // whether the matrix is a packed weight; otherwise it is stored by rows
   int64_t row_stride;  // of a matrix stored by rows
   int64_t num_columns;
+  int64_t first_row;
+  int64_t num_matrix_rows;
   const int64_t* rows;
   int64_t num_rows;
-  void* out;  // [num_rows, num_columns]
+  void* out;              // [num_rows, num_columns]
+  int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
 // out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight, rounded before the product too
@@ -202,6 +208,29 @@ struct DrawTokens {
   int64_t* out;         // [count]
 };
 
+// out[m] = sum over all ranks of partial[m], in their order, + bias + residual[m]
+struct ReduceRanks {
+  ElementType element;  // of bias, residual and out
+  RankGroup* ranks;
+  const float* partial;  // [num_rows, size]
+  int64_t num_rows;
+  int64_t size;
+  const void* bias;      // [size], or null
+  const void* residual;  // or null
+  int64_t residual_stride;
+  void* out;  // [num_rows, size]
+};
+
+// Rank 0: out[m] = part[m] of all ranks, side by side. The others only show their parts. Rank r
+// has columns r * num_columns / size to (r + 1) * num_columns / size.
+struct GatherColumns {
+  RankGroup* ranks;
+  const float* part;
+  int64_t num_rows;
+  int64_t num_columns;
+  float* out;  // [num_rows, num_columns]; null except on rank 0
+};
+
 constexpr int64_t kMaxFields = 24;
 
 struct Command {
@@ -238,5 +267,7 @@ void run(const PagedAttention&, Workers&);
 void run(const Argmax&, Workers&);
 void run(const ApplyLogitRules&, Workers&);
 void run(const DrawTokens&, Workers&);
+void run(const ReduceRanks&, Workers&);
+void run(const GatherColumns&, Workers&);
 
 }  // namespace baton

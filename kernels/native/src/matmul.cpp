@@ -1,6 +1,7 @@
 // Linear layers over packed weights; row look-ups in packed weights and other matrices.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "commands.h"
 #include "pack.h"
@@ -216,32 +217,38 @@ void run_linear(const Linear& job, Workers& workers) {
 }
 
 template <class E>
-void unpack_row(const uint32_t* weight, int64_t row, int64_t num_columns,
-                typename E::Stored* out) {
-  const int64_t num_groups = groups_of<E>(num_columns);
-  const uint32_t* words =
-      weight + row / kPanelColumns * num_groups * kPanelColumns + row % kPanelColumns;
-  for (int64_t column = 0; column < num_columns; ++column) {
-    const int64_t group = column / E::kGroup, within = column % E::kGroup;
-    out[column] =
-        reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
+typename E::Stored packed_element(const uint32_t* words, int64_t column) {
+  const int64_t group = column / E::kGroup, within = column % E::kGroup;
+  return reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
+}
+
+// Writes one row of the matrix; a row of zeros if the matrix has no such row.
+template <class E, class Out>
+void take_row(const TakeRows& job, int64_t row, Out* out) {
+  const int64_t width = job.num_columns;
+  const auto converted = [](typename E::Stored value) {
+    if constexpr (std::is_same_v<Out, typename E::Stored>) return value;
+    else return E::widen_one(value);
+  };
+  if (row < 0 || row >= job.num_matrix_rows) {
+    std::fill_n(out, width, Out{});
+  } else if (job.is_packed) {
+    const uint32_t* words = static_cast<const uint32_t*>(job.matrix) +
+                            row / kPanelColumns * groups_of<E>(width) * kPanelColumns +
+                            row % kPanelColumns;
+    for (int64_t i = 0; i < width; ++i) out[i] = converted(packed_element<E>(words, i));
+  } else {
+    const auto* from = static_cast<const typename E::Stored*>(job.matrix) + row * job.row_stride;
+    for (int64_t i = 0; i < width; ++i) out[i] = converted(from[i]);
   }
 }
 
-template <class E>
+template <class E, class Out>
 void run_take_rows(const TakeRows& job, Workers& workers) {
-  using Stored = typename E::Stored;
-  const int64_t width = job.num_columns;
   workers.pool.run((job.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
     const int64_t end = std::min(job.num_rows, (task + 1) * kRowsPerTask);
     for (int64_t i = task * kRowsPerTask; i < end; ++i) {
-      auto* out = static_cast<Stored*>(job.out) + i * width;
-      if (job.is_packed) {
-        unpack_row<E>(static_cast<const uint32_t*>(job.matrix), job.rows[i], width, out);
-      } else {
-        const auto* row = static_cast<const Stored*>(job.matrix) + job.rows[i] * job.row_stride;
-        std::copy_n(row, width, out);
-      }
+      take_row<E>(job, job.rows[i] - job.first_row, static_cast<Out*>(job.out) + i * job.num_columns);
     }
   });
 }
@@ -258,8 +265,13 @@ void run(const Linear& job, Workers& workers) {
 }
 
 void run(const TakeRows& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_take_rows<Bfloat16>(job, workers)
-                                        : run_take_rows<Float32>(job, workers);
+  if (job.element == ElementType::kFloat32) {
+    run_take_rows<Float32, float>(job, workers);
+  } else if (job.out_is_float) {
+    run_take_rows<Bfloat16, float>(job, workers);
+  } else {
+    run_take_rows<Bfloat16, uint16_t>(job, workers);
+  }
 }
 
 }  // namespace baton

@@ -64,11 +64,13 @@ void run_one(const Command& command) {
     case Code::kArgmax: return run_as<Argmax>(command);
     case Code::kApplyLogitRules: return run_as<ApplyLogitRules>(command);
     case Code::kDrawTokens: return run_as<DrawTokens>(command);
+    case Code::kReduceRanks: return run_as<ReduceRanks>(command);
+    case Code::kGatherColumns: return run_as<GatherColumns>(command);
   }
 }
 
 // Return values of the functions below; kernels/native/commands.py mirrors them.
-enum Outcome : int64_t { kDone = 0, kNoMemory = 1, kNoThreads = 2 };
+enum Outcome : int64_t { kDone = 0, kNoMemory = 1, kNoThreads = 2, kRanksLost = 3 };
 
 template <class Body>
 Outcome outcome_of(const Body& body) {
@@ -79,6 +81,8 @@ Outcome outcome_of(const Body& body) {
     return kNoMemory;
   } catch (const std::system_error&) {
     return kNoThreads;
+  } catch (const RanksLost&) {
+    return kRanksLost;
   }
 }
 
@@ -122,6 +126,35 @@ void baton_pack(int64_t element, const void* source, int64_t row_stride, int64_t
                 int64_t paired_part) {
   pack({static_cast<ElementType>(element), source, row_stride, column_stride, num_rows,
         num_columns, weight, first_row, paired_part});
+}
+
+// Returns a rank's view of its group; null if the system refuses the memory. See rank_group.h.
+RankGroup* baton_open_ranks(int64_t file, int64_t rank, int64_t size) {
+  try {
+    return new RankGroup(static_cast<int>(file), static_cast<int>(rank), static_cast<int>(size));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void baton_close_ranks(RankGroup* ranks) { delete ranks; }
+
+void baton_limit_rank_waits(RankGroup* ranks, double timeout_s) { ranks->limit_waits(timeout_s); }
+
+void baton_abort_ranks(RankGroup* ranks) { ranks->abort(); }
+
+int64_t baton_send_to_ranks(RankGroup* ranks, const void* data, int64_t num_bytes) {
+  return outcome_of([=] { ranks->send(data, num_bytes); });
+}
+
+int64_t baton_receive_from_rank_0(RankGroup* ranks, int64_t waits_forever) {
+  return outcome_of([=] { ranks->receive(waits_forever != 0); });
+}
+
+const char* baton_inbox(const RankGroup* ranks) { return ranks->inbox().data(); }
+
+int64_t baton_inbox_bytes(const RankGroup* ranks) {
+  return static_cast<int64_t>(ranks->inbox().size());
 }
 
 }  // extern "C"

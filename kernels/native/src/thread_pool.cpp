@@ -1,10 +1,6 @@
 #include "thread_pool.h"
 
-#include <chrono>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace baton {
 namespace {
@@ -12,29 +8,6 @@ namespace {
 constexpr uint64_t kOpen = uint64_t{1} << 31;
 constexpr uint64_t kWorkers = kOpen - 1;
 constexpr uint64_t kNextJob = uint64_t{1} << 32;
-constexpr auto kSpinTime = std::chrono::microseconds(40);
-constexpr int kPausesPerLook = 32;
-
-inline void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Spins until `is_over()` and returns true; returns false when the time is up.
-template <class Condition>
-bool spin(Condition is_over) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
-  do {
-    for (int i = 0; i < kPausesPerLook; ++i) {
-      if (is_over()) return true;
-      pause();
-    }
-  } while (std::chrono::steady_clock::now() < deadline);
-  return false;
-}
 
 }  // namespace
 

@@ -94,11 +94,14 @@ class NixlTransport(PeerTransport):
         link.connect(timeout_s)
 
     @override
-    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
+    def remove_peer(self, peer_id: str) -> None:
         with self._lock:
             link = self._links.pop(peer_id, None)
         if link is not None:
             link.close()
+
+    @override
+    def settlement(self) -> Callable[[], bool]:
         settled_at = time.monotonic() + LATE_WRITES_S
         return lambda: time.monotonic() >= settled_at
 
@@ -111,7 +114,11 @@ class NixlTransport(PeerTransport):
         if link is None:
             raise TransferError(f"no peer {peer_id} was added", is_settled=True)
         if len(sources) or len(targets):
-            link.read(sources, targets, timeout_s)
+            try:
+                link.read(sources, targets, timeout_s)
+            except TransferError:
+                self._drop(peer_id, link)
+                raise
 
     @override
     def close(self) -> None:
@@ -122,6 +129,13 @@ class NixlTransport(PeerTransport):
             link.close()
         for registered in self._registered if home is not None else ():
             home.deregister_memory(registered)
+
+    def _drop(self, peer_id: str, link: NixlLink) -> None:
+        """Closes a link, and forgets its peer if that has no newer one."""
+        with self._lock:
+            if self._links.get(peer_id) is link:
+                del self._links[peer_id]
+        link.close()
 
     def _check_open(self) -> None:
         if self._home is None:

@@ -5,7 +5,8 @@
     redis[s]+cluster://[user:password@]host[:port],...
 
 `rediss` uses TLS for all servers. User and password are percent-encoded and are
-those of the servers; sentinels have options of their own.
+those of the servers, whose password can be in a file, too; sentinels have
+options of their own.
 """
 
 import re
@@ -23,13 +24,13 @@ Address = tuple[str, int]
 
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SENTINEL_LOGIN = {"sentinel_user": "username", "sentinel_password": "password"}
-_COMMON_OPTIONS = ("ttl_s", "timeout_s", "max_connections")
+_COMMON_OPTIONS = ("ttl_s", "timeout_s", "max_connections", "password_file")
 _REFUSED_OPTIONS = {
     "max_bytes": "max_bytes is the server's to keep: start it with --maxmemory SIZE "
     "--maxmemory-policy allkeys-lru",
     "db": "the database is the last part of the path",
     "username": "the user is written before the host",
-    "password": "the password is written before the host",
+    "password": "the password is written before the host, or in a password_file",
     "ssl_cert_reqs": "certificates are always checked; ca_file names the authority of your own",
 }
 _DEFAULT_PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
@@ -120,8 +121,24 @@ def _address(parts: StoreUrl, text: str, default_port: int) -> Address:
 def _login(parts: StoreUrl) -> dict[str, str]:
     """Returns only what the URL has, because a server without a password refuses a log-in."""
     user, _, password = parts.authority.rpartition("@")[0].partition(":")
-    login = {"username": unquote(user), "password": unquote(password)}
+    if "password_file" not in parts.options:
+        login = {"username": unquote(user), "password": unquote(password)}
+    elif password:
+        raise parts.error("the password is written before the host or in password_file, not both")
+    else:
+        login = {"username": unquote(user), "password": _password_of(parts)}
     return {name: value for name, value in login.items() if value}
+
+
+def _password_of(parts: StoreUrl) -> str:
+    path = parts.options["password_file"]
+    try:
+        password = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):  # their texts can quote the file
+        raise parts.error(f"password_file is {path!r}, which cannot be read") from None
+    if not password:
+        raise parts.error(f"password_file is {path!r}, which is empty")
+    return password
 
 
 def _service_and_database(parts: StoreUrl, topology: str) -> tuple[str, int]:

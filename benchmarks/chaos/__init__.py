@@ -1,0 +1,1 @@
+"""`baton bench chaos`: requests while processes are killed, frozen and restarted."""

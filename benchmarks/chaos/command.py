@@ -1,0 +1,213 @@
+"""`baton bench chaos`: what clients see while processes of a cluster are disturbed."""
+
+import argparse
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from baton import AsyncClient
+from baton.errors import ConfigurationError
+from benchmarks.chaos.cluster import ChaosCluster, shared_files
+from benchmarks.chaos.cluster_args import (
+    add_cluster_args,
+    check_least,
+    cluster_in_words,
+    cluster_of,
+)
+from benchmarks.chaos.computed import counting_computed
+from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
+from benchmarks.chaos.outcome import Outcome, judge, make_report
+from benchmarks.chaos.requests import ChaosRequest, Record, make_requests, send_all
+from benchmarks.machine import in_words, name_machine
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report
+
+__all__ = ["add_args", "main"]
+
+_KV_CACHE_BYTES = 256 << 20
+_RELEASE_TIMEOUT_S = 60.0
+_SETTLE_S = 2.0
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add = parser.add_argument
+    add_cluster_args(parser, routers=2, prefill=2, decode=3)
+    add("--num-requests", type=int, default=1000, metavar="N")
+    add("--request-rate", type=float, default=4.0, metavar="R", help="requests per second")
+    add(
+        "--event",
+        choices=KINDS,
+        action="append",
+        help="repeatable; kill and freeze by default. kill: SIGKILL; freeze: SIGSTOP, then "
+        "SIGCONT after --freeze-s; drain: SIGTERM",
+    )
+    add("--event-interval-s", type=float, default=3.0, metavar="S")
+    add("--freeze-s", type=float, default=4.0, metavar="S")
+    add(
+        "--target",
+        action="append",
+        metavar="NAME",
+        help="repeatable; processes that may be disturbed, such as decode or decode-0 (default: "
+        "all)",
+    )
+    add(
+        "--rolling",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart every process, N times, one after the other, instead",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of requests and events")
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Sends requests at a steady rate to a cluster of processes, first while nothing happens, then
+    while processes are killed, frozen or restarted, and start again. Compares the tokens, and
+    reports what was refused, lost or wrong, how long streams stood still, and what was left behind.
+    The exit status is 1 if anything was.
+    """
+    check_output_args(args)
+    positive = ("num_requests", "request_rate", "event_interval_s")
+    check_least(args, not_negative=("rolling", "freeze_s"), positive=positive)
+    report, is_good = asyncio.run(_run(args))
+    write_report(report, args)
+    return int(not is_good)
+
+
+async def _run(args: argparse.Namespace) -> tuple[Report, bool]:
+    files_before = shared_files()
+    async with cluster_of(args, _KV_CACHE_BYTES) as cluster, AsyncExitStack() as opened:
+        clients = [
+            await opened.enter_async_context(AsyncClient(router.address))
+            for router in cluster.routers
+        ]
+        vocab_size = (await clients[0].get_model()).vocab_size
+        requests = make_requests(args.num_requests, vocab_size, args.seed)
+        run = _Run(args, cluster, clients, requests, _schedule(args, cluster))
+        quiet, disturbed = await run.both()
+        held = await cluster.wait_until_free(_RELEASE_TIMEOUT_S)
+        resources = cluster.resources()
+    outcome = Outcome(
+        disturbed,
+        [judge(*pair) for pair in zip(disturbed, quiet, strict=True)],
+        run.computed_ratio,
+        held,
+        sorted(shared_files() - files_before),
+    )
+    facts, results = _facts(args, quiet), {"machine": name_machine(), "flags": flags_of(args)}
+    report = make_report(outcome, run.happened, facts, {**results, "resources": resources})
+    return report, outcome.is_good
+
+
+def _schedule(args: argparse.Namespace, cluster: ChaosCluster) -> list[Event]:
+    names = list(cluster.processes)
+    if args.target:
+        wanted = tuple(args.target)
+        names = [name for name in names if name in wanted or name.rpartition("-")[0] in wanted]
+        if not names:
+            raise ConfigurationError(
+                f"--target {wanted[0]} names none of {list(cluster.processes)}"
+            )
+    return make_schedule(
+        names,
+        args.event or ("kill", "freeze"),
+        interval_s=args.event_interval_s,
+        duration_s=args.num_requests / args.request_rate,
+        seed=args.seed,
+        rolling=args.rolling,
+    )
+
+
+class _Run:
+    """The quiet run and the disturbed one, of the same requests.
+
+    Args:
+        args: parsed flags.
+        cluster: the cluster.
+        clients: one per router.
+        requests: the requests.
+        schedule: the events of the disturbed run.
+
+    Attributes:
+        happened: the events, at the times when they happened.
+        computed_ratio: see `Outcome.computed`.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        cluster: ChaosCluster,
+        clients: Sequence[AsyncClient],
+        requests: Sequence[ChaosRequest],
+        schedule: Sequence[Event],
+    ) -> None:
+        self._args = args
+        self._cluster = cluster
+        self._clients = clients
+        self._requests = requests
+        self._schedule = schedule
+        self.happened: list[Event] = []
+        self.computed_ratio: float | None = None
+
+    async def both(self) -> tuple[list[Record], list[Record]]:
+        """Sends the requests twice; returns the records of the quiet run and the disturbed one.
+
+        Raises:
+            ConfigurationError: a request of the quiet run failed.
+        """
+        quiet, computed_quiet = await self._send("quiet")
+        if failed := [record for record in quiet if record.error]:
+            message = failed[0].message
+            raise ConfigurationError(f"{len(failed)} requests failed while all was well: {message}")
+        disturbing = asyncio.create_task(self._disturb())
+        disturbed, computed = await self._send("disturbed")
+        await disturbing
+        await self._cluster.wait_serving()
+        self.computed_ratio = computed / computed_quiet
+        return quiet, disturbed
+
+    async def _send(self, salt: str) -> tuple[list[Record], float]:
+        with counting_computed(self._cluster.workers) as computed:
+            records = await send_all(
+                self._requests,
+                self._clients,
+                rate=self._args.request_rate,
+                salt=salt,
+                has_ended=self._has_ended,
+                first_serving=self._cluster.first_serving_router,
+            )
+            await asyncio.sleep(_SETTLE_S)
+        return records, computed.total
+
+    def _has_ended(self, router: int, since_s: float) -> bool:
+        return has_ended(self.happened, self._cluster.routers[router].spec.name, since_s)
+
+    async def _disturb(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with asyncio.TaskGroup() as group:
+            for event in self._schedule:
+                await asyncio.sleep(max(0.0, began + event.at_s - loop.time()))
+                self.happened.append(replace(event, at_s=loop.time() - began))
+                if self._args.rolling:
+                    await self._cluster.restart(event.target)
+                else:
+                    group.create_task(self._cluster.disturb(event, self._args.freeze_s))
+
+
+def _facts(args: argparse.Namespace, quiet: Sequence[Record]) -> Mapping[str, str]:
+    events = f"restart every process, {args.rolling} times"
+    if not args.rolling:
+        events = " or ".join(args.event or ("kill", "freeze"))
+    most = max(record.longest_gap_s for record in quiet)
+    return {
+        "cluster": cluster_in_words(args),
+        "model": args.model,
+        "requests": f"{args.num_requests} at {args.request_rate:g} per second",
+        "events": f"{events}, one every {args.event_interval_s:g} s",
+        "longest time without a token while nothing happened": f"{most:.2f} s",
+        "machine": in_words(name_machine()),
+    }

@@ -1,0 +1,43 @@
+"""The process of a rank other than 0: `engine.runtime.ranks.processes` starts it."""
+
+import logging
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from baton.errors import ConfigurationError
+from engine.runtime.ranks.loop import compute_batches
+from engine.runtime.ranks.processes import RankTask
+from engine.runtime.ranks.transfers import RankTransfers
+from kernels.native.commands import library
+from kernels.native.ranks import SharedMemoryRanks
+from kernels.ranks import RanksLostError
+
+__all__ = ["main"]
+
+_EXIT_LOST = 1
+
+
+def main() -> int:
+    """Computes the batches of rank 0 until its process ends; returns the exit status."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process when it is done
+        signal.signal(number, signal.SIG_IGN)
+    link = Connection(int(sys.argv[1]))
+    task: RankTask = link.recv()
+    transfers = RankTransfers(link, ends_process=True)
+    native = library()
+    assert native is not None, "rank 0 has checked it"
+    size = task.config.tensor_parallel_size
+    ranks = SharedMemoryRanks(native, task.file, task.rank, size)
+    os.close(task.file)
+    try:
+        compute_batches(task.config, ranks, transfers)
+    except (RanksLostError, ConfigurationError) as error:
+        logging.getLogger("baton.engine").error("rank %d: %s", task.rank, error)
+    return _EXIT_LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Batches on their way from rank 0, which schedules, to the other ranks of its group.
+
+The others get all that decides what they compute: tokens, tables and copies. Only rank 0 draws
+tokens, so they get no parameters of draws. Messages are pickled: the ranks are one program.
+"""
+
+import json
+import pickle
+from array import array
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from baton.errors import ConfigurationError
+from baton.version import __version__
+from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.config import EngineConfig
+from engine.runner import ModelInfo
+from kernels import RankGroup
+
+__all__ = ["BatchReceiver", "BatchSender", "check_same_engine"]
+
+_SAME_FLAGS = (
+    *("max_num_seqs", "max_num_batched_tokens"),
+    *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
+)
+_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def check_same_engine(ranks: RankGroup, config: EngineConfig, info: ModelInfo) -> None:
+    """Checks that all ranks compute the same model with the same limits.
+
+    Raises:
+        ConfigurationError: this rank differs from rank 0; names in what.
+    """
+    own = {
+        "Baton": __version__,
+        "the checkpoint": info.fingerprint.hex(),
+        "the KV cache": str(info.layout),
+        "--max-model-len": str(info.max_model_len),
+        **{f"--{name.replace('_', '-')}": str(getattr(config, name)) for name in _SAME_FLAGS},
+    }
+    if ranks.rank == 0:
+        ranks.send(json.dumps(own).encode())
+        return
+    for name, wanted in json.loads(ranks.receive(waits_forever=True)).items():
+        if own.get(name) != wanted:
+            raise ConfigurationError(
+                f"{name} of rank {ranks.rank} is {own.get(name)}, of rank 0 {wanted}; all ranks of "
+                "an engine need the same"
+            )
+
+
+class BatchSender:
+    """Sends rank 0's batches.
+
+    Args:
+        ranks: the group.
+
+    Attributes:
+        num_work_messages: returns how many messages of work for the connector were sent before
+            (`engine.runtime.ranks.transfers`).
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._decode_rows: tuple[int, ...] = ()
+        self.num_work_messages: Callable[[], int] = lambda: 0
+
+    def send(self, batch: ScheduledBatch) -> None:
+        """Sends a batch; the ranks compute it as soon as they have it.
+
+        Raises:
+            RanksLostError: a rank is lost, or too late.
+        """
+        rows = None if batch.decode_rows is self._decode_rows else batch.decode_rows
+        self._decode_rows = batch.decode_rows
+        message = _packed(batch, rows), self.num_work_messages()
+        self._ranks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+class BatchReceiver:
+    """Receives rank 0's batches.
+
+    Args:
+        ranks: the group.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._decode_rows: tuple[int, ...] = ()
+
+    def receive(self) -> tuple[ScheduledBatch, int]:
+        """Waits for the next batch, however long that takes.
+
+        Returns:
+            The batch, and `BatchSender.num_work_messages` when it was sent.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        # The ranks are one program, and the message comes from one of them.
+        packed, num_work_messages = pickle.loads(self._ranks.receive(waits_forever=True))  # noqa: S301
+        batch = _unpacked(packed, self._decode_rows)
+        self._decode_rows = batch.decode_rows
+        return batch, num_work_messages
+
+
+def _packed(batch: ScheduledBatch, decode_rows: tuple[int, ...] | None) -> tuple[Any, ...]:
+    """Returns a batch as plain values that are quickly pickled: numbers lie in arrays of bytes.
+
+    Args:
+        batch: the batch.
+        decode_rows: its rows; None if they are those of the batch before.
+    """
+    return (
+        batch.step,
+        None if decode_rows is None else _bytes(decode_rows),
+        [
+            (
+                *(chunk.row, _bytes(chunk.token_ids), chunk.start_position),
+                *(len(chunk.draws), chunk.num_top, _bytes(chunk.prompt_targets)),
+            )
+            for chunk in batch.chunks
+        ],
+        [
+            (update.row, update.layer_group, update.first_index, update.block_ids)
+            for update in batch.table_updates
+        ],
+        _bytes(chain.from_iterable(batch.swap_ins)),
+        _bytes(chain.from_iterable(batch.swap_outs)),
+        _bytes(chain.from_iterable(batch.block_copies)),
+    )
+
+
+def _unpacked(packed: tuple[Any, ...], rows_before: tuple[int, ...]) -> ScheduledBatch:
+    """Returns the batch; its chunks have as many draws as before, but without parameters.
+
+    Args:
+        packed: of `_packed`.
+        rows_before: the rows of the batch before; the same object stands for the same rows, as
+            runners compare by identity.
+    """
+    step, rows, chunks, updates, *pairs = packed
+    return ScheduledBatch(
+        step,
+        tuple(
+            ScheduledChunk(
+                *(row, _numbers(tokens), start, (_DRAW,) * num_draws, num_top),
+                prompt_targets=_numbers(targets),
+            )
+            for row, tokens, start, num_draws, num_top, targets in chunks
+        ),
+        rows_before if rows is None else _numbers(rows),
+        tuple(TableUpdate(*update) for update in updates),
+        *(tuple(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in map(_numbers, pairs)),
+    )
+
+
+def _bytes(numbers: Iterable[int]) -> bytes:
+    return array("q", numbers).tobytes()
+
+
+def _numbers(data: bytes) -> tuple[int, ...]:
+    return tuple(array("q", data))

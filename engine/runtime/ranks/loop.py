@@ -1,0 +1,65 @@
+"""What a rank other than 0 does: it computes the batches that rank 0 sends."""
+
+import logging
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.runtime.model_runner import ModelRunner
+from engine.runtime.ranks.batches import BatchReceiver
+from engine.runtime.ranks.hosts import HostRanks
+from engine.runtime.ranks.transfers import RankTransfers
+from kernels.ranks import GroupEndedError, RankGroup
+from kvstore.registry import open_connector
+
+__all__ = ["compute_batches", "follow"]
+
+_logger = logging.getLogger("baton.engine")
+
+
+def compute_batches(config: EngineConfig, ranks: RankGroup, transfers: RankTransfers) -> None:
+    """Computes a rank's part of all batches, until rank 0 has ended.
+
+    Args:
+        config: of the engine.
+        ranks: the group.
+        transfers: the rank's.
+
+    Raises:
+        GroupEndedError: rank 0 has closed the group.
+        RanksLostError: another rank is lost.
+        ConfigurationError: a flag or the checkpoint is bad.
+    """
+    config = replace(config, turns_folder=None, logits_processors=())  # rank 0 has them
+    try:
+        connector = open_connector(config.kv_connector) if config.kv_connector else None
+        runner = ModelRunner(config, progress=False, ranks=ranks)
+        if connector is not None:
+            transfers.open(connector[1], runner, ranks)
+        batches = BatchReceiver(ranks)
+        while True:
+            batch, num_work_messages = batches.receive()
+            transfers.begin_step(num_work_messages)
+            runner.execute(batch)
+            transfers.end_step(batch.step)
+    finally:
+        ranks.abort()  # no other rank waits for this one any more
+
+
+def follow(config: EngineConfig, ranks: HostRanks) -> None:
+    """Runs a rank other than 0 that was started by itself, until rank 0 has closed the group.
+
+    Args:
+        config: of the engine.
+        ranks: the group; closed afterwards.
+
+    Raises:
+        RanksLostError: rank 0 or another rank is lost.
+        ConfigurationError: a flag or the checkpoint is bad.
+    """
+    (link,) = ranks.transfers
+    try:
+        compute_batches(config, ranks, RankTransfers(link, ends_process=False))
+    except GroupEndedError:
+        _logger.info("rank 0 has ended")
+    finally:
+        ranks.close()

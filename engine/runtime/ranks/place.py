@@ -1,0 +1,93 @@
+"""Which rank a process is, if the ranks of its engine are started apart: on several hosts."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+
+__all__ = ["RankPlace", "place_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank of a group whose processes are started apart.
+
+    Attributes:
+        rank: number of the rank.
+        size: number of ranks.
+        address: host of rank 0.
+        port: port there, at which the ranks meet.
+        num_local: number of ranks on this machine.
+        is_host: whether rank 0 listens at this port itself; else a launcher does.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    num_local: int = 1
+    is_host: bool = True
+
+
+def place_of(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
+    """Returns this process's place; None if one process starts all ranks.
+
+    Args:
+        config: the flags.
+        environment: variables of torchrun (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+            MASTER_PORT), or of LeaderWorkerSet (LWS_WORKER_INDEX, LWS_GROUP_SIZE,
+            LWS_LEADER_ADDRESS), for `--distributed-executor-backend external_launcher`.
+
+    Raises:
+        ConfigurationError: variables are missing or bad, or there are not as many processes as
+            ranks; names them.
+    """
+    size = config.tensor_parallel_size
+    if config.distributed_executor_backend == "external_launcher":
+        return _launched(config, environment)
+    if config.nnodes == 1:
+        return None
+    if size != config.nnodes:
+        raise ConfigurationError(
+            f"--nnodes is {config.nnodes}; it must be --tensor-parallel-size {size}, one process "
+            "on each. torchrun starts several on one, with --distributed-executor-backend "
+            "external_launcher"
+        )
+    return RankPlace(config.node_rank, size, config.master_addr, config.master_port)
+
+
+def _launched(config: EngineConfig, environment: Mapping[str, str]) -> RankPlace:
+    if "LWS_LEADER_ADDRESS" in environment:
+        place = RankPlace(
+            _number(environment, "LWS_WORKER_INDEX"),
+            _number(environment, "LWS_GROUP_SIZE"),
+            environment["LWS_LEADER_ADDRESS"],
+            config.master_port,
+        )
+    else:
+        place = RankPlace(
+            _number(environment, "RANK"),
+            _number(environment, "WORLD_SIZE"),
+            environment.get("MASTER_ADDR", ""),
+            _number(environment, "MASTER_PORT"),
+            num_local=_number(environment, "LOCAL_WORLD_SIZE"),
+            is_host=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+    if place.size != config.tensor_parallel_size or not 0 <= place.rank < place.size:
+        raise ConfigurationError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}; the launcher has started "
+            f"{place.size} processes, of which this is number {place.rank}"
+        )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise ConfigurationError(
+            f"the variable {name} is {value!r}; --distributed-executor-backend external_launcher "
+            "needs the variables of torchrun or LeaderWorkerSet"
+        )
+    return int(value)

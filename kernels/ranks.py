@@ -1,0 +1,130 @@
+"""Ranks: processes that compute one model together, each with a part of its weights and KV.
+
+All ranks call the same operations in the same order; each operation waits for the others.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Cut", "GroupEndedError", "RankGroup", "RanksLostError"]
+
+
+class RanksLostError(RuntimeError):
+    """Another rank has failed, was lost, or has not answered in time.
+
+    The ranks of a group depend on each other, so none of them can go on.
+    """
+
+
+class GroupEndedError(RuntimeError):
+    """Rank 0 has closed the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The range of an axis that one rank has.
+
+    Attributes:
+        total: size of the whole axis.
+        start: first index of the range.
+        end: end of the range, excluded.
+    """
+
+    total: int
+    start: int
+    end: int
+
+    @classmethod
+    def whole(cls, total: int) -> Self:
+        """The range that is the whole axis."""
+        return cls(total, 0, total)
+
+    @property
+    def size(self) -> int:
+        """Size of the range."""
+        return self.end - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole axis."""
+        return self.size == self.total
+
+    @property
+    def slice(self) -> slice:
+        """The range as an index."""
+        return slice(self.start, self.end)
+
+    def times(self, width: int) -> "Cut":
+        """Returns the range of an axis on which each index stands for `width` elements."""
+        return Cut(self.total * width, self.start * width, self.end * width)
+
+
+class RankGroup(ABC):
+    """One rank's access to its group.
+
+    Attributes:
+        rank: number of this rank, from 0. Rank 0 schedules, and draws tokens.
+        size: number of ranks.
+        num_local: number of them that share this machine.
+    """
+
+    rank: int
+    size: int
+    num_local: int
+
+    def cut(self, total: int) -> Cut:
+        """Returns this rank's range of an axis; the ranks' sizes differ by one at most."""
+        start, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
+        return Cut(total, start, end)
+
+    @abstractmethod
+    def all_reduce(self, partial: "torch.Tensor") -> "torch.Tensor":
+        """Adds up the ranks' tensors.
+
+        Args:
+            partial: `[rows, columns]` float32, contiguous.
+
+        Returns:
+            The sum, equal to the bit on all ranks.
+
+        Raises:
+            RanksLostError: another rank is lost, or too late. So do all methods.
+        """
+
+    @abstractmethod
+    def gather_columns(self, part: "torch.Tensor", num_columns: int) -> "torch.Tensor":
+        """Joins the ranks' columns on rank 0.
+
+        Args:
+            part: `[rows, cut(num_columns).size]` float32, contiguous.
+            num_columns: number of columns over all ranks.
+
+        Returns:
+            `[rows, num_columns]` on rank 0; `part` on the others.
+        """
+
+    @abstractmethod
+    def limit_waits(self, timeout_s: float) -> None:
+        """Sets the longest wait for another rank. At first waits do not end: ranks may take long
+        to load.
+        """
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Sends bytes to all other ranks, which `receive`."""
+
+    @abstractmethod
+    def receive(self, *, waits_forever: bool = False) -> bytes:
+        """Waits for what rank 0 sends, as long as it takes if `waits_forever`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes all operations that wait for another rank fail. Any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the group; nothing else may be called any more. Idempotent."""

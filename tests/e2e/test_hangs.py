@@ -1,0 +1,53 @@
+"""Workers that hang in a step: their streams go on elsewhere, and their processes end."""
+
+import asyncio
+import time
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.sampling_params import SamplingParams
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.cluster import running_cluster
+
+NUM_TOKENS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["step", "lock"])
+async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path, what):
+    model, prompt, path = tiny_checkpoint("llama"), prompt_of(40), tmp_path / "hang"
+    flags = ["--logits-processors=tests.support.logits_processors:Hang", "--step-timeout-s=2"]
+    async with running_cluster(
+        tmp_path,
+        model=model,
+        kv_connector=f"file://{tmp_path}/kv",
+        num_decode=2,
+        worker_flags=flags,
+    ) as cluster:
+        async with AsyncClient(cluster.router.address) as client:
+            params = SamplingParams(
+                temperature=0, max_tokens=NUM_TOKENS, extra_args={"hang": str(path)}
+            )
+            tokens, gaps, last = [], [], time.monotonic()
+            async for output in client.stream(prompt, params):
+                tokens += output.token_ids
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+                if len(gaps) == 20:
+                    path.write_text(what)
+        assert tokens == reference_greedy(model, tuple(prompt), NUM_TOKENS)
+        assert not path.exists()
+        assert max(gaps[1:]) < 4
+        if what == "step":
+            # The stuck process ends, so that its supervisor can start it again.
+            assert await first_status(cluster) == 1
+
+
+async def first_status(cluster):
+    """Waits until a decode process has ended; returns its exit status."""
+    deadline = time.monotonic() + 20
+    while not (ended := [w for w in cluster.decode if w.process.poll() is not None]):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    return ended[0].process.returncode

@@ -1,0 +1,236 @@
+"""Ranks whose processes are started apart, as on two hosts: sums by gloo, batches by TCP."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
+from benchmarks.cluster import free_ports
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest
+from engine.runtime.ranks import hosts as rank_hosts
+from engine.runtime.ranks.hosts import HostRanks
+from engine.runtime.ranks.place import RankPlace
+from kernels.ranks import RanksLostError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.prefill_core import core_of
+from tests.support.real_engines import SplitRun, run_all, tokens_of
+from tests.support.requests import engine_request
+
+pytestmark = pytest.mark.timeout(180)
+
+TOKEN = "a token of thirty-two characters"
+NUM_TOKENS = 10
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 64,
+    "block_size": 8,
+    "tensor_parallel_size": 2,
+}
+
+
+@contextmanager
+def other_rank(
+    path: Path, port: int, namespace: str = "", **flags: object
+) -> Iterator[subprocess.Popen]:
+    """The second host's process: `baton decode` with the same flags."""
+    prefix = ["ip", "netns", "exec", namespace] if namespace else []
+    given = {**SETTINGS, **flags, "nnodes": 2, "node_rank": 1, "master_port": port}
+    arguments = [
+        part
+        for name, value in given.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-m", "worker.decode", str(path), "--port", "0", *arguments],
+        env={**os.environ, "BATON_CLUSTER_TOKEN": TOKEN},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def first_rank(path: Path, port: int, role: str = "both", **flags: object) -> EngineCore:
+    config = EngineConfig(model=str(path), **{**SETTINGS, **flags}, nnodes=2, master_port=port)
+    return core_of(role).build(config, ClusterSecurity(token=TOKEN))
+
+
+def requests() -> list[EngineRequest]:
+    kinds = ({}, {"n": 2, "temperature": 1.0, "seed": 3}, {"prompt_logprobs": 1}, {"beam_width": 2})
+    return [
+        engine_request(str(index), tuple(prompt_of(9 + 11 * index)), max_tokens=NUM_TOKENS, **kind)
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def test_tokens_are_those_of_one_rank() -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    with other_rank(path, port), closing(first_rank(path, port)) as core:
+        found = run_all(core, requests())
+    one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
+    with closing(EngineCore.build(one)) as core:
+        expected = run_all(core, requests())
+    for request_id, outputs in expected.items():
+        for index in range(2):
+            assert tokens_of(found[request_id], index) == tokens_of(outputs, index)
+
+
+def test_a_rank_that_ends_ends_the_group() -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    with other_rank(path, port) as process, closing(first_rank(path, port)) as core:
+        run_all(core, requests()[:1])
+        process.kill()
+        with pytest.raises(RanksLostError):
+            run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
+
+
+def test_ranks_on_two_hosts_hand_their_kv_over(tmp_path: Path) -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    flags = {"kv_connector": f"file://{tmp_path}", "kv_transfer_head_slices": 2}
+    one = {**SETTINGS, **flags, "tensor_parallel_size": 1, "kv_load_failure_policy": "fail"}
+    with (
+        other_rank(path, port, **flags),
+        closing(first_rank(path, port, "prefill", **flags)) as prefill,
+        closing(core_of("decode").build(EngineConfig(model=str(path), **one))) as decode,
+    ):
+        split = SplitRun(prefill, decode)
+        split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])
+    found = [*split.handed["a"].progress[0].output_token_ids, *tokens_of(split.outputs["a"])]
+    assert found == reference_greedy(path, prompt_of(43), NUM_TOKENS)
+    assert split.outputs["a"][0].cached_tokens == 43
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_num_seqs": 7}, "--max-num-seqs of rank 1 is 7, of rank 0 8"),
+        ({"block_size": 16}, "the KV cache of rank 1 is"),
+        ({"model": "qwen2"}, "the checkpoint of rank 1 is"),
+    ],
+)
+def test_a_rank_with_other_flags_is_refused(
+    flags: dict[str, object], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    theirs = tiny_checkpoint(str(flags.pop("model", "llama")))
+    with other_rank(theirs, port, **flags) as process:
+        with pytest.raises(ConfigurationError, match="a rank of --tensor-parallel-size has ended"):
+            first_rank(path, port)
+        assert process.wait(30) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_the_other_process_fails_if_rank_0_does() -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    with other_rank(path, port) as process, closing(first_rank(path, port)) as core:
+        run_all(core, requests()[:1])
+        core._runner._ranks.abort()
+        assert process.wait(30) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_host_that_is_cut_off_ends_the_group() -> None:
+    path = tiny_checkpoint("llama")
+    with other_host() as (here, there):
+        (port,) = free_ports(1)
+        limits = {"step_timeout_s": 3.0, "master_addr": here}
+        with (
+            other_rank(path, port, namespace=there, **limits) as process,
+            closing(first_rank(path, port, **limits)) as core,
+        ):
+            (request,) = requests()[:1]
+            outputs = run_all(core, [request])
+            expected = reference_greedy(path, prompt_of(9), NUM_TOKENS)
+            assert tokens_of(outputs["0"]) == expected
+            subprocess.run(["ip", "-n", there, "link", "set", "there", "down"], check=True)
+            with pytest.raises(RanksLostError):
+                run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
+            assert process.wait(60) == 1
+
+
+@contextmanager
+def other_host() -> Iterator[tuple[str, str]]:
+    """A network namespace; yields this host's address on the cable, and the namespace's name."""
+    name, subnet = f"rank{os.getpid()}", f"198.18.{os.getpid() % 250}"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", name, "type", "veth", "peer", "name", "there", "netns", name)
+        ip("address", "add", f"{subnet}.1/30", "dev", name)
+        ip("link", "set", name, "up")
+        ip("-n", name, "address", "add", f"{subnet}.2/30", "dev", "there")
+        ip("-n", name, "link", "set", "there", "up")
+        yield f"{subnet}.1", name
+    finally:
+        ip("netns", "delete", name)
+
+
+def test_the_other_process_ends_with_rank_0_and_not_by_sigterm() -> None:
+    path = tiny_checkpoint("llama")
+    (port,) = free_ports(1)
+    with other_rank(path, port) as process:
+        with closing(first_rank(path, port)) as core:
+            process.send_signal(signal.SIGTERM)
+            run_all(core, requests()[:1])
+            assert process.poll() is None
+        assert process.wait(30) == 0
+
+
+def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get no message, and the group waits for its own ranks."""
+    monkeypatch.setattr(rank_hosts, "_MEETING_S", 20.0)
+    (port,) = free_ports(1)
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+
+    def meet(rank: int, token: str = TOKEN) -> HostRanks:
+        return HostRanks(
+            RankPlace(rank, 2, "127.0.0.1", port), config, ClusterSecurity(token=token)
+        )
+
+    with ThreadPoolExecutor(1) as executor:
+        leading = executor.submit(meet, 0)
+        store = TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
+        address = "127.0.0.1", int(store.get("baton/port").split()[0])
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"\0\0\0\4nope")
+            stranger.settimeout(30)
+            with suppress(ConnectionResetError):
+                while stranger.recv(1 << 10):
+                    pass  # a challenge, then the end
+        with pytest.raises(ConfigurationError, match="rank 1 of 2 did not meet the others"):
+            meet(1, token="x" * 32)
+        with closing(meet(1)) as follower, closing(leading.result(30)) as leader:
+            leader.send(b"hello")
+            assert follower.receive() == b"hello"
+
+
+def test_ranks_that_are_started_apart_need_a_token() -> None:
+    place = RankPlace(0, 2, "127.0.0.1", 7)
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="set --cluster-token-file or BATON_CLUSTER_TOKEN"):
+        HostRanks(place, config, ClusterSecurity())

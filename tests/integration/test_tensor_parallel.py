@@ -1,0 +1,327 @@
+"""One model over several ranks: the tokens of one rank, and the end of a group."""
+
+import os
+import signal
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigurationError
+from baton.structured_outputs import StructuredOutputs
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest
+from engine.runtime.ranks.processes import RankProcesses
+from kernels.native.commands import library
+from kernels.ranks import RanksLostError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.kv_urls import fresh_shm_name, kv_urls
+from tests.support.pairs import pairs
+from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
+from tests.support.redis_server import RedisServer
+from tests.support.requests import engine_request
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no native kernels"),
+    pytest.mark.timeout(180),
+]
+
+CASES = [
+    ("llama", 2),
+    ("llama_six_heads", 3),
+    ("gpt2_six_heads", 3),
+    ("qwen2", 4),  # of two KV heads
+    ("opt_six_heads", 3),
+    ("llama_tied_biased", 2),
+    ("opt_post_norm", 4),
+    ("mistral_sliding", 2),
+    ("qwen3_mostly_sliding", 4),
+    ("qwen2_alternating", 2),
+    ("gpt2_scaled", 2),
+    ("qwen3", 2),
+    ("llama_sharded", 4),
+]
+GREEDY_LENGTHS = (1, 5, 33, 60)
+NUM_TOKENS = 10
+
+
+def requests() -> list[EngineRequest]:
+    """Greedy ones, and one of each other kind; some prompts begin alike."""
+    greedy = [
+        engine_request(str(length), tuple(prompt_of(length)), max_tokens=NUM_TOKENS)
+        for length in GREEDY_LENGTHS
+    ]
+    others: list[dict[str, object]] = [
+        {"temperature": 1.0, "seed": 7, "n": 3, "top_k": 50},
+        {"beam_width": 3, "n": 2},
+        {"temperature": 0.8, "seed": 1, "best_of": 2, "repetition_penalty": 1.3},
+        {"logprobs": 2, "prompt_logprobs": 3},
+        {"structured_outputs": StructuredOutputs(regex="[a-c]{4,8}")},
+    ]
+    return greedy + [
+        engine_request(f"o{index}", tuple(prompt_of(20 + 9 * index)), max_tokens=8, **options)
+        for index, options in enumerate(others)
+    ]
+
+
+def tokens(variant: str, **flags: object) -> dict[tuple[str, int], list[int]]:
+    """Returns the tokens of each candidate of each request."""
+    with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
+        outputs = run_all(core, requests())
+    assert not [one for each in outputs.values() for one in each if one.error is not None]
+    return {
+        (request_id, index): tokens_of(each, index)
+        for request_id, each in outputs.items()
+        for index in range(3)
+    }
+
+
+@pytest.mark.sampled(one_in=5)
+@pytest.mark.parametrize(("variant", "num_ranks"), CASES)
+def test_tokens_are_those_of_one_rank_and_of_transformers(variant: str, num_ranks: int) -> None:
+    found = tokens(variant, tensor_parallel_size=num_ranks, block_size=8)
+    assert found == tokens(variant, block_size=8)
+    for length in GREEDY_LENGTHS:
+        expected = reference_greedy(tiny_checkpoint(variant), prompt_of(length), NUM_TOKENS)
+        assert found[str(length), 0] == expected
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(("variant", "num_ranks"), [("llama", 2), ("gpt2_six_heads", 3)])
+def test_clear_decisions_in_bfloat16_are_those_of_one_rank(variant: str, num_ranks: int) -> None:
+    """Clear are those whose two likeliest tokens differ by more than twice what rounding does."""
+    one, several = (
+        likeliest(variant, dtype="bfloat16", tensor_parallel_size=size) for size in (1, num_ranks)
+    )
+    difference = max(
+        abs(own[token] - theirs[token])
+        for own, theirs in zip(one, several, strict=True)
+        for token in own.keys() & theirs.keys()
+    )
+    clear = [
+        (max(own, key=own.__getitem__), max(theirs, key=theirs.__getitem__))
+        for own, theirs in zip(one, several, strict=True)
+        if max(own.values()) - sorted(own.values())[-2] > 2 * difference
+    ]
+    assert all(token == other for token, other in clear)
+    assert len(clear) > 0.5 * len(one)
+
+
+def likeliest(variant: str, **flags: object) -> list[dict[int, float]]:
+    """Returns log-probabilities of the likeliest tokens at each place of some prompts."""
+    prompts = [tuple(prompt_of(200, seed=seed)) for seed in range(3)]
+    asked = [
+        engine_request(str(index), prompt, max_tokens=1, prompt_logprobs=4)
+        for index, prompt in enumerate(prompts)
+    ]
+    with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
+        outputs = run_all(core, asked)
+    return [
+        dict(zip(place.top_token_ids, place.top_logprobs, strict=True))
+        for each in outputs.values()
+        for output in each
+        for place in output.prompt_logprobs
+    ]
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"preemption_mode": "swap", "swap_space": 1 << 20, "async_scheduling": True},
+        {"preemption_mode": "recompute", "turns_folder": "here"},
+        {"kv_cache_dtype": "fp8_e4m3", "async_scheduling": True},
+    ],
+    ids=["swap, overlapped", "recompute", "8 bits, overlapped"],
+)
+def test_preempted_requests_have_the_tokens_of_one_rank(
+    flags: dict[str, object], tmp_path: Path
+) -> None:
+    if "turns_folder" in flags:
+        flags = {**flags, "turns_folder": str(tmp_path)}
+    small = {"block_size": 8, "num_gpu_blocks_override": 32, "max_model_len": 96, **flags}
+    assert tokens("llama", tensor_parallel_size=2, **small) == tokens("llama", **small)
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Path) -> None:
+    flags = {"weights_folder": str(tmp_path), "load_format": load_format}
+    expected = tokens("llama", load_format=load_format)
+    for _ in range(2):  # the second time the files are there
+        assert tokens("llama", tensor_parallel_size=2, **flags) == expected
+    num_files = 0 if load_format == "dummy" else 2
+    assert len(list(tmp_path.glob("weights-*[0-9a-f]"))) >= num_files
+
+
+@pytest.mark.sampled(one_in=8)
+@pytest.mark.parametrize(
+    ("num_ranks", "variant", "scheme", "flags"),
+    pairs(
+        ((2, 1), (1, 2), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)),
+        ("gpt2", "llama"),  # of four and of two KV heads
+        ("file", "shm", "redis"),
+        ({"async_scheduling": True}, {"kv_transfer_layer_slices": 3}, {"block_size": 16}),
+    ),
+)
+def test_tiers_of_any_numbers_of_ranks_hand_over(
+    num_ranks: tuple[int, int],
+    variant: str,
+    scheme: str,
+    flags: dict[str, object],
+    tmp_path: Path,
+    redis_server: RedisServer,
+) -> None:
+    """Nothing is recomputed: decode loads the whole prompt, each rank its heads."""
+    path = tiny_checkpoint(variant)
+    num_heads = 4 if variant == "gpt2" else 2
+    common = {"block_size": 8, **flags}
+    if num_ranks[0] != num_ranks[1]:
+        common["kv_transfer_head_slices"] = min(max(num_ranks), num_heads)
+    prompts = [tuple(prompt_of(length, seed=length)) for length in (1, 8, 9, 31, 43)]
+    with ExitStack() as opened:
+        shm_name = opened.enter_context(fresh_shm_name())
+        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_server.url, timeout_s=20)[scheme]
+        cores = [
+            opened.enter_context(
+                closing(build_core(path, role, tensor_parallel_size=size, **common, **more))
+            )
+            for role, size, more in (
+                ("prefill", num_ranks[0], {}),
+                ("decode", num_ranks[1], {"kv_load_failure_policy": "fail"}),
+            )
+        ]
+        split = SplitRun(*cores)
+        split.run(
+            [
+                engine_request(str(index), prompt, max_tokens=NUM_TOKENS)
+                for index, prompt in enumerate(prompts)
+            ]
+        )
+    for request in split.handed.values():
+        outputs, prompt = split.outputs[request.spec.request_id], request.spec.prompt_token_ids
+        found = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+        assert found == reference_greedy(path, prompt, NUM_TOKENS)
+        assert outputs[0].cached_tokens == len(prompt)
+
+
+def test_a_group_ends_when_a_rank_does() -> None:
+    with closing(two_ranks()) as core:
+        run_all(core, requests()[:1])
+        (pid,) = pids_of(core)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RanksLostError):
+            run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
+    assert not is_running(pid)
+
+
+def test_an_idle_engine_notices_that_a_rank_has_ended() -> None:
+    with closing(two_ranks()) as core:
+        core.run_step(lambda outputs: None)
+        assert core.is_stalled
+        (pid,) = pids_of(core)
+        os.kill(pid, signal.SIGKILL)
+        core.wait()
+        with pytest.raises(RanksLostError, match="a rank of the engine has ended"):
+            core.run_step(lambda outputs: None)
+
+
+def test_signals_that_drain_a_worker_do_not_end_its_ranks() -> None:
+    with closing(two_ranks()) as core:
+        (pid,) = pids_of(core)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        run_all(core, requests()[:1])
+
+
+def test_a_rank_that_does_not_answer_ends_the_group() -> None:
+    with closing(two_ranks(step_timeout_s=0.5)) as core:
+        run_all(core, requests()[:1])
+        (pid,) = pids_of(core)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RanksLostError):
+            run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
+    assert not is_running(pid)
+
+
+def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(two_ranks()) as core:
+        run_all(core, requests()[:1])
+        (pid,) = pids_of(core)
+        monkeypatch.setattr(core._runner._steps, "launch", lambda batch: 1 / 0)
+        core.add_request(engine_request("late", tuple(prompt_of(9)), max_tokens=50))
+        with pytest.raises(RanksLostError, match="rank 0 has failed: division by zero"):
+            core.run_step(lambda outputs: None)
+        wait_until_ended(pid)
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 3}, "--tensor-parallel-size is 3; it must divide"),
+        ("llama", {"tensor_parallel_size": 65}, "--tensor-parallel-size is 65; at most 64"),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "kv_connector": "memory://"},
+            "--kv-connector memory:// works with 1 only",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "kv_connector": "grpc://"},
+            "--kv-connector grpc:// works with 1 only",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "kv_connector": "multi://file:///tmp,file:///tmp"},
+            "--kv-connector multi",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "dtype": "float16"},
+            "--dtype float16 works with 1 only",
+        ),
+        (
+            "llama",
+            {
+                "tensor_parallel_size": 2,
+                "kv_connector": "file:///tmp",
+                "kv_transfer_head_slices": 1,
+            },
+            "--kv-transfer-head-slices is 1; it must be a multiple of the 2 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    variant: str, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_core(tiny_checkpoint(variant), "both", **flags)
+
+
+def test_a_bad_size_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--tensor-parallel-size is 0; it must be >= 1"):
+        EngineConfig(model="m", tensor_parallel_size=0)
+
+
+def two_ranks(**flags: object) -> EngineCore:
+    return build_core(tiny_checkpoint("llama"), "both", tensor_parallel_size=2, **flags)
+
+
+def pids_of(core: EngineCore) -> list[int]:
+    """Returns the process ids of the other ranks."""
+    ranks = core._runner._ranks
+    assert isinstance(ranks, RankProcesses)
+    return [process.pid for process in ranks._processes]
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until_ended(pid: int) -> None:
+    give_up_at = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)

@@ -1,0 +1,69 @@
+"""Batches on their way to other ranks arrive as they were sent, without parameters of draws."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.runtime.ranks.batches import BatchReceiver, BatchSender
+
+SMALL = st.integers(0, 2**31 - 1)
+NUMBERS = st.lists(SMALL, max_size=5).map(tuple)
+PAIRS = st.lists(st.tuples(SMALL, SMALL), max_size=3).map(tuple)
+DRAW = DrawParams(temperature=0.7, top_k=3, top_p=0.5, seed=2**64 - 1)
+CHUNKS = st.builds(
+    ScheduledChunk,
+    row=SMALL,
+    token_ids=st.lists(SMALL, min_size=1, max_size=5).map(tuple),
+    start_position=SMALL,
+    draws=st.integers(0, 3).map(lambda count: (DRAW,) * count),
+    num_top=st.integers(0, 4),
+    prompt_targets=NUMBERS,
+    wants_logprobs=st.booleans(),
+)
+UPDATES = st.builds(
+    TableUpdate, row=SMALL, layer_group=st.integers(0, 3), first_index=SMALL, block_ids=NUMBERS
+)
+BATCHES = st.builds(
+    ScheduledBatch,
+    step=SMALL,
+    chunks=st.lists(CHUNKS, max_size=3).map(tuple),
+    decode_rows=NUMBERS,
+    table_updates=st.lists(UPDATES, max_size=3).map(tuple),
+    swap_ins=PAIRS,
+    swap_outs=PAIRS,
+    block_copies=PAIRS,
+)
+
+
+class Link:
+    """Gives back what was sent."""
+
+    def send(self, data: bytes) -> None:
+        self._data = data
+
+    def receive(self, *, waits_forever: bool) -> bytes:
+        assert waits_forever
+        return self._data
+
+
+@given(st.lists(st.tuples(BATCHES, st.booleans()), min_size=1, max_size=4))
+def test_what_arrives_is_what_was_sent(batches: list[tuple[ScheduledBatch, bool]]) -> None:
+    link = Link()
+    sender, receiver = BatchSender(link), BatchReceiver(link)
+    sender.num_work_messages = lambda: 7
+    rows_before = received_before = ()
+    for drawn, keeps_rows in batches:
+        batch = replace(drawn, decode_rows=rows_before) if keeps_rows else drawn
+        sender.send(batch)
+        received, number = receiver.receive()
+        assert number == 7
+        assert len(received.chunks) == len(batch.chunks)
+        for own, sent in zip(received.chunks, batch.chunks, strict=True):
+            assert len(own.draws) == len(sent.draws)
+            assert own == replace(sent, draws=own.draws, wants_logprobs=False)
+        assert replace(received, chunks=()) == replace(batch, chunks=())
+        if keeps_rows:
+            assert received.decode_rows is received_before
+        rows_before, received_before = batch.decode_rows, received.decode_rows

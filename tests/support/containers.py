@@ -1,0 +1,188 @@
+"""Containers of `docker-compose.yml`, and what can happen to them."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+ROOT = Path(__file__).resolve().parents[2]
+# Programs of the distribution first: others of their names may lack the engine.
+PATH = f"/usr/bin:{os.environ['PATH']}"
+CANNOT_RUN_CONTAINERS = 3
+_PREPARE = ROOT / "scripts" / "prepare_containers.sh"
+
+_OVERRIDES = """
+services:
+  router: {image: baton-test}
+  prefill: {image: baton-test}
+  decode: {image: baton-test}
+"""
+
+
+class NoContainersError(Exception):
+    """This machine cannot run containers; the message is the reason."""
+
+
+@contextmanager
+def container_engine() -> Iterator[dict[str, str]]:
+    """Makes sure that a Docker engine and the base images are there; ends an engine it started.
+
+    Yields:
+        Variables for docker-compose.
+
+    Raises:
+        NoContainersError: the machine cannot run containers.
+    """
+    ran_before = _run("docker", "info", check=False).returncode == 0
+    prepared = _run(str(_PREPARE), check=False, timeout_s=900)
+    if prepared.returncode == CANNOT_RUN_CONTAINERS:
+        raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
+    assert prepared.returncode == 0, prepared.stderr
+    try:
+        yield dict(line.split("=", 1) for line in prepared.stdout.splitlines())
+    finally:
+        if not ran_before:
+            _run(str(_PREPARE), "--stop")
+
+
+class ComposeProject:
+    """The services as containers, in a context manager that removes them.
+
+    Args:
+        folder: for files of this object.
+        variables: for docker-compose.
+    """
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self._name = f"baton-test-{os.getpid()}"
+        self._environment = {
+            **variables,
+            "BATON_PORT": "127.0.0.1:",  # a free port
+            "BATON_GRPC_PORT": "127.0.0.1:",
+        }
+        overrides = folder / "overrides.yml"
+        overrides.write_text(_OVERRIDES)
+        program = ["docker-compose"] if shutil.which("docker-compose", path=PATH) else []
+        self._command = [
+            *(program or ["docker", "compose"]),
+            f"--project-name={self._name}",
+            f"--project-directory={ROOT}",
+            f"--file={ROOT / 'docker-compose.yml'}",
+            f"--file={overrides}",
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.compose("down", "--volumes", "--remove-orphans", "--timeout=2")
+        finally:
+            for container in self._list("--all"):
+                _run("docker", "rm", "--force", "--volumes", container)
+
+    def compose(self, *arguments: str, timeout_s: float = 300) -> str:
+        """Runs a command of docker-compose; returns its output."""
+        return _run(
+            *self._command, *arguments, timeout_s=timeout_s, environment=self._environment
+        ).stdout
+
+    async def scale(self, prefill: int, decode: int) -> None:
+        """Starts and stops containers until there are so many, and waits until all are healthy."""
+        sizes = (f"--scale=prefill={prefill}", f"--scale=decode={decode}")
+        options = ("--detach", "--no-build", "--no-recreate")
+        await asyncio.to_thread(self.compose, "up", *options, *sizes)
+        await self.wait_healthy(prefill, decode)
+
+    async def wait_healthy(self, prefill: int, decode: int, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        for service, count in (("prefill", prefill), ("decode", decode), ("router", 1)):
+            while len(self.containers(service, "--filter=health=healthy")) != count:
+                assert time.monotonic() < deadline, f"{service} is not healthy"
+                await asyncio.sleep(0.5)
+
+    def containers(self, service: str, *filters: str) -> list[str]:
+        """The ids of the running containers of a service, the oldest first."""
+        return self._list(f"--filter=label=com.docker.compose.service={service}", *filters)[::-1]
+
+    def router_address(self) -> str:
+        return self.compose("port", "router", "50051").strip()
+
+    def logs(self) -> str:
+        return self.compose("logs", "--no-color", "--tail=200")
+
+    def kill(self, container: str) -> None:
+        """Kills the container's process, so that the engine starts it again.
+
+        After `docker kill` it would not: that counts as stopped by the user.
+        """
+        os.kill(int(self.inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
+
+    async def wait_started_again(self, container: str, times: int = 1) -> None:
+        deadline = time.monotonic() + 30
+        while int(self.inspect(container, "{{.RestartCount}}")) < times:
+            assert time.monotonic() < deadline, "the container was not started again"
+            await asyncio.sleep(0.2)
+
+    @contextmanager
+    def paused(self, container: str) -> Iterator[None]:
+        _run("docker", "pause", container)
+        try:
+            yield
+        finally:
+            _run("docker", "unpause", container)
+
+    @contextmanager
+    def cut_off(self, container: str, service: str) -> Iterator[None]:
+        """Takes the container out of the network of all others."""
+        network = f"{self._name}_default"
+        _run("docker", "network", "disconnect", network, container)
+        try:
+            yield
+        finally:
+            _run("docker", "network", "connect", f"--alias={service}", network, container)
+
+    async def restart(self, container: str) -> None:
+        """Restarts a container; returns once it is healthy again."""
+        await asyncio.to_thread(_run, "docker", "restart", "--time=40", container)
+        deadline = time.monotonic() + 120
+        while self.inspect(container, "{{.State.Health.Status}}") != "healthy":
+            assert time.monotonic() < deadline, "the restarted container is not healthy"
+            await asyncio.sleep(0.5)
+
+    def execute(self, container: str, *command: str) -> str:
+        return _run("docker", "exec", container, *command).stdout
+
+    def inspect(self, container: str, template: str) -> str:
+        return _run("docker", "inspect", f"--format={template}", container).stdout.strip()
+
+    def _list(self, *filters: str) -> list[str]:
+        project = f"--filter=label=com.docker.compose.project={self._name}"
+        return _run("docker", "ps", "--quiet", project, *filters).stdout.split()
+
+
+def _run(
+    *command: str,
+    check: bool = True,
+    timeout_s: float = 120,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    program = shutil.which(command[0], path=PATH)
+    if program is None:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]} is missing")
+    result = subprocess.run(
+        [program, *command[1:]],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **(environment or {}), "PATH": PATH},
+    )
+    assert result.returncode == 0 or not check, f"{command}:\n{result.stdout}{result.stderr}"
+    return result

@@ -1,0 +1,80 @@
+"""Which rank a process is, by flags and by the variables of launchers."""
+
+import pytest
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from engine.runtime.ranks.place import RankPlace, place_of
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+AGENT = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+LEADER_WORKER_SET = {
+    "LWS_LEADER_ADDRESS": "leader.svc",
+    "LWS_WORKER_INDEX": "0",
+    "LWS_GROUP_SIZE": "2",
+}
+
+
+def config(**flags: object) -> EngineConfig:
+    return EngineConfig(model="m", **{"tensor_parallel_size": 2, **flags})
+
+
+def launched(**flags: object) -> EngineConfig:
+    return config(distributed_executor_backend="external_launcher", **flags)
+
+
+def test_one_process_starts_all_ranks_of_one_machine():
+    assert place_of(config(), TORCHRUN) is None
+
+
+def test_flags_name_the_machine():
+    found = place_of(config(nnodes=2, node_rank=1, master_addr="h", master_port=7), {})
+    assert found == RankPlace(1, 2, "h", 7)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2)),
+        (AGENT, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2, is_host=False)),
+        (LEADER_WORKER_SET, RankPlace(0, 2, "leader.svc", 29501)),
+    ],
+)
+def test_launchers_name_the_process(variables, expected):
+    assert place_of(launched(), variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "variables", "message"),
+    [
+        (launched(), {}, "the variable RANK is ''"),
+        (launched(), {**TORCHRUN, "WORLD_SIZE": "two"}, "the variable WORLD_SIZE is 'two'"),
+        (launched(tensor_parallel_size=4), TORCHRUN, "has started 2 processes"),
+        (launched(), {**TORCHRUN, "RANK": "2"}, "number 2"),
+        (config(nnodes=3), {}, "--nnodes is 3; it must be --tensor-parallel-size 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(own, variables, message):
+    with pytest.raises(ConfigurationError, match=message):
+        place_of(own, variables)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"node_rank": 1}, "--node-rank is 1; it must be from 0 to --nnodes 1 - 1"),
+        ({"distributed_executor_backend": "uni"}, "mp or external_launcher with several"),
+        ({"distributed_executor_backend": "ray"}, "one of mp, external_launcher, uni"),
+        ({"nnodes": 0}, "--nnodes is 0"),
+        ({"nnodes": 2, "tensor_parallel_size": 1}, "--nnodes is 2; it must be 1 without"),
+    ],
+)
+def test_bad_flags_are_refused(flags, message):
+    with pytest.raises(ConfigurationError, match=message):
+        config(**flags)

@@ -1,0 +1,145 @@
+"""`Breaker`: a replica whose calls fail is left alone for a while, and returns slowly."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.breaker import Breaker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A breaker, past its first slow start, and its clock."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.breaker = Breaker("prefill replica a:1", self.clock)
+        self.wait(60)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def fail(self, times: int) -> None:
+        for _ in range(times):
+            self.breaker.fail(self.breaker.begin())
+
+    def succeed(self) -> None:
+        self.breaker.succeed(self.breaker.begin())
+
+    def cooldown_s(self) -> float:
+        """Returns after how many seconds, in halves, the breaker lets a request through."""
+        start = self.clock.now
+        while self.breaker.is_open:
+            self.wait(0.5)
+        return self.clock.now - start
+
+
+def test_three_failures_in_a_row_open_it():
+    scene = Scene()
+    scene.fail(2)
+    scene.succeed()
+    scene.fail(2)
+    assert not scene.breaker.is_open
+    scene.fail(1)
+    assert scene.breaker.is_open
+    assert scene.cooldown_s() == 1
+
+
+def test_after_a_cooldown_one_request_passes_and_its_failure_doubles_the_next_cooldown():
+    scene = Scene()
+    scene.fail(3)
+    cooldowns = []
+    for _ in range(7):
+        cooldowns.append(scene.cooldown_s())
+        assert scene.breaker.weight == 1  # the probe is not held back
+        probe = scene.breaker.begin()
+        assert scene.breaker.is_open
+        scene.breaker.fail(probe)
+    assert cooldowns == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_probe_that_ends_without_a_result_is_followed_by_another():
+    scene = Scene()
+    scene.fail(3)
+    scene.cooldown_s()
+    scene.breaker.begin()  # for example, its client leaves
+    assert scene.cooldown_s() == 1
+
+
+def test_requests_that_began_before_it_opened_do_not_count():
+    scene = Scene()
+    old = [scene.breaker.begin() for _ in range(20)]
+    scene.fail(3)
+    for call in old[:10]:
+        scene.breaker.fail(call)
+    assert scene.cooldown_s() == 1
+    probe = scene.breaker.begin()
+    for call in old[10:]:
+        scene.breaker.fail(call)
+        scene.breaker.succeed(call)
+    assert scene.breaker.is_open
+    scene.breaker.fail(probe)
+    assert scene.cooldown_s() == 2
+
+
+def test_streams_that_began_before_the_failures_do_not_hide_them():
+    scene = Scene()
+    streams = [scene.breaker.begin() for _ in range(3)]
+    for call in streams:
+        scene.fail(1)
+        scene.breaker.succeed(call)
+    assert scene.breaker.is_open
+
+
+def test_a_success_closes_it_and_begins_a_slow_start(caplog):
+    scene = Scene()
+    with caplog.at_level("INFO"):
+        scene.fail(3)
+        scene.cooldown_s()
+        scene.succeed()
+        scene.succeed()
+    assert not scene.breaker.is_open
+    assert scene.breaker.weight == 0.1
+    scene.wait(10)
+    assert scene.breaker.weight == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefill replica a:1 is ejected: 3 calls in a row have failed",
+        "prefill replica a:1 is used again, with a slow start",
+    ]
+    scene.fail(3)
+    assert scene.cooldown_s() == 1
+
+
+def test_a_success_of_a_replica_that_is_not_ejected_does_not_slow_it():
+    scene = Scene()
+    scene.fail(2)
+    scene.succeed()
+    assert scene.breaker.weight == 1
+
+
+@pytest.mark.parametrize(("age_s", "weight"), [(0, 0.1), (1.9, 0.1), (5, 0.5), (9.9, 0.9), (10, 1)])
+def test_the_weight_of_a_new_replica_grows_with_its_age(age_s, weight):
+    clock = Clock()
+    breaker = Breaker("decode replica a:1", clock)
+    clock.now += age_s
+    assert breaker.weight == weight
+
+
+@given(st.lists(st.floats(0, 3), max_size=20))
+def test_the_weight_never_falls_while_calls_succeed(pauses):
+    clock = Clock()
+    breaker = Breaker("decode replica a:1", clock)
+    weights = []
+    for pause in pauses:
+        clock.now += pause
+        breaker.succeed(breaker.begin())
+        weights.append(breaker.weight)
+    assert weights == sorted(weights)
+    assert all(0.1 <= weight <= 1 for weight in weights)

@@ -1,0 +1,114 @@
+"""A worker: its flags, and one engine behind the services of both tiers."""
+
+import argparse
+import asyncio
+import logging
+import signal
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from baton.errors import ConfigurationError
+from baton.flags import config_from_args
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig, TlsConfig
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from decode_service.servicer import DecodeServicer
+from engine.async_engine import AsyncEngine
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
+from engine.request import Role
+from engine.runtime.ranks.place import RankPlace, place_of
+from engine.worker import EngineWorker, register_metrics
+from prefill_service.servicer import PrefillServicer
+from rpc.server import RpcServer, run_process
+from rpc.tracing import TracingConfig
+from rpc.worker import WorkerTier, add_worker_args, serve_worker
+from rpc.worker_spans import WorkerSpans
+
+__all__ = ["SERVICE_NAMES", "add_args", "add_services", "run_worker"]
+
+_LOGGER = logging.getLogger("baton.engine")
+_DEFAULT_PORTS = {Role.PREFILL: 50061, Role.DECODE: 50062}
+
+SERVICE_NAMES: tuple[str, ...] = (
+    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+)
+
+
+def add_args(parser: argparse.ArgumentParser, role: Role) -> None:
+    """Adds the flags of a worker that starts with a role."""
+    add_worker_args(parser, default_port=_DEFAULT_PORTS[role])
+    add_engine_args(parser)
+
+
+def add_services(
+    engine: AsyncEngine, server: RpcServer, tracing: TracingConfig | None = None
+) -> WorkerTier:
+    """Adds a started engine's services to a server and sets it serving.
+
+    Args:
+        engine: the engine; its role says which requests it takes at first.
+        server: the server.
+        tracing: where spans are sent; None sends none.
+    """
+    worker = EngineWorker(engine)
+    open_spans = partial(WorkerSpans.open, tracing or TracingConfig(), worker=worker.info)
+    spans = {tier: open_spans(tier) for tier in ("prefill", "decode")}
+    decode = DecodeServicer(engine, spans["decode"])
+    server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
+    server.add_servicer(
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
+        PrefillServicer(engine, spans["prefill"]),
+    )
+    opened = [each for each in spans.values() if each is not None]
+    return WorkerTier(worker, server, flush=decode.close, spans=opened)
+
+
+async def _run(args: argparse.Namespace, role: Role) -> None:
+    tracing = config_from_args(TracingConfig, args)
+    config = engine_config_from_args(args)
+    if Role.PREFILL in role and config.kv_connector is None:
+        raise ConfigurationError(
+            "--kv-connector is not set; a prefill worker needs it to hand KV over"
+        )
+
+    place = place_of(config) if config.tensor_parallel_size > 1 else None
+    if place is not None and place.rank > 0:
+        await _follow(args, config, place)
+        return
+
+    async def start(
+        server: RpcServer, registry: CollectorRegistry, security: ClusterSecurity
+    ) -> WorkerTier:
+        engine = await AsyncEngine.start(config, security)
+        engine.role = role
+        register_metrics(engine, registry)
+        return add_services(engine, server, tracing)
+
+    await serve_worker(args, SERVICE_NAMES, start)
+
+
+async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPlace) -> None:
+    """Runs a rank other than 0, which serves nothing, until rank 0 has ended."""
+    from engine.runtime.ranks.hosts import HostRanks
+    from engine.runtime.ranks.loop import follow
+
+    files = config_from_args(TlsConfig, args).files
+    security = ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
+    where = place.rank, place.size, place.address, place.port
+    _LOGGER.info("rank %d of %d meets the others at %s:%d", *where)
+    for number in (signal.SIGINT, signal.SIGTERM):  # at once, though a thread waits
+        signal.signal(number, signal.SIG_DFL)
+    ranks = await asyncio.to_thread(HostRanks, place, config, security)
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 may drain, and ends this process then
+        signal.signal(number, signal.SIG_IGN)
+    await asyncio.to_thread(follow, config, ranks)
+
+
+def run_worker(args: argparse.Namespace, role: Role) -> int:
+    """Runs a worker that starts with a role; returns the exit status."""
+    name = f"baton {role.label}"
+    return run_process(name, args.log_level, args.log_format, lambda: _run(args, role))
