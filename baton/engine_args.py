@@ -37,7 +37,6 @@ _TEXT = "models read and write text"
 _NO_LORA = "adapters are not supported"
 _NO_DRAFTS = "speculative decoding is not supported"
 _FIXED: Mapping[str, _Fixed] = {
-    "pipeline_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "data_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "decode_context_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": _Fixed((1,), _ONE_DEVICE),

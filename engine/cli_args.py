@@ -59,7 +59,6 @@ def _check_shared(kv_connector: str) -> None:
 
 
 _FIXED_ARGS = (
-    (("--pipeline-parallel-size", "-pp"), "1"),
     (("--data-parallel-size", "-dp"), "1"),
     (("--quantization", "-q"), "none"),
 )

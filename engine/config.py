@@ -81,6 +81,13 @@ class EngineConfig:
         parse=count,
         aliases={"-tp": None},
     )
+    pipeline_parallel_size: int = flag(
+        1,
+        "number of stages that divide the layers among them, each of --tensor-parallel-size "
+        "processes, on CPUs",
+        parse=count,
+        aliases={"-pp": None},
+    )
     distributed_executor_backend: str = flag(
         "mp",
         "what starts the processes of --tensor-parallel-size: mp, the engine (on several machines, "
@@ -218,10 +225,11 @@ class EngineConfig:
         "number of objects into which a KV block's heads are split between tiers, equal on all "
         "workers (default: --tensor-parallel-size, at most the model's KV heads)",
     )
-    kv_transfer_layer_slices: int = flag(
-        1,
+    kv_transfer_layer_slices: int | None = flag(
+        None,
         "number of objects into which a KV block's layers are split between tiers, equal on all "
-        "workers; memory, shm and file save each when its layers are computed",
+        "workers; memory, shm and file save each when its layers are computed (default: "
+        "--pipeline-parallel-size)",
     )
     step_timeout_s: float = flag(
         60.0,
@@ -243,9 +251,9 @@ class EngineConfig:
         _check_kv_publish(self.kv_publish)
         if not 0 <= self.node_rank < self.nnodes:
             raise _bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
-        if self.nnodes > 1 and self.tensor_parallel_size == 1:
+        if self.nnodes > 1 and self.num_ranks == 1:
             raise _bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
-        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+        if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
             limit = "mp or external_launcher with several processes"
             raise _bad_flag("distributed_executor_backend", "uni", limit)
         _check_folder("turns_folder", self.turns_folder)
@@ -271,6 +279,23 @@ class EngineConfig:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def num_lanes(self) -> int:
+        """Number of parts of the decoding sequences that decode in turn, one in each step, so that
+        every pipeline stage has a step to compute.
+        """
+        return self.pipeline_parallel_size if self.async_scheduling else 1
+
+    @property
+    def max_open_steps(self) -> int:
+        """Maximum number of steps that are scheduled and not committed."""
+        return max(2, self.num_lanes) if self.async_scheduling else 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def max_requests(self) -> int:
         """Maximum number of running and waiting requests."""
         return self.max_num_waiting + self.max_num_seqs
@@ -287,6 +312,11 @@ class EngineConfig:
     def transfer_block_size(self) -> int:
         """Tokens per transfer block: the unit that tiers exchange and that block keys name."""
         return self.kv_transfer_block_size or self.block_size
+
+    @property
+    def transfer_layer_slices(self) -> int:
+        """Number of objects into which a KV block's layers are split between tiers."""
+        return self.kv_transfer_layer_slices or self.pipeline_parallel_size
 
     @property
     def model_name(self) -> str:
@@ -307,6 +337,7 @@ _CHOICES = {
 }
 _POSITIVE = (
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "nnodes",
     "master_port",
     "num_threads",

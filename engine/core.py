@@ -4,7 +4,7 @@
     core.wait()                # sleeps while nothing can run
 
 With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1 computes: the
-scheduler works while the runner does.
+scheduler works while the runner does. With pipeline stages as many steps are in flight as stages.
 
 The caller owns the thread: `AsyncEngine` runs a core behind asyncio, `LLM` runs one in the
 caller's thread.
@@ -103,7 +103,7 @@ class EngineCore:
         self._early_error: Exception | None = None
         self._end_error: Exception | None = None
         self._num_failed_steps = 0
-        self._submitted: list[_SubmittedStep] = []  # the one to commit next, and the newest
+        self._submitted: list[_SubmittedStep] = []  # the one to commit next first
         self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
         self.scheduler = Scheduler(
@@ -405,8 +405,11 @@ class EngineCore:
         return outputs
 
     def _overlap(self, batch: ScheduledBatch | None) -> list[EngineOutput]:
-        """The overlapped loop: submit this step, then commit the one before it."""
-        before = self._submitted[0] if self._submitted else None
+        """The overlapped loop: submit this step, then commit the oldest one, unless there may be
+        more in flight.
+        """
+        is_full = len(self._submitted) == self.config.max_open_steps - 1
+        before = self._submitted[0] if is_full or (self._submitted and batch is None) else None
         if before is not None:  # its result is waited for
             self.step_watch.compute(max(before.batch.num_tokens, batch.num_tokens if batch else 0))
         error = self._submit(batch) if batch is not None else None
@@ -501,6 +504,6 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         info.layout.dtype if is_auto else config.kv_transfer_dtype,
         config.kv_transfer_head_slices
         or HeadShare.of(0, config.tensor_parallel_size, info.layout.num_kv_heads).degree,
-        config.kv_transfer_layer_slices,
+        config.transfer_layer_slices,
     )
     return BlockSlicing(info.layout, form).form

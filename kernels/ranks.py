@@ -1,16 +1,21 @@
 """Ranks: processes that compute one model together, each with a part of its weights and KV.
 
-All ranks call the same operations in the same order; each operation waits for the others.
+    EngineRanks   all ranks of an engine: rank 0 sends batches and tokens, stages send hidden states
+    RankGroup     the ranks that divide each layer: they add up and join what each has computed
+
+All ranks of a group call the same operations in the same order; each waits for the others.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cut", "GroupEndedError", "RankGroup", "RanksLostError"]
+__all__ = ["Cut", "EngineRanks", "GroupEndedError", "RankGroup", "RanksLostError"]
 
 
 class RanksLostError(RuntimeError):
@@ -63,18 +68,101 @@ class Cut:
         return Cut(self.total * width, self.start * width, self.end * width)
 
 
-class RankGroup(ABC):
-    """One rank's access to its group.
+class EngineRanks(ABC):
+    """One rank's access to all ranks of its engine.
 
     Attributes:
         rank: number of this rank, from 0. Rank 0 schedules, and draws tokens.
         size: number of ranks.
         num_local: number of them that share this machine.
+        stage: number of the pipeline stage that this rank computes, from 0; rank 0 computes the
+            last one.
+        num_stages: number of pipeline stages.
     """
 
     rank: int
     size: int
     num_local: int
+    stage: int = 0
+    num_stages: int = 1
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the number of the stage that a rank computes."""
+        return self.num_stages - 1 - rank * self.num_stages // self.size
+
+    @property
+    @abstractmethod
+    def group(self) -> "RankGroup | None":
+        """The ranks that compute the same stage; None if there is no other."""
+
+    @abstractmethod
+    def limit_waits(self, timeout_s: float) -> None:
+        """Sets the longest wait for another rank. At first waits do not end: ranks may take long
+        to load.
+        """
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Sends bytes to all other ranks, which `receive`.
+
+        Raises:
+            RanksLostError: another rank is lost, or too late. So do all methods that wait.
+        """
+
+    @abstractmethod
+    def receive(self, *, waits_forever: bool = False) -> bytes:
+        """Waits for what rank 0 sends, as long as it takes if `waits_forever`."""
+
+    @abstractmethod
+    def send_tokens(self, data: bytes) -> None:
+        """Sends the tokens of a step to the other ranks of the first stage."""
+
+    @abstractmethod
+    def receive_tokens(self, *, waits: bool = True) -> bytes | None:
+        """Returns the next step's tokens, on another rank of the first stage; None if they have
+        not arrived and `waits` is False.
+        """
+
+    @abstractmethod
+    def send_hidden(self, hidden: "torch.Tensor") -> None:
+        """Sends hidden states to the next stage. They may change afterwards."""
+
+    @abstractmethod
+    def receive_hidden(self, hidden: "torch.Tensor") -> None:
+        """Fills a contiguous tensor with the hidden states of the stage before."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes all operations that wait for another rank fail. Any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the ranks; nothing else may be called any more. Idempotent."""
+
+
+class RankGroup(EngineRanks):
+    """One rank's access to the ranks that divide each layer among them."""
+
+    @property
+    @override
+    def group(self) -> "RankGroup":
+        return self
+
+    @override
+    def send_tokens(self, data: bytes) -> None:
+        self.send(data)
+
+    @override
+    def receive_tokens(self, *, waits: bool = True) -> bytes:
+        return self.receive()
+
+    @override
+    def send_hidden(self, hidden: "torch.Tensor") -> None:
+        raise AssertionError("there is one stage")
+
+    @override
+    def receive_hidden(self, hidden: "torch.Tensor") -> None:
+        raise AssertionError("there is one stage")
 
     def cut(self, total: int) -> Cut:
         """Returns this rank's range of an axis; the ranks' sizes differ by one at most."""
@@ -90,9 +178,6 @@ class RankGroup(ABC):
 
         Returns:
             The sum, equal to the bit on all ranks.
-
-        Raises:
-            RanksLostError: another rank is lost, or too late. So do all methods.
         """
 
     @abstractmethod
@@ -106,25 +191,3 @@ class RankGroup(ABC):
         Returns:
             `[rows, num_columns]` on rank 0; `part` on the others.
         """
-
-    @abstractmethod
-    def limit_waits(self, timeout_s: float) -> None:
-        """Sets the longest wait for another rank. At first waits do not end: ranks may take long
-        to load.
-        """
-
-    @abstractmethod
-    def send(self, data: bytes) -> None:
-        """Sends bytes to all other ranks, which `receive`."""
-
-    @abstractmethod
-    def receive(self, *, waits_forever: bool = False) -> bytes:
-        """Waits for what rank 0 sends, as long as it takes if `waits_forever`."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Makes all operations that wait for another rank fail. Any thread may call it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases the group; nothing else may be called any more. Idempotent."""

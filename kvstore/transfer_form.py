@@ -33,8 +33,8 @@ class TransferForm:
         dtype: element type; see `KvLayout`.
         num_head_slices: number of equal parts of a model's KV heads; a multiple of every tier's
             degree of tensor parallelism.
-        num_layer_slices: number of equal parts of a block's layers. Each can be saved once its
-            layers are computed.
+        num_layer_slices: number of equal parts of a block's layers; a multiple of every tier's
+            number of pipeline stages. Each can be saved once its layers are computed.
     """
 
     block_size: int
@@ -72,23 +72,44 @@ class TransferForm:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The KV heads of a model that a pool has: part `rank` of `degree` equal parts."""
+    """The KV heads and the layers of a model that a pool has, each one of several equal parts.
+
+    Attributes:
+        rank: number of the part of the heads.
+        degree: number of parts of the heads.
+        stage: number of the part of the layers, as pipelines divide them.
+        num_stages: number of parts of the layers.
+    """
 
     rank: int = 0
     degree: int = 1
+    stage: int = 0
+    num_stages: int = 1
 
     @classmethod
-    def of(cls, rank: int, num_ranks: int, num_kv_heads: int) -> "HeadShare":
-        """Returns the heads that one of several ranks has; several may have the same ones.
+    def of(
+        cls, rank: int, num_ranks: int, num_kv_heads: int, stage: int = 0, num_stages: int = 1
+    ) -> "HeadShare":
+        """Returns what one of several ranks has; several may have the same heads.
 
-        Either number must be a multiple of the other.
+        Args:
+            rank: number of the rank, among those of its stage.
+            num_ranks: number of ranks of a stage; this and the number of heads must be equal, or
+                one a multiple of the other.
+            num_kv_heads: of the model.
+            stage: number of the stage.
+            num_stages: number of stages, which divides the number of layers.
         """
         degree = min(num_ranks, num_kv_heads)
-        return cls(rank * degree // num_ranks, degree)
+        return cls(rank * degree // num_ranks, degree, stage, num_stages)
 
     def layout_of(self, layout: KvLayout) -> KvLayout:
-        """Returns the layout of the part of a block that has these heads."""
-        return replace(layout, num_kv_heads=layout.num_kv_heads // self.degree)
+        """Returns the layout of the part of a block that has these heads and layers."""
+        return replace(
+            layout,
+            num_kv_heads=layout.num_kv_heads // self.degree,
+            num_layers=layout.num_layers // self.num_stages,
+        )
 
 
 WHOLE = HeadShare()
@@ -106,12 +127,12 @@ class BlockSlicing:
     """How one pool is cut into objects.
 
     The objects of the pool are numbered by pool block, then by transfer block, then by layer slice,
-    then by the head slices that the pool has.
+    then by head slice, as far as the pool has them.
 
     Attributes:
-        layout: of the pool's blocks; counts only the heads that the pool has.
+        layout: of the pool's blocks; counts only the heads and layers that the pool has.
         form: of the objects.
-        share: which of the model's heads the pool has.
+        share: which of the model's heads and layers the pool has.
 
     Raises:
         ConfigurationError: the pool cannot be cut into this form; names the flag and the limit.
@@ -125,8 +146,8 @@ class BlockSlicing:
     def of(
         cls, layout: KvLayout, form: TransferForm | None = None, share: HeadShare = WHOLE
     ) -> "BlockSlicing":
-        """The slicing into `form`; if None, blocks are objects, and a share of heads is a slice."""
-        native = TransferForm(layout.block_size, layout.dtype, share.degree)
+        """The slicing into `form`; if None, blocks are objects, and each share is a slice."""
+        native = TransferForm(layout.block_size, layout.dtype, share.degree, share.num_stages)
         return cls(layout, form or native, share)
 
     def __post_init__(self) -> None:
@@ -140,9 +161,14 @@ class BlockSlicing:
         if slices % self.share.degree:
             limit = f"a multiple of the {self.share.degree} ranks that share the heads"
             raise _bad_form("head-slices", slices, limit)
-        if form.num_layer_slices < 1 or layout.num_layers % form.num_layer_slices:
-            limit = f"a divisor of the {layout.num_layers} layers of a block"
-            raise _bad_form("layer-slices", form.num_layer_slices, limit)
+        num_layers, slices = layout.num_layers * self.share.num_stages, form.num_layer_slices
+        if slices < 1 or num_layers % slices:
+            raise _bad_form(
+                "layer-slices", slices, f"a divisor of the {num_layers} layers of a block"
+            )
+        if slices % self.share.num_stages:
+            limit = f"a multiple of the {self.share.num_stages} stages that divide the layers"
+            raise _bad_form("layer-slices", slices, limit)
         if self.object_layout.has_scales and form.block_size * layout.head_dim % SCALE_BYTES:
             whole = SCALE_BYTES // math.gcd(SCALE_BYTES, layout.head_dim)
             limit = f"a multiple of {whole} for {form.dtype} and heads of {layout.head_dim}"
@@ -160,16 +186,22 @@ class BlockSlicing:
         return range(self.share.rank * count, (self.share.rank + 1) * count)
 
     @cached_property
+    def layer_slices(self) -> range:
+        """Numbers of the layer slices that the pool has."""
+        count = self.form.num_layer_slices // self.share.num_stages
+        return range(self.share.stage * count, (self.share.stage + 1) * count)
+
+    @cached_property
     def objects_per_block(self) -> int:
         """Number of objects in a transfer block."""
-        return self.form.num_layer_slices * len(self.head_slices)
+        return len(self.layer_slices) * len(self.head_slices)
 
     @cached_property
     def object_layout(self) -> KvLayout:
         """Layout of one object."""
         return replace(
             self.layout,
-            num_layers=self.layout.num_layers // self.form.num_layer_slices,
+            num_layers=self.layout.num_layers // len(self.layer_slices),
             num_kv_heads=self.layout.num_kv_heads // len(self.head_slices),
             block_size=self.form.block_size,
             dtype=self.form.dtype,
@@ -202,10 +234,9 @@ class BlockSlicing:
     @cached_property
     def _slice_numbers(self) -> tuple[int, ...]:
         """Numbers of a transfer block's objects, among those of all ranks."""
-        layers = range(self.form.num_layer_slices)
         return tuple(
             layer_slice * self.form.num_head_slices + head_slice
-            for layer_slice in layers
+            for layer_slice in self.layer_slices
             for head_slice in self.head_slices
         )
 

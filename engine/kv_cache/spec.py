@@ -14,6 +14,7 @@ A model whose layers all have the same window has one layer group.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 
 __all__ = ["KvCacheSpec", "LayerGroups", "group_layers", "spec_of"]
@@ -33,6 +34,32 @@ class LayerGroups:
     windows: tuple[int | None, ...]
     slots: tuple[tuple[int, int], ...]
     layers_per_block: int
+
+    def slots_of(self, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+        """Returns the slots of a pipeline stage's layers, in blocks of the stage's layers alone.
+
+        Args:
+            stage: number of the stage.
+            num_stages: number of stages, which divides the number of layers.
+
+        Raises:
+            ConfigurationError: the stages do not have the same part of each layer group.
+        """
+        num_layers, per_block = len(self.slots) // num_stages, self.layers_per_block // num_stages
+        first = stage * per_block
+        own = [
+            (layer_group, index - first)
+            for layer_group, index in self.slots[stage * num_layers : (stage + 1) * num_layers]
+        ]
+        if per_block * num_stages != self.layers_per_block or any(
+            not 0 <= index < per_block for _, index in own
+        ):
+            raise ConfigurationError(
+                f"--pipeline-parallel-size is {num_stages}; its stages need equally many layers of "
+                f"each sliding window of the model, which has {len(self.windows)} groups of "
+                f"{self.layers_per_block} layers"
+            )
+        return tuple(own)
 
 
 def group_layers(windows: Sequence[int | None]) -> LayerGroups:
@@ -142,5 +169,5 @@ def spec_of(config: EngineConfig, windows: tuple[int | None, ...]) -> KvCacheSpe
             while a chunk is in flight, and no block that the latter reads is released.
         windows: `LayerGroups.windows`.
     """
-    num_open_steps = 2 if config.async_scheduling else 1
+    num_open_steps = config.max_open_steps
     return KvCacheSpec(config.block_size, windows, config.max_chunk * num_open_steps)

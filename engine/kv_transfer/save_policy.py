@@ -36,7 +36,7 @@ class SavePolicy:
         # step may start before the one before it has failed, and compute from incomplete KV.
         ahead = (
             connector.saves_ahead
-            and config.kv_transfer_layer_slices > 1
+            and config.transfer_layer_slices > 1
             and not config.async_scheduling
         )
         if not connector.finds_by_key:

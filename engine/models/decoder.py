@@ -16,7 +16,8 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from kernels import QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
@@ -29,25 +30,33 @@ class Decoder(CausalModel):
 
     checkpoint_prefix = "model."
 
-    def __init__(self, config: DecoderConfig, ranks: RankGroup | None = None) -> None:
-        super().__init__(config, config.hidden_size, ranks)
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings, ranks=ranks
-        )
+    def __init__(self, config: DecoderConfig, part: ModelPart = WHOLE_MODEL) -> None:
+        super().__init__(config, config.hidden_size, part)
+        self.embed_tokens = self._new_embedding(config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(
-            _Layer(config, sliding_window, ranks) for sliding_window in config.sliding_windows
+        self.layers = self._new_layers(
+            lambda number: _Layer(config, config.sliding_windows[number], part.ranks)
         )
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if part.is_last else None
 
     @override
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self.embed_tokens is not None
+        embedded: torch.Tensor = self.embed_tokens(token_ids)
+        return embedded
+
+    @override
+    def _run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
         rotation = self.rotary(positions)
-        for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
+        for layer, layer_kv in zip(self.layers.values(), kv.layers(), strict=True):
             hidden = layer(hidden, rotation, layer_kv)
+        return hidden
+
+    @override
+    def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.norm is not None
         normed: torch.Tensor = self.norm(hidden)
         return normed
 

@@ -12,7 +12,8 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, TransposedFusedLinear, TransposedLinear, cut_of
+from engine.models.linear import TransposedFusedLinear, TransposedLinear, cut_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
 
@@ -24,22 +25,34 @@ class Gpt2(CausalModel):
 
     checkpoint_prefix = "transformer."
 
-    def __init__(self, config: Gpt2Config, ranks: RankGroup | None = None) -> None:
-        super().__init__(config, config.hidden_size, ranks)
-        self.wte = Embedding(
-            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings, ranks=ranks
+    def __init__(self, config: Gpt2Config, part: ModelPart = WHOLE_MODEL) -> None:
+        super().__init__(config, config.hidden_size, part)
+        size = config.hidden_size
+        self.wte = self._new_embedding(size)
+        self.wpe = nn.Embedding(config.max_model_len, size) if part.is_first else None
+        self.h = self._new_layers(
+            lambda number: _Layer(config, config.attention_scales[number], part.ranks)
         )
-        self.wpe = nn.Embedding(config.max_model_len, config.hidden_size)
-        self.h = nn.ModuleList(_Layer(config, scale, ranks) for scale in config.attention_scales)
-        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ln_f = nn.LayerNorm(size, eps=config.layer_norm_eps) if part.is_last else None
 
     @override
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self.wte is not None
+        assert self.wpe is not None
+        embedded: torch.Tensor = self.wte(token_ids) + self.wpe(positions)
+        return embedded
+
+    @override
+    def _run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        hidden = self.wte(token_ids) + self.wpe(positions)  # [num_tokens, hidden_size]
-        for layer, layer_kv in zip(self.h, kv.layers(), strict=True):
+        for layer, layer_kv in zip(self.h.values(), kv.layers(), strict=True):
             hidden = layer(hidden, layer_kv)
+        return hidden
+
+    @override
+    def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.ln_f is not None
         normed: torch.Tensor = self.ln_f(hidden)
         return normed
 

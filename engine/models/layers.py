@@ -17,6 +17,7 @@ from baton.errors import ConfigurationError
 from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, PackedModule, TensorPart, cut_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 from kvstore.transfer_form import HeadShare
@@ -34,56 +35,71 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CausalModel(nn.Module, ABC):
-    """A decoder-only model: `model(token_ids, positions, kv)`, then `logits`.
+    """A decoder-only model, or a part of one: `model(inputs, positions, kv)`, then `logits`.
 
     Submodules have the names of the checkpoint, without `checkpoint_prefix`.
 
     Args:
         config: the model's shape.
-        head_width: input width of the output head.
-        ranks: the group that computes the model; None for one rank.
+        head_width: input width of the output head, and of the embedding.
+        part: the part of the model that this rank computes.
 
     Attributes:
         checkpoint_prefix: prefix of the names in a checkpoint.
         config: the model's shape.
-        lm_head: the output head; None if it shares the embedding's weights.
+        part: the part of the model.
+        lm_head: the output head; None if it shares the embedding's weights, or another stage
+            has it.
     """
 
     checkpoint_prefix: ClassVar[str]
     config: ModelConfig
     lm_head: Linear | None
 
-    def __init__(
-        self, config: ModelConfig, head_width: int, ranks: RankGroup | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, head_width: int, part: ModelPart = WHOLE_MODEL) -> None:
         super().__init__()
-        self.config = config
-        self._ranks = ranks
-        tokens = cut_of(config.vocab_size, ranks)
-        self.lm_head = (
-            None if config.tie_word_embeddings else Linear(head_width, tokens, bias=False)
-        )
+        self.config, self.part = config, part
+        tokens = cut_of(config.vocab_size, part.ranks)
+        has_head = part.is_last and not config.tie_word_embeddings
+        self.lm_head = Linear(head_width, tokens, bias=False) if has_head else None
 
-    @abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
-    ) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, kv: PagedKv) -> torch.Tensor:
         """Runs the layers over one step's tokens, and writes their KV into the pool.
 
         Args:
-            token_ids: `[num_tokens]` int64.
+            inputs: `[num_tokens]` int64 token ids; for a later stage the `[num_tokens,
+                hidden_size]` hidden states of the stage before, undefined afterwards.
             positions: `[num_tokens]` int64.
             kv: the KV that each token writes and reads, and the logit rows.
 
         Returns:
-            Final hidden states of the logit rows, `[num_logit_rows, hidden_size]`.
+            Final hidden states of the logit rows, `[num_logit_rows, hidden_size]`; of a stage
+            before the last, hidden states of all tokens.
         """
+        hidden = self._embed(inputs, positions) if self.part.is_first else inputs
+        hidden = self._run_layers(hidden, positions, kv)
+        return self._normalize(hidden) if self.part.is_last else hidden
+
+    @abstractmethod
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs of the first layer, `[num_tokens, hidden_size]`."""
+
+    @abstractmethod
+    def _run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+    ) -> torch.Tensor:
+        """Runs this part's layers; returns the output of the last one."""
+
+    @abstractmethod
+    def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Applies the final norm."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits: `[rows, hidden_size]` to float32 `[rows, vocab_size]`.
 
-        Ranks other than 0 return only those of their part of the vocabulary.
+        Only for the last stage. Ranks other than 0 return only those of their part of the
+        vocabulary.
         """
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
@@ -100,13 +116,31 @@ class CausalModel(nn.Module, ABC):
         parts = chain.from_iterable(self.checkpoint_tensors().values())
         return sum(math.prod(part.target.shape) for part in parts)
 
-    def _head(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
+    def _new_embedding(self, width: int) -> Embedding | None:
+        """Makes the embedding; None if this part needs it neither for tokens nor for logits."""
+        is_head = self.config.tie_word_embeddings
+        if not (self.part.is_first or (self.part.is_last and is_head)):
+            return None
+        return Embedding(self.config.vocab_size, width, is_head=is_head, ranks=self.part.ranks)
+
+    def _new_layers(self, make_layer: Callable[[int], nn.Module]) -> nn.ModuleDict:
+        """Makes this part's layers, which have their numbers in the whole model as names.
+
+        Args:
+            make_layer: makes a layer by its number.
+        """
+        own = self.part.layers(self.config.num_layers)
+        numbers = range(own.start, own.end)
+        return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
+
+    def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:
         """Applies the output head: `[rows, head_width]` to the result of `logits`."""
-        weight = embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = kernels.linear(hidden, weight, out_dtype=torch.float32)
-        if self._ranks is None:
+        head = self.lm_head or embedding
+        assert head is not None, "only the last stage computes logits"
+        logits = kernels.linear(hidden, head.weight, out_dtype=torch.float32)
+        if self.part.ranks is None:
             return logits
-        return kernels.gather_columns(logits, self._ranks, self.config.vocab_size)
+        return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
 
 
 def _parts_of(module: nn.Module, path: str) -> Iterable[TensorPart]:

@@ -12,7 +12,8 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, FusedLinear, Linear, cut_of
+from engine.models.linear import FusedLinear, Linear, cut_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
 
@@ -27,27 +28,37 @@ class Opt(CausalModel):
 
     checkpoint_prefix = "model.decoder."
 
-    def __init__(self, config: OptConfig, ranks: RankGroup | None = None) -> None:
-        super().__init__(config, config.embedding_size, ranks)
+    def __init__(self, config: OptConfig, part: ModelPart = WHOLE_MODEL) -> None:
+        super().__init__(config, config.embedding_size, part)
         width, size = config.embedding_size, config.hidden_size
-        self.embed_tokens = Embedding(
-            config.vocab_size, width, is_head=config.tie_word_embeddings, ranks=ranks
-        )
-        self.embed_positions = nn.Embedding(config.max_model_len + _POSITION_OFFSET, size)
-        projected = width != size
-        self.project_in = Linear(width, size, bias=False) if projected else nn.Identity()
-        self.project_out = Linear(size, width, bias=False) if projected else nn.Identity()
-        self.layers = nn.ModuleList(_Layer(config, ranks) for _ in range(config.num_layers))
-        self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
+        self.embed_tokens = self._new_embedding(width)
+        num_positions = config.max_model_len + _POSITION_OFFSET
+        self.embed_positions = nn.Embedding(num_positions, size) if part.is_first else None
+        reads, writes = part.is_first and width != size, part.is_last and width != size
+        self.project_in = Linear(width, size, bias=False) if reads else nn.Identity()
+        self.project_out = Linear(size, width, bias=False) if writes else nn.Identity()
+        self.layers = self._new_layers(lambda _: _Layer(config, part.ranks))
+        has_norm = part.is_last and config.final_norm
+        self.final_layer_norm = _layer_norm(config) if has_norm else nn.Identity()
 
     @override
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self.embed_tokens is not None
+        assert self.embed_positions is not None
+        embedded: torch.Tensor = self.project_in(self.embed_tokens(token_ids))
+        placed: torch.Tensor = self.embed_positions(positions + _POSITION_OFFSET)
+        return embedded + placed
+
+    @override
+    def _run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        hidden = self.project_in(self.embed_tokens(token_ids))  # [num_tokens, hidden_size]
-        hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
-        for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
+        for layer, layer_kv in zip(self.layers.values(), kv.layers(), strict=True):
             hidden = layer(hidden, layer_kv)
+        return hidden
+
+    @override
+    def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.final_layer_norm(hidden)
         return normed
 

@@ -13,7 +13,7 @@ from engine.models.decoder import Decoder
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
-from kernels import RankGroup
+from engine.models.part import WHOLE_MODEL, ModelPart
 
 __all__ = ["FAMILIES", "ModelFamily", "family_of"]
 
@@ -26,24 +26,24 @@ class ModelFamily:
         model_type: the `model_type` in the family's config.json.
         read_config: makes the family's config of config.json's fields; raises
             ConfigurationError for unsupported values.
-        model: makes a model of the family's config and the group of its ranks.
+        model: makes a part of a model of the family's config.
     """
 
     model_type: str
     read_config: Callable[[ConfigFields], Any]
-    model: Callable[[Any, RankGroup | None], CausalModel]
+    model: Callable[[Any, ModelPart], CausalModel]
 
-    def build(self, config: Any, ranks: RankGroup | None = None) -> CausalModel:
+    def build(self, config: Any, part: ModelPart = WHOLE_MODEL) -> CausalModel:
         """Builds a model on torch's default device, with uninitialized weights.
 
         Args:
             config: of `read_config`.
-            ranks: the group among whose ranks the model is divided; None for one rank.
+            part: the part of the model.
 
         Raises:
-            ConfigurationError: it cannot be divided among that many ranks.
+            ConfigurationError: it cannot be divided among that many ranks or stages.
         """
-        return self.model(config, ranks)
+        return self.model(config, part)
 
 
 # By the architecture in config.json.

@@ -27,6 +27,7 @@ class BatchInputs:
             needs logits, then those of the decode rows. None for all tokens.
         hidden_rows: `[num_logit_rows]` int64; the same tokens, in a step in which the model
             computes the hidden states of all tokens. None in other steps.
+        hidden: `[num_tokens, hidden_size]`; hidden states of the stage before; None for the first.
     """
 
     token_ids: torch.Tensor
@@ -34,6 +35,12 @@ class BatchInputs:
     layer_groups: tuple[AttentionMetadata, ...]
     logit_rows: LogitRows | None
     hidden_rows: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    @property
+    def of_model(self) -> torch.Tensor:
+        """What the model reads: token ids, or the hidden states of the stage before."""
+        return self.token_ids if self.hidden is None else self.hidden
 
     def logit_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns those of the model's final hidden states whose logits are computed."""
@@ -48,6 +55,8 @@ class StepInputs:
         max_tokens: maximum number of tokens in a step.
         block_size: tokens per KV block.
         device: the device of the tensors.
+        hidden: `[max_tokens, hidden_size]`; memory for the hidden states of the stage before, which
+            the caller fills; None for the first stage.
 
     Attributes:
         max_seqs: maximum number of sequences in a step.
@@ -60,7 +69,15 @@ class StepInputs:
 
     needs_all_hidden: bool = False
 
-    def __init__(self, rows: Rows, max_tokens: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
+        self._hidden = hidden
         self.max_seqs = num_rows = rows.tables.shape[1]
         self._block_size, self._device = block_size, device
         self._count = np.arange(max(max_tokens, num_rows + 1))
@@ -122,6 +139,7 @@ class StepInputs:
             ),
             logit_rows=logit_rows,
             hidden_rows=hidden_rows,
+            hidden=None if self._hidden is None else self._hidden[:num_tokens],
         )
 
     def _fill_sequences(

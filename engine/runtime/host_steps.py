@@ -39,7 +39,9 @@ class HostSteps(Steps):
         vocab_size = model.model.config.vocab_size
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         self._processors = RowProcessors(model.processors)
-        inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
+        self._hidden = None if model.model.part.is_first else model.new_hidden()
+        sizes = model.max_tokens, model.block_size
+        inputs = StepInputs(self._rows, *sizes, model.device, self._hidden)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
@@ -62,14 +64,16 @@ class HostSteps(Steps):
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
         """Computes the whole step before it returns."""
         rows, decode = self._rows, self._decode_rows
-        self._recorded.inputs.fill(batch, rows, decode.ids)
-        rows.advance(batch.chunks, decode.ids)
+        self._fill_inputs(batch)
         prompts = PromptTokens(batch)
         scores = self._recorded.scores(self._on_layer(batch))
         drawing = drawing_rows(batch.chunks, decode.ids)
         if self._ranks is not None and self._ranks.rank > 0:  # rank 0 draws
             prompts.compute_part(self._model, scores.hidden)
-            rows.keep_drawn(drawing, np.frombuffer(self._ranks.receive(), np.int64))
+            if self._model.part.is_first:
+                drawn = self._ranks.receive_tokens()
+                assert drawn is not None, "it waits"
+                rows.keep_drawn(drawing, np.frombuffer(drawn, np.int64))
             return FinishedStep(StepOutput(batch.step))
         of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
         draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
@@ -88,8 +92,17 @@ class HostSteps(Steps):
         tokens = np.array([*single, *decoded.tokens], np.int64)
         rows.keep_drawn(drawing, tokens)
         if self._ranks is not None:
-            self._ranks.send(tokens.tobytes())
+            self._ranks.send_tokens(tokens.tobytes())
         return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
+
+    def _fill_inputs(self, batch: ScheduledBatch) -> None:
+        """Fills the inputs of a step, and waits for the hidden states of the stage before."""
+        rows, decode, inputs = self._rows, self._decode_rows, self._recorded.inputs
+        inputs.fill(batch, rows, decode.ids)
+        rows.advance(batch.chunks, decode.ids)
+        if self._hidden is not None:
+            assert self._ranks is not None, "one rank has one stage"
+            self._ranks.receive_hidden(self._hidden[: inputs.num_tokens])
 
     def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:
         """Changes the logits of the rows that have rules, in place."""

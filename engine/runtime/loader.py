@@ -13,7 +13,7 @@ config.json. It is for measuring speed, which does not depend on the weights' va
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,11 +31,11 @@ from engine.config import DTYPES
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, TensorPart, WeightTarget
+from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.shared_weights import share_weights
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
-from kernels import RankGroup
 
 __all__ = [
     "LoadedModel",
@@ -100,7 +100,7 @@ def load_model(
     progress: bool,
     load_format: str = "auto",
     weights_folder: str | None = None,
-    ranks: RankGroup | None = None,
+    part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -112,7 +112,7 @@ def load_model(
         load_format: "auto", or "dummy" for random weights in the shape of config.json.
         weights_folder: through which processes share weights on a CPU (`shared_weights`); None
             keeps them in memory of this process.
-        ranks: the group among whose ranks the weights are divided; None for one rank.
+        part: the part of the model that this process computes.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -125,24 +125,27 @@ def load_model(
     fields = config_fields(checkpoint, family.model_type)
     dtype_name = resolve_dtype(dtype, fields)
     with torch.device("meta"):
-        model = family.build(family.read_config(fields), ranks)
+        config = family.read_config(fields)
+        model = family.build(config, part)
+        whole = model if part.num_stages == 1 else family.build(config)
+    shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)
-    names = [] if is_dummy else _match_tensors(model, checkpoint, open_file)
+    names = [] if is_dummy else _match_tensors(model, shapes.keys(), checkpoint, open_file)
     _allocate(model, weights_dtype, device, path_or_name)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
 
     def fill() -> None:
         parts = model.checkpoint_tensors()
         if is_dummy:
-            draw_weights(parts, weights_dtype, device)
+            draw_weights(parts, shapes, weights_dtype, device)
         else:
             _copy_weights(parts, names, open_file, device, progress=progress)
 
     if weights_folder is None or device.type != "cpu":
         fill()
     else:
-        share_weights(model, Path(weights_folder), fingerprint + _rank_text(ranks), fill)
+        share_weights(model, Path(weights_folder), fingerprint + _part_text(part), fill)
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
@@ -157,8 +160,11 @@ def load_model(
     )
 
 
-def _rank_text(ranks: RankGroup | None) -> bytes:
-    return b"" if ranks is None else f"{ranks.rank}/{ranks.size}".encode()
+def _part_text(part: ModelPart) -> bytes:
+    if part == WHOLE_MODEL:
+        return b""
+    ranks = "" if part.ranks is None else f"{part.ranks.rank}/{part.ranks.size}"
+    return f"{ranks} {part.stage}/{part.num_stages}".encode()
 
 
 def config_fields(checkpoint: Checkpoint, model_type: str) -> ConfigFields:
@@ -199,16 +205,23 @@ def resolve_dtype(dtype: str, fields: ConfigFields) -> str:
 
 
 def _match_tensors(
-    model: CausalModel, checkpoint: Checkpoint, open_file: _OpenFile
+    model: CausalModel, names: Set[str], checkpoint: Checkpoint, open_file: _OpenFile
 ) -> list[_Match]:
-    """Matches the files' tensors with the model's, and checks that they match one to one."""
+    """Matches the files' tensors with the model's, and checks that they match one to one.
+
+    Args:
+        model: the model.
+        names: the names of all tensors of the whole model, of which this process may have some.
+        checkpoint: the files.
+        open_file: opens one.
+    """
     expected = model.checkpoint_tensors()
     matches: dict[str, _Match] = {}
     for file in checkpoint.weight_files:
         with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
-                target = _target_of(name, model, expected)
-                if target is None:
+                target = _target_of(name, model, names)
+                if target not in expected:
                     continue
                 shape = expected[target][0].tensor_shape
                 _check_tensor(file, name, tensors.get_slice(name), shape)
@@ -219,7 +232,7 @@ def _match_tensors(
     return list(matches.values())
 
 
-def _target_of(name: str, model: CausalModel, expected: _Parts) -> str | None:
+def _target_of(name: str, model: CausalModel, expected: Set[str]) -> str | None:
     """Returns the model's name for a tensor in a file; None if the model does not need it.
 
     Names in checkpoints saved from the bare model lack the first part of the prefix.
@@ -350,7 +363,10 @@ def _open_safetensors(file: Path) -> Any:
 
 
 def draw_weights(
-    parts: Mapping[str, Sequence[TensorPart]], dtype: torch.dtype, device: torch.device
+    parts: Mapping[str, Sequence[TensorPart]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Fills a model's weights: norms with ones, everything else with small normal numbers.
 
@@ -359,18 +375,18 @@ def draw_weights(
 
     Args:
         parts: by checkpoint name, the parts to fill. Ranks get parts of the same tensors.
+        shapes: by name, of all tensors of the whole model.
         dtype: type of the weights.
         device: device of the weights.
     """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, of_tensor in parts.items():
-        shape = of_tensor[0].tensor_shape
+    for name, shape in shapes.items():
         if len(shape) == 1 and not name.endswith(".bias"):
             numbers = torch.ones(shape, dtype=dtype, device=device)
         else:
             numbers = torch.randn(shape, generator=generator, dtype=dtype, device=device)
             numbers.mul_(_DUMMY_STANDARD_DEVIATION)
-        for part in of_tensor:
+        for part in parts.get(name, ()):
             part.target.copy_(numbers[part.index])
 
 

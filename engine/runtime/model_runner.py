@@ -21,6 +21,7 @@ from engine.batch import (
 )
 from engine.config import EngineConfig
 from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_steps import DeviceSteps
@@ -43,12 +44,12 @@ from engine.runtime.logits_processors import (
     make_processors,
 )
 from engine.runtime.ranks.batches import BatchSender, check_same_engine
+from engine.runtime.ranks.transfers import share_of
+from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
-from kernels import RankGroup, RanksLostError
-from kvstore.layout import KvLayout
+from kernels import EngineRanks, RanksLostError
 from kvstore.mover.pool_objects import view_blocks
-from kvstore.transfer_form import HeadShare
 
 __all__ = ["ModelRunner"]
 
@@ -73,8 +74,8 @@ class ModelRunner:
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
-        ranks: the group of which this runner computes one rank's part; closed with the runner. None
-            for one rank. Rank 0 passes its batches on to the others.
+        ranks: all ranks of the engine; this runner computes one's part, and closes them. None for
+            one rank. Rank 0 passes its batches on to the others.
 
     Attributes:
         info: properties of the model.
@@ -93,14 +94,19 @@ class ModelRunner:
     costs: StepCosts
 
     def __init__(
-        self, config: EngineConfig, *, progress: bool = True, ranks: RankGroup | None = None
+        self, config: EngineConfig, *, progress: bool = True, ranks: EngineRanks | None = None
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._sender = None if ranks is None or ranks.rank else BatchSender(ranks)
+        part = _part_of(ranks)
+        # Other stages compute without turns, and before this one.
+        self._sends_early = not part.is_first
         self._device = resolve_device(config.device)
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
-        self._steps_type: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
+        self._steps_type: type[Steps] = DeviceSteps
+        if self._is_on_cpu:
+            self._steps_type = HostSteps if part.is_last else StageSteps
         if self._is_on_cpu:
             num_local = 1 if ranks is None else ranks.num_local
             share = max(1, kernels.default_num_threads() // num_local)
@@ -115,18 +121,21 @@ class ModelRunner:
             progress=progress,
             load_format=config.load_format,
             weights_folder=config.weights_folder,
-            ranks=ranks,
+            part=part,
         )
-        self._model = loaded.model
+        self._model, self._dtype = loaded.model, getattr(torch, loaded.dtype)
         if ranks is not None and loaded.dtype == "float16":  # whose products are rounded too early
             raise ConfigurationError(
-                f"--tensor-parallel-size is {ranks.size}; --dtype float16 works with 1 only: "
-                "use bfloat16 or float32"
+                f"the engine has {ranks.size} ranks; --dtype float16 works with 1 only: use "
+                "bfloat16 or float32"
             )
         layer_groups = group_layers(loaded.sliding_windows)
-        self._layer_slots = layer_groups.slots
+        self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self.info = _model_info(loaded, layer_groups, config)
-        self._layout = _layout_of_rank(self.info.layout, ranks)
+        self._layout = self.info.layout
+        if ranks is not None:
+            own = share_of(ranks.rank, ranks, self._layout.num_kv_heads)
+            self._layout = own.layout_of(self._layout)
         if ranks is not None:
             check_same_engine(ranks, config, self.info)
         self._processors = make_processors(
@@ -138,7 +147,8 @@ class ModelRunner:
                 max_model_len=self.info.max_model_len,
             ),
         )
-        self._turns = Turns(config.turns_folder if self._is_on_cpu else None)
+        has_turns = self._is_on_cpu and part.num_stages == 1
+        self._turns = Turns(config.turns_folder if has_turns else None)
         with self._turns.wait_for_turn():  # so that no other engine's step distorts the times
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
@@ -167,11 +177,9 @@ class ModelRunner:
 
         If that is interrupted, it waits for the device, as `_launch` does.
         """
-        try:
-            return self._launch(batch).result()
-        except BaseException:
-            wait_for(self._device)
-            raise
+        if self._sends_early:
+            self._pass_on(batch)
+        return self._execute(batch)
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
         """Submits one step, which runs after those submitted before it.
@@ -182,7 +190,9 @@ class ModelRunner:
             return self._launch(batch)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "model-runner")
-        return self._thread.submit(self.execute, batch)
+        if self._sends_early:
+            self._pass_on(batch)
+        return self._thread.submit(self._execute, batch)
 
     def count_work(self, num_work_messages: Callable[[], int]) -> None:
         """Registers a function whose value rank 0 sends with each batch, as `BatchSender` does."""
@@ -206,6 +216,14 @@ class ModelRunner:
     def turn_wait_s(self) -> float:
         """Seconds that it has waited for its turn, the present wait included."""
         return self._turns.waited_s
+
+    def _execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Runs one step, which was sent to the other ranks if stages before this one compute it."""
+        try:
+            return self._launch(batch).result()
+        except BaseException:
+            wait_for(self._device)
+            raise
 
     def _launch(self, batch: ScheduledBatch) -> PendingOutput:
         """Launches a step.
@@ -231,11 +249,13 @@ class ModelRunner:
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
         kernels.copy_blocks(self.kv_pool, batch.block_copies)
         if not batch.num_tokens:
-            self._pass_on(batch)
+            if not self._sends_early:
+                self._pass_on(batch)
             copies_done = fetch(self._device, ())
             return LaunchedStep(copies_done, lambda _: StepOutput(batch.step))
         with self._turns.wait_for_turn():
-            self._pass_on(batch)  # now, as the other ranks wait for this one's part
+            if not self._sends_early:
+                self._pass_on(batch)  # now, as the other ranks wait for this one's part
             return self._steps.launch(batch)
 
     def _pass_on(self, batch: ScheduledBatch) -> None:
@@ -319,6 +339,7 @@ class ModelRunner:
         for _ in range(1 + uses_all_memory):
             steps.update(batch)
             steps.launch(batch).result()
+        steps.finish()
         return batch.num_tokens
 
     def _dummy_pool(self) -> torch.Tensor:
@@ -377,6 +398,7 @@ class ModelRunner:
                 reports_processed=config.logprobs_mode == "processed_logprobs",
                 processors=self._processors,
                 ranks=self._ranks,
+                dtype=self._dtype,
             )
         )
 
@@ -398,11 +420,11 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
     )
 
 
-def _layout_of_rank(layout: KvLayout, ranks: RankGroup | None) -> KvLayout:
-    """Returns the layout of one rank's blocks, which hold its part of the heads."""
+def _part_of(ranks: EngineRanks | None) -> ModelPart:
+    """Returns the part of the model that a rank computes."""
     if ranks is None:
-        return layout
-    return HeadShare.of(ranks.rank, ranks.size, layout.num_kv_heads).layout_of(layout)
+        return WHOLE_MODEL
+    return ModelPart(ranks.group, ranks.stage, ranks.num_stages)
 
 
 def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:

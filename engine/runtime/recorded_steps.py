@@ -43,22 +43,20 @@ class _Recording:
         inputs: the inputs that they read, in the memory of all steps' inputs.
         num_seqs: the number of sequences that they read; unlike the number of tokens, it
             may differ between steps of one size.
-        row_maxima: the outputs that they write beside the logits.
     """
 
     step: RecordedStep
     inputs: BatchInputs
     num_seqs: int
-    row_maxima: _RowMaxima
 
-    def run(self, inputs: StepInputs, on_layer: OnLayer | None) -> Scores:
+    def run(self, inputs: StepInputs, on_layer: OnLayer | None) -> torch.Tensor:
         """Replays the recording on the current inputs, which have the same size."""
         if self.num_seqs != inputs.num_seqs:
             current = inputs.tensors().layer_groups
             for own, other in zip(self.inputs.layer_groups, current, strict=True):
                 kernels.point_to(own, other)
             self.num_seqs = inputs.num_seqs
-        return Scores(self.step.run(on_layer), *self.row_maxima)
+        return self.step.run(on_layer)
 
 
 class RecordedSteps:
@@ -102,17 +100,29 @@ class RecordedSteps:
         Args:
             on_layer: called after each layer, except in a step that is being recorded.
         """
-        size = self.inputs.num_tokens, self.inputs.num_logit_rows
+        row_maxima = self._row_maxima(self._size)
         if self.inputs.needs_all_hidden:
-            return self._run_all(self._row_maxima(size), on_layer)
+            return self._run_all(row_maxima, on_layer)
+        return Scores(self.run(on_layer), *row_maxima)
+
+    def run(self, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Returns the logits of `scores`; on a stage before the last, hidden states of all tokens.
+
+        Args:
+            on_layer: as in `scores`.
+        """
+        size = self._size
         recording = self._recordings.pop(size, None)
         if recording is not None:
             self._recordings[size] = recording
             return recording.run(self.inputs, on_layer)
         if self._should_record(size):
             return self._record(size)
-        row_maxima = self._row_maxima(size)
-        return Scores(self._run(self.inputs.tensors(), row_maxima, on_layer), *row_maxima)
+        return self._run(self.inputs.tensors(), self._row_maxima(size), on_layer)
+
+    @property
+    def _size(self) -> _Size:
+        return self.inputs.num_tokens, self.inputs.num_logit_rows
 
     def _should_record(self, size: _Size) -> bool:
         num_tokens, num_logit_rows = size
@@ -124,20 +134,19 @@ class RecordedSteps:
         self._seen[size] = None
         return False
 
-    def _record(self, size: _Size) -> Scores:
+    def _record(self, size: _Size) -> torch.Tensor:
         self._seen.pop(size, None)
         inputs, row_maxima = self.inputs.tensors(), self._row_maxima(size)
         mark_layer = partial(kernels.mark_step, self._device)
-        logits, step = kernels.record_step(
+        result, step = kernels.record_step(
             self._device, self._arena, lambda: self._run(inputs, row_maxima, mark_layer)
         )
-        scores = Scores(logits, *row_maxima)
         if step is None:
             self._is_recordable = False
-            return scores
+            return result
         _keep_below(_MAX_RECORDINGS, self._recordings)
-        self._recordings[size] = _Recording(step, inputs, self.inputs.num_seqs, row_maxima)
-        return scores
+        self._recordings[size] = _Recording(step, inputs, self.inputs.num_seqs)
+        return result
 
     def _row_maxima(self, size: _Size) -> _RowMaxima:
         """Returns the output buffers of steps of this size; recordings reuse them."""
@@ -148,7 +157,8 @@ class RecordedSteps:
     def _run(
         self, inputs: BatchInputs, row_maxima: _RowMaxima, on_layer: OnLayer | None
     ) -> torch.Tensor:
-        return self._logits(self._hidden(inputs, on_layer), row_maxima)
+        hidden = self._hidden(inputs, on_layer)
+        return self._logits(hidden, row_maxima) if self._model.part.is_last else hidden
 
     @torch.inference_mode()
     def _run_all(self, row_maxima: _RowMaxima, on_layer: OnLayer | None) -> Scores:
@@ -164,11 +174,11 @@ class RecordedSteps:
             states,
             inputs.layer_groups,
             self._slots,
-            inputs.logit_rows,
+            inputs.logit_rows if self._model.part.is_last else None,
             scales=scales,
             on_layer=on_layer,
         )
-        hidden: torch.Tensor = self._model(inputs.token_ids, inputs.positions, kv)
+        hidden: torch.Tensor = self._model(inputs.of_model, inputs.positions, kv)
         return hidden
 
     def _logits(self, hidden: torch.Tensor, row_maxima: _RowMaxima) -> torch.Tensor:

@@ -12,7 +12,7 @@ from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from engine.runtime.logits_processors import LogitsProcessor
-from kernels import AttentionMetadata, LogitRows, PagedKv, RankGroup
+from kernels import AttentionMetadata, EngineRanks, LogitRows, PagedKv
 from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
@@ -36,7 +36,8 @@ class StepModel:
         reports_processed: whether log-probabilities of drawn tokens are those of the
             distributions that they are drawn from, instead of the model's own.
         processors: the engine's logits processors.
-        ranks: the group that computes the model; None for one rank.
+        ranks: all ranks of the engine; None for one.
+        dtype: type of hidden states.
     """
 
     model: CausalModel
@@ -50,7 +51,8 @@ class StepModel:
     enforce_eager: bool
     reports_processed: bool = False
     processors: Sequence[LogitsProcessor[Any]] = ()
-    ranks: RankGroup | None = None
+    ranks: EngineRanks | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def max_blocks(self) -> int:
@@ -66,6 +68,11 @@ class StepModel:
     def num_blocks(self) -> int:
         """Number of blocks of the KV cache, spare blocks included."""
         return len(self.kv.states)
+
+    def new_hidden(self) -> torch.Tensor:
+        """Allocates memory for the hidden states of a step's tokens, as stages pass them on."""
+        shape = self.max_tokens, self.model.config.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def paged_kv(
         self, layer_groups: Sequence[AttentionMetadata], logit_rows: LogitRows | None = None
@@ -130,6 +137,9 @@ class Steps(ABC):
 
     def watch_layers(self, on_layers: LayersComputed) -> None:  # noqa: B027 - optional
         """Registers a function to call as layers are computed; by default it is never called."""
+
+    def finish(self) -> None:  # noqa: B027 - optional
+        """Waits for what earlier steps have drawn; afterwards other `Steps` may run."""
 
     @abstractmethod
     def graph_bytes(self) -> int:

@@ -118,7 +118,7 @@ class Admission:
 
         No step may be in flight. Nothing is planned if the group lacks blocks or seats.
         """
-        for sequence in self._decoding.members()[0]:
+        for sequence in list(self._decoding):
             self._stop_decoding(sequence, self._decoding.position(sequence, plan.step), plan)
             self._queues.chunking[sequence.group] = None
         if group.state is GroupState.RUNNING:
@@ -127,10 +127,10 @@ class Admission:
             self._admit_any(group, plan)
 
     def _stop_decoding(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
+        plan.budget += self._decoding.runs_in(sequence, plan.step)
         self._decoding.leave(sequence)
         sequence.settle()
         sequence.num_scheduled = position
-        plan.budget += 1
 
     def _exceeds_partial(self, num_tokens: int, plan: StepPlan) -> bool:
         """Returns whether the step already computes parts of as many prompts as it may."""

@@ -155,7 +155,7 @@ class Scheduler:
             metrics=metrics or TransferMetrics(),
             clock=clock,
         )
-        self._decoding = DecodeSet(config.block_size)
+        self._decoding = DecodeSet(config.block_size, config.num_lanes)
         self._branches = Branches(self.kv, self._decoding, config.max_running)
         self._queues = GroupQueues(self.kv, self._transfers, self._branches, self._metrics)
         self._admission = Admission(
@@ -329,8 +329,16 @@ class Scheduler:
         retries = self._retries.are_due
         if retries and self._in_flight:
             return None
+        for _ in range(self._decoding.num_lanes):
+            batch = self._schedule_step(retries=retries)
+            if batch is not None or not self._decoding:
+                return batch
+            self._num_steps += 1  # the lane of that step is empty
+        return None
+
+    def _schedule_step(self, *, retries: bool) -> ScheduledBatch | None:
         plan = StepPlan(self._num_steps + 1, self._config.max_num_batched_tokens)
-        plan.budget -= len(self._decoding)
+        plan.budget -= self._decoding.num_in(plan.step)
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
@@ -412,14 +420,14 @@ class Scheduler:
             raise AssertionError("reference counts differ from owners")
 
     def _start_step(self, plan: StepPlan) -> ScheduledBatch | None:
-        members = self._decoding.members()
+        members = self._decoding.members(plan.step)
         record = plan.record(members, self.kv.take_swaps(), self.kv.take_copies())
         if record is None:
             return None
         self._num_steps = plan.step
-        self._metrics.step_scheduled(record.batch, self._decoding.num_ruled)
+        self._metrics.step_scheduled(record.batch, self._decoding.num_ruled(plan.step))
         for sequence in plan.entering:
-            self._decoding.enter(sequence, plan.step + 1)
+            self._decoding.enter(sequence, plan.step)
         self._in_flight.append(record)
         for sequence in record.chunks:
             if sequence is sequence.group.lead:
@@ -431,8 +439,8 @@ class Scheduler:
         """Counts the time since the step before for the rows that decoded."""
         rows = list(map(_row_of, record.decoding))
         num_live = len(rows) - rows.count(NO_ROW)  # others ended or were preempted meanwhile
-        self._metrics.decoded(now - self._decoding.committed_at, num_live)
-        self._decoding.committed_at = now
+        before = self._decoding.commit(record.batch.step, now)
+        self._metrics.decoded(now - before, num_live)
 
     def _end_step(self, batch: ScheduledBatch) -> StepRecord:
         """Returns the record of a step that is over."""

@@ -180,8 +180,8 @@ class ConvertedObjects(PoolObjects):
         num_slices, every = len(self._slicing.head_slices), slice(None)
         heads, ids = ids % num_slices, ids // num_slices
         layers, ids = (
-            ids % self._slicing.form.num_layer_slices,
-            ids // self._slicing.form.num_layer_slices,
+            ids % len(self._slicing.layer_slices),
+            ids // len(self._slicing.layer_slices),
         )
         tokens, blocks = ids % self._slicing.transfer_blocks, ids // self._slicing.transfer_blocks
         return blocks, layers, every, every, heads, every, tokens
@@ -254,7 +254,7 @@ def _cut_up(states: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
     into slices, and tokens into transfer blocks.
     """
     part = slicing.object_layout
-    layers = (slicing.form.num_layer_slices, part.num_layers)
+    layers = (len(slicing.layer_slices), part.num_layers)
     heads = (len(slicing.head_slices), part.num_kv_heads)
     tokens = (slicing.transfer_blocks, slicing.form.block_size)
     return states.view(len(states), *layers, 2, *heads, *tokens, *states.shape[5:])

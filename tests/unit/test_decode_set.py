@@ -27,7 +27,7 @@ def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
 def test_a_sequence_is_due_at_every_block_boundary() -> None:
     decoding = DecodeSet(4)
     one = sequence(6)
-    decoding.enter(one, step=10)  # position 6 in step 10, so 8 in step 12
+    decoding.enter(one, step=9)  # position 6 in step 10, so 8 in step 12
     due = []
     for step in range(10, 22):
         for each in decoding.take_due(step):
@@ -40,7 +40,7 @@ def test_a_sequence_is_due_at_every_block_boundary() -> None:
 def test_a_sequence_is_due_after_it_draws_its_last_token() -> None:
     decoding = DecodeSet(4)
     one = sequence(8, limit=11)
-    decoding.enter(one, step=1)
+    decoding.enter(one, step=0)
     assert decoding.take_due(1) == [one]
     decoding.renew(one, 1)
 
@@ -52,7 +52,7 @@ def test_a_sequence_is_due_after_it_draws_its_last_token() -> None:
 def test_a_sequence_that_has_left_is_not_due() -> None:
     decoding = DecodeSet(4)
     one = sequence(8)
-    decoding.enter(one, step=1)
+    decoding.enter(one, step=0)
 
     assert decoding.leave(one)
     assert not decoding.leave(one)
@@ -63,10 +63,10 @@ def test_a_sequence_that_has_left_is_not_due() -> None:
 def test_a_sequence_that_enters_again_is_due_once() -> None:
     decoding = DecodeSet(1)
     one = sequence(8)
-    decoding.enter(one, step=1)
+    decoding.enter(one, step=0)
     decoding.leave(one)
     one.num_scheduled = 9
-    decoding.enter(one, step=2)
+    decoding.enter(one, step=1)
 
     assert decoding.take_due(1) == []
     assert decoding.take_due(2) == [one]
@@ -76,26 +76,54 @@ def test_a_sequence_that_enters_again_is_due_once() -> None:
 def test_members_returns_the_same_objects_until_a_sequence_enters_or_leaves() -> None:
     decoding = DecodeSet(4)
     first, second = sequence(8, row=3), sequence(9, row=1)
-    assert decoding.members() == ((), ())
-    decoding.enter(first, step=1)
-    decoding.enter(second, step=1)
-    sequences, rows = decoding.members()
+    assert decoding.members(1) == ((), ())
+    decoding.enter(first, step=0)
+    decoding.enter(second, step=0)
+    sequences, rows = decoding.members(1)
 
     assert (sequences, rows) == ((first, second), (3, 1))
     decoding.take_due(1)
     decoding.renew(first, 1)
-    assert decoding.members()[0] is sequences
+    assert decoding.members(1)[0] is sequences
     decoding.leave(first)
-    assert decoding.members() == ((second,), (1,))
+    assert decoding.members(1) == ((second,), (1,))
     assert len(decoding) == 1
 
 
 def test_members_returns_the_same_rows_after_a_sequence_enters_and_leaves() -> None:
     decoding = DecodeSet(4)
     first, second = sequence(8, row=3), sequence(9, row=1)
-    decoding.enter(first, step=1)
-    _, rows = decoding.members()
-    decoding.enter(second, step=2)
+    decoding.enter(first, step=0)
+    _, rows = decoding.members(1)
+    decoding.enter(second, step=1)
     decoding.leave(second)
 
-    assert decoding.members()[1] is rows
+    assert decoding.members(1)[1] is rows
+
+
+def test_lanes_share_sequences_and_steps() -> None:
+    decoding = DecodeSet(4, num_lanes=3)
+    entered = [sequence(6, row=row) for row in range(5)]
+    for each in entered:
+        decoding.enter(each, step=9)  # drew its token at position 6
+    assert [decoding.num_in(step) for step in (12, 13, 14)] == [2, 2, 1]
+    assert [decoding.members(step)[1] for step in (12, 13, 14)] == [(0, 3), (1, 4), (2,)]
+    due = []
+    for step in range(10, 32):
+        for each in decoding.take_due(step):
+            assert decoding.runs_in(each, step)
+            due.append((step, each.row, decoding.position(each, step)))
+            decoding.renew(each, step)
+    assert [(step, position) for step, row, position in due if row == 1] == [
+        (13, 6),
+        (19, 8),
+        (31, 12),
+    ]
+    assert [step for step, row, _ in due if row == 2] == [14, 20]
+
+
+def test_the_position_between_the_steps_of_a_lane_is_that_of_the_next_one() -> None:
+    decoding = DecodeSet(4, num_lanes=3)
+    one = sequence(6)
+    decoding.enter(one, step=9)
+    assert [decoding.position(one, step) for step in range(10, 17)] == [6, 6, 6, 7, 7, 7, 8]

@@ -10,8 +10,6 @@ from baton.errors import ConfigurationError
 from engine.runtime.ranks.loop import compute_batches
 from engine.runtime.ranks.processes import RankTask
 from engine.runtime.ranks.transfers import RankTransfers
-from kernels.native.commands import library
-from kernels.native.ranks import SharedMemoryRanks
 from kernels.ranks import RanksLostError
 
 __all__ = ["main"]
@@ -27,11 +25,9 @@ def main() -> int:
     link = Connection(int(sys.argv[1]))
     task: RankTask = link.recv()
     transfers = RankTransfers(link, ends_process=True)
-    native = library()
-    assert native is not None, "rank 0 has checked it"
-    size = task.config.tensor_parallel_size
-    ranks = SharedMemoryRanks(native, task.file, task.rank, size)
-    os.close(task.file)
+    ranks = task.open_ranks()
+    for file in task.files:
+        os.close(file)
     try:
         compute_batches(task.config, ranks, transfers)
     except (RanksLostError, ConfigurationError) as error:

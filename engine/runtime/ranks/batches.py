@@ -16,7 +16,7 @@ from baton.version import __version__
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
-from kernels import RankGroup
+from kernels import EngineRanks
 
 __all__ = ["BatchReceiver", "BatchSender", "check_same_engine"]
 
@@ -27,7 +27,7 @@ _SAME_FLAGS = (
 _DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
-def check_same_engine(ranks: RankGroup, config: EngineConfig, info: ModelInfo) -> None:
+def check_same_engine(ranks: EngineRanks, config: EngineConfig, info: ModelInfo) -> None:
     """Checks that all ranks compute the same model with the same limits.
 
     Raises:
@@ -62,7 +62,7 @@ class BatchSender:
             (`engine.runtime.ranks.transfers`).
     """
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: EngineRanks) -> None:
         self._ranks = ranks
         self._decode_rows: tuple[int, ...] = ()
         self.num_work_messages: Callable[[], int] = lambda: 0
@@ -86,7 +86,7 @@ class BatchReceiver:
         ranks: the group.
     """
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: EngineRanks) -> None:
         self._ranks = ranks
         self._decode_rows: tuple[int, ...] = ()
 

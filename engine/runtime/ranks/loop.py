@@ -8,7 +8,7 @@ from engine.runtime.model_runner import ModelRunner
 from engine.runtime.ranks.batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.transfers import RankTransfers
-from kernels.ranks import GroupEndedError, RankGroup
+from kernels.ranks import EngineRanks, GroupEndedError
 from kvstore.registry import open_connector
 
 __all__ = ["compute_batches", "follow"]
@@ -16,7 +16,7 @@ __all__ = ["compute_batches", "follow"]
 _logger = logging.getLogger("baton.engine")
 
 
-def compute_batches(config: EngineConfig, ranks: RankGroup, transfers: RankTransfers) -> None:
+def compute_batches(config: EngineConfig, ranks: EngineRanks, transfers: RankTransfers) -> None:
     """Computes a rank's part of all batches, until rank 0 has ended.
 
     Args:

@@ -12,20 +12,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.ranks.hosts import HostRanks, check_device, shut_down
+from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
+from kernels.ranks import EngineRanks, RankGroup
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities, known_stores
 from kvstore.url import scheme_of
@@ -44,12 +49,58 @@ class RankTask:
     Attributes:
         config: of the engine.
         rank: number of the rank.
-        file: descriptor of the memory that the ranks share.
+        file: descriptor of the memory that the ranks of its stage share; None if there is no other.
+        steps: descriptor of a connection to rank 0, for a pipeline; None for one stage.
+        before: descriptor of a connection to the stage before.
+        after: descriptor of a connection to the stage after.
     """
 
     config: EngineConfig
     rank: int
-    file: int
+    file: int | None = None
+    steps: int | None = None
+    before: int | None = None
+    after: int | None = None
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The descriptors."""
+        files = self.file, self.steps, self.before, self.after
+        return tuple(file for file in files if file is not None)
+
+    def open_ranks(self, steps: Mapping[int, int] = MappingProxyType({})) -> EngineRanks:
+        """Opens the rank's access to the others; the descriptors may be closed afterwards.
+
+        Args:
+            steps: rank 0's connections to the others by rank, as `steps`.
+
+        Raises:
+            MemoryError: the system refuses the memory.
+        """
+        config, group = self.config, self._open_group()
+        if config.pipeline_parallel_size == 1:
+            assert group is not None, "the rank has others"
+            return group
+        to_others = steps if self.rank == 0 else {0: self.steps}
+        links = PipelineLinks(
+            {rank: _link(file) for rank, file in to_others.items() if file is not None},
+            before=None if self.before is None else _link(self.before),
+            after=None if self.after is None else _link(self.after),
+        )
+        return PipelineRanks(self.rank, config, group, links, config.num_ranks)
+
+    def _open_group(self) -> RankGroup | None:
+        if self.file is None:
+            return None
+        native, size = library(), self.config.tensor_parallel_size
+        assert native is not None, "rank 0 has checked it"
+        group = SharedMemoryRanks(native, self.file, self.rank % size, size)
+        group.num_local = self.config.num_ranks
+        return group
+
+
+def _link(file: int) -> Connection:
+    return Connection(os.dup(file))
 
 
 def start_ranks(
@@ -60,10 +111,10 @@ def start_ranks(
     Raises:
         ConfigurationError: the machine cannot have several ranks; names the flag.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return None
     if config.kv_connector is not None:
-        _check_connector(config.kv_connector, config.tensor_parallel_size)
+        _check_connector(config.kv_connector, config.num_ranks)
     place = place_of(config)
     if place is None:
         return RankProcesses(config)
@@ -75,10 +126,10 @@ def start_ranks(
     return HostRanks(place, config, security)
 
 
-class RankProcesses(SharedMemoryRanks):
-    """Rank 0 of a group whose other ranks are processes that it has started.
+class RankProcesses(EngineRanks):
+    """Rank 0 of an engine whose other ranks are processes that it has started.
 
-    A process that ends before `close` aborts the group.
+    A process that ends before `close` aborts the ranks.
 
     Args:
         config: of the engine.
@@ -91,31 +142,64 @@ class RankProcesses(SharedMemoryRanks):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        size = config.tensor_parallel_size
-        check_device(config)
-        native = library() if hasattr(os, "memfd_create") else None  # which only Linux has
-        if native is None:
-            raise ConfigurationError(
-                f"--tensor-parallel-size is {size}; several ranks need Linux and the native "
-                "kernels: see `baton doctor`"
-            )
-        if size > MAX_RANKS:
-            raise ConfigurationError(f"--tensor-parallel-size is {size}; at most {MAX_RANKS}")
+        _check_machine(config)
+        self.rank, self.size = 0, config.num_ranks
+        self.num_local = self.size
+        self.stage = config.pipeline_parallel_size - 1
+        self.num_stages = config.pipeline_parallel_size
         self._is_closing = False
         self._on_lost: Callable[[], None] = lambda: None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: EngineRanks | None = None
         self.transfers: list[Connection] = []
         self._watchers: list[threading.Thread] = []
-        file = os.memfd_create("baton-ranks")
-        try:
-            super().__init__(native, file, 0, size)
-            for rank in range(1, size):
-                self._start(RankTask(config, rank, file))
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(file)
+        with ExitStack() as files:
+            try:
+                own, others, steps = _tasks(config, files)
+                self._ranks = own.open_ranks(steps)
+                for task in others:
+                    self._start(task)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    @override
+    def group(self) -> RankGroup | None:
+        return self._opened.group
+
+    @property
+    def _opened(self) -> EngineRanks:
+        assert self._ranks is not None, "it is open since it was made"
+        return self._ranks
+
+    @override
+    def limit_waits(self, timeout_s: float) -> None:
+        self._opened.limit_waits(timeout_s)
+
+    @override
+    def send(self, data: bytes) -> None:
+        self._opened.send(data)
+
+    @override
+    def receive(self, *, waits_forever: bool = False) -> bytes:
+        raise AssertionError("rank 0 sends")
+
+    @override
+    def send_tokens(self, data: bytes) -> None:
+        self._opened.send_tokens(data)
+
+    @override
+    def receive_tokens(self, *, waits: bool = True) -> bytes | None:
+        raise AssertionError("rank 0 sends")
+
+    @override
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        raise AssertionError("rank 0 computes the last stage")
+
+    @override
+    def receive_hidden(self, hidden: torch.Tensor) -> None:
+        self._opened.receive_hidden(hidden)
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Registers a function to call when another rank's process has ended."""
@@ -126,7 +210,8 @@ class RankProcesses(SharedMemoryRanks):
     @override
     def abort(self) -> None:
         """Ends the other processes too: one that is frozen would stay."""
-        super().abort()
+        if self._ranks is not None:
+            self._ranks.abort()
         for process in self._processes:
             process.kill()
 
@@ -146,7 +231,8 @@ class RankProcesses(SharedMemoryRanks):
             watcher.join()
         for link in self.transfers:
             link.close()
-        super().close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _start(self, task: RankTask) -> None:
         """Starts a rank's process, which ends when its connection does."""
@@ -157,7 +243,7 @@ class RankProcesses(SharedMemoryRanks):
             process = subprocess.Popen(  # noqa: S603 - this program
                 [sys.executable, "-P", "-m", "engine.runtime.ranks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(task.file, theirs.fileno()),
+                pass_fds=(*task.files, theirs.fileno()),
                 # Signals of a terminal are for rank 0, which drains while the others compute.
                 start_new_session=True,
                 env=_environment(),
@@ -174,6 +260,62 @@ class RankProcesses(SharedMemoryRanks):
             _logger.error("rank %d has ended with status %d", rank, status)
             self.abort()
             self._on_lost()
+
+
+def _check_machine(config: EngineConfig) -> None:
+    """Refuses machines that cannot have several ranks.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    size = config.num_ranks
+    check_device(config)
+    if library() is None or not hasattr(os, "memfd_create"):  # which only Linux has
+        raise ConfigurationError(
+            f"--tensor-parallel-size times --pipeline-parallel-size is {size}; several ranks need "
+            "Linux and the native kernels: see `baton doctor`"
+        )
+    if size > MAX_RANKS:
+        raise ConfigurationError(
+            f"--tensor-parallel-size times --pipeline-parallel-size is {size}; at most {MAX_RANKS}"
+        )
+
+
+def _tasks(
+    config: EngineConfig, opened: ExitStack
+) -> tuple[RankTask, list[RankTask], Mapping[int, int]]:
+    """Opens what the ranks share.
+
+    Args:
+        config: of the engine.
+        opened: closes this process's descriptors of it.
+
+    Returns:
+        The tasks of rank 0 and of the others in their order, and rank 0's connections for steps.
+    """
+    size, width = config.num_ranks, config.tensor_parallel_size
+    tasks = [RankTask(config, rank) for rank in range(size)]
+    if width > 1:
+        for first in range(0, size, width):
+            file = os.memfd_create("baton-ranks")
+            opened.callback(os.close, file)
+            for rank in range(first, first + width):
+                tasks[rank] = replace(tasks[rank], file=file)
+    steps = {}
+    if config.pipeline_parallel_size > 1:
+        for rank in range(1, size):
+            steps[rank], theirs = _socket_pair(opened)
+            tasks[rank] = replace(tasks[rank], steps=theirs)
+        for rank in range(size - width):
+            after, before = _socket_pair(opened)
+            tasks[rank] = replace(tasks[rank], before=before)
+            tasks[rank + width] = replace(tasks[rank + width], after=after)
+    return tasks[0], tasks[1:], steps
+
+
+def _socket_pair(opened: ExitStack) -> tuple[int, int]:
+    pair = [opened.enter_context(each) for each in socket.socketpair()]
+    return pair[0].fileno(), pair[1].fileno()
 
 
 def _check_connector(url: str, size: int) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kernels.ranks import RankGroup, RanksLostError
+from kernels.ranks import EngineRanks, RanksLostError
 from kvstore.connector import KvConnectorWorker
 from kvstore.jobs import ConnectorWork, LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.layout import KvLayout
@@ -35,7 +35,7 @@ from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
 
-__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers"]
+__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers", "share_of"]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -43,10 +43,17 @@ _Result = LookupResult | LoadResult | SaveResult
 _id_of = attrgetter("job_id")
 
 
-def _saves(rank: int, num_ranks: int, num_kv_heads: int) -> bool:
-    """Returns whether a rank is the first of those that have its heads."""
-    own = HeadShare.of(rank, num_ranks, num_kv_heads)
-    return rank == 0 or HeadShare.of(rank - 1, num_ranks, num_kv_heads) != own
+def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
+    """Returns the heads and layers that a rank has.
+
+    Args:
+        rank: number of the rank.
+        ranks: all ranks of the engine.
+        num_kv_heads: of the model.
+    """
+    width = ranks.size // ranks.num_stages
+    stage = ranks.stage_of(rank)
+    return HeadShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class RanksConnectorWorker(KvConnectorWorker):
     """
 
     def __init__(
-        self, own: KvConnectorWorker, ranks: RankGroup, links: Sequence[Connection]
+        self, own: KvConnectorWorker, ranks: EngineRanks, links: Sequence[Connection]
     ) -> None:
         self._own, self._ranks, self._links = own, ranks, links
         self._open: dict[int, _Open] = {}
@@ -123,8 +130,11 @@ class RanksConnectorWorker(KvConnectorWorker):
         share: HeadShare = WHOLE,
     ) -> None:
         """Receives rank 0's part of the pool, and the layout of whole blocks."""
-        size, num_heads = self._ranks.size, layout.num_kv_heads
-        self._savers = [_saves(rank, size, num_heads) for rank in range(size)]
+        shares = [
+            share_of(rank, self._ranks, layout.num_kv_heads) for rank in range(self._ranks.size)
+        ]
+        # Of several ranks with the same heads the first one saves.
+        self._savers = [share not in shares[:rank] for rank, share in enumerate(shares)]
         _register(self._own, self._ranks, pool, _Pool(layout, form))
         self._send([_Pool(layout, form)] * len(self._links))
         for link in self._links:
@@ -209,7 +219,7 @@ class RanksConnectorWorker(KvConnectorWorker):
 
 
 def join_transfers(
-    own: KvConnectorWorker, ranks: RankGroup, links: Sequence[Connection], runner: "ModelRunner"
+    own: KvConnectorWorker, ranks: EngineRanks, links: Sequence[Connection], runner: "ModelRunner"
 ) -> RanksConnectorWorker:
     """Makes all ranks move their parts of the KV.
 
@@ -244,7 +254,7 @@ class RankTransfers:
         self._connector: KvConnectorWorker | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
-    def open(self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: RankGroup) -> None:
+    def open(self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks) -> None:
         """Starts to move blocks of a runner's pool.
 
         Args:
@@ -298,7 +308,9 @@ class RankTransfers:
                 self._is_over = True
                 self._progress.notify_all()
 
-    def _move(self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: RankGroup) -> None:
+    def _move(
+        self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks
+    ) -> None:
         try:
             while True:
                 self._handle(self._messages.get(), connector, runner, ranks)
@@ -310,7 +322,7 @@ class RankTransfers:
             os._exit(1)  # the thread that computes may wait for this one
 
     def _handle(
-        self, message: Any, connector: KvConnectorWorker, runner: "ModelRunner", ranks: RankGroup
+        self, message: Any, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks
     ) -> None:
         if message is _POLL:
             with self._lock:
@@ -330,9 +342,9 @@ class RankTransfers:
                 self._progress.notify_all()
 
 
-def _register(connector: KvConnectorWorker, ranks: RankGroup, pool: Any, message: _Pool) -> None:
-    """Registers a rank's pool, which has its share of the heads."""
-    share = HeadShare.of(ranks.rank, ranks.size, message.layout.num_kv_heads)
+def _register(connector: KvConnectorWorker, ranks: EngineRanks, pool: Any, message: _Pool) -> None:
+    """Registers a rank's pool, which has its share of the heads and layers."""
+    share = share_of(ranks.rank, ranks, message.layout.num_kv_heads)
     connector.register_pool(pool, share.layout_of(message.layout), message.form, share)
 
 
