@@ -22,7 +22,8 @@ class _Lane:
     Attributes:
         number: of the lane, from 0.
         members: in the order in which they entered.
-        sequences: the members as a tuple; None if it must be made.
+        has_changed: whether members have entered or left since `sequences` was made.
+        sequences: the members as a tuple.
         rows: their rows.
         num_ruled: members whose tokens are drawn by logit rules.
         committed_at: clock time at which its newest step was committed; all members have a token
@@ -32,7 +33,8 @@ class _Lane:
     def __init__(self, number: int) -> None:
         self.number = number
         self.members: dict[Sequence, None] = {}
-        self.sequences: tuple[Sequence, ...] | None = ()
+        self.has_changed = False
+        self.sequences: tuple[Sequence, ...] = ()
         self.rows: tuple[int, ...] = ()
         self.num_ruled = 0
         self.committed_at = 0.0
@@ -76,14 +78,14 @@ class DecodeSet:
     def enter(self, sequence: Sequence, step: int) -> None:
         """Makes a sequence decode after `step`, which draws a token for it.
 
-        It is due in the first step that runs it, of the lane with the fewest members. With several
-        lanes that is no sooner than `step` is committed.
+        It is due in the first step that runs it, of a lane with the fewest members.
         """
-        coming = range(step + self.num_lanes, step + 2 * self.num_lanes)
+        # The last of these lanes, as its step waits the least for the token.
+        coming = range(step + self.num_lanes, step, -1)
         first = min(coming, key=self.num_in)
         lane = self._lane_of[sequence] = self._lane(first)
         lane.members[sequence] = None
-        lane.sequences = None
+        lane.has_changed = True
         lane.num_ruled += sequence.has_rules
         sequence.offset = sequence.num_scheduled - first // self.num_lanes
         self._set_due(sequence, first)
@@ -94,7 +96,7 @@ class DecodeSet:
         if lane is None:
             return False
         del lane.members[sequence]
-        lane.sequences = None
+        lane.has_changed = True
         lane.num_ruled -= sequence.has_rules
         sequence.token_at = lane.committed_at
         return True
@@ -126,11 +128,13 @@ class DecodeSet:
         their lane, if nothing changed.
         """
         lane = self._lane(step)
-        if lane.sequences is None:
-            lane.sequences = tuple(lane.members)
-            rows = tuple([sequence.row for sequence in lane.sequences])
-            if rows != lane.rows:  # else sequences have entered and left again
-                lane.rows = rows
+        if lane.has_changed:
+            lane.has_changed = False
+            sequences = tuple(lane.members)
+            rows = tuple([sequence.row for sequence in sequences])
+            # Else sequences have entered and left again. Another one may have a row of before.
+            if (sequences, rows) != (lane.sequences, lane.rows):
+                lane.sequences, lane.rows = sequences, rows
         return lane.sequences, lane.rows
 
     def num_ruled(self, step: int) -> int:

@@ -129,13 +129,20 @@ SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Further checkpoints, for three ranks."""
 
+FOUR_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{variant}_four_layers": (family, {**overrides, "num_hidden_layers": 4})
+    for variant, (family, overrides) in VARIANTS.items()
+    if variant in (*FAMILIES, "llama_tied_biased", "mistral_sliding", "opt_post_norm")
+}
+"""Further checkpoints, for two and four stages of a pipeline."""
+
 
 @cache
 def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = (VARIANTS | SIX_HEADS)[variant]
+    family, overrides = (VARIANTS | SIX_HEADS | FOUR_LAYERS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)

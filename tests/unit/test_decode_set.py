@@ -106,8 +106,8 @@ def test_lanes_share_sequences_and_steps() -> None:
     entered = [sequence(6, row=row) for row in range(5)]
     for each in entered:
         decoding.enter(each, step=9)  # drew its token at position 6
-    assert [decoding.num_in(step) for step in (12, 13, 14)] == [2, 2, 1]
-    assert [decoding.members(step)[1] for step in (12, 13, 14)] == [(0, 3), (1, 4), (2,)]
+    assert [decoding.members(step)[1] for step in (10, 11, 12)] == [(2,), (1, 4), (0, 3)]
+    assert [decoding.num_in(step) for step in (10, 11, 12)] == [1, 2, 2]
     due = []
     for step in range(10, 32):
         for each in decoding.take_due(step):
@@ -115,11 +115,11 @@ def test_lanes_share_sequences_and_steps() -> None:
             due.append((step, each.row, decoding.position(each, step)))
             decoding.renew(each, step)
     assert [(step, position) for step, row, position in due if row == 1] == [
-        (13, 6),
-        (19, 8),
-        (31, 12),
+        (11, 6),
+        (17, 8),
+        (29, 12),
     ]
-    assert [step for step, row, _ in due if row == 2] == [14, 20]
+    assert [step for step, row, _ in due if row == 2] == [10, 16, 28]
 
 
 def test_the_position_between_the_steps_of_a_lane_is_that_of_the_next_one() -> None:
