@@ -63,6 +63,7 @@ class Cluster(RuleBasedStateMachine):
                 "enable_prefix_caching": st.booleans(),
                 "preemption_mode": st.sampled_from(["recompute", "swap", "swap", "auto"]),
                 "async_scheduling": st.booleans(),
+                "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),  # decodes in lanes
                 "kv_load_failure_policy": st.sampled_from(["recompute", "recompute", "fail"]),
                 "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
                 "priority_ageing_s": st.sampled_from([0.5, 100.0]),

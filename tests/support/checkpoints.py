@@ -132,7 +132,7 @@ SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 FOUR_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{variant}_four_layers": (family, {**overrides, "num_hidden_layers": 4})
     for variant, (family, overrides) in VARIANTS.items()
-    if variant in (*FAMILIES, "llama_tied_biased", "mistral_sliding", "opt_post_norm")
+    if variant.split("_")[-1] in (*FAMILIES, "biased", "sliding", "norm")
 }
 """Further checkpoints, for two and four stages of a pipeline."""
 
