@@ -20,7 +20,6 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.kv_urls import fresh_shm_name, kv_urls
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
-from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 pytestmark = [
@@ -162,7 +161,7 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     pairs(
         ((2, 1), (1, 2), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)),
         ("gpt2", "llama"),  # of four and of two KV heads
-        ("file", "shm", "redis"),
+        ("file", "shm", "redis", "grpc", "nixl"),
         ({"async_scheduling": True}, {"kv_transfer_layer_slices": 3}, {"block_size": 16}),
     ),
 )
@@ -172,7 +171,7 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
     scheme: str,
     flags: dict[str, object],
     tmp_path: Path,
-    redis_server: RedisServer,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Nothing is recomputed: decode loads the whole prompt, each rank its heads."""
     path = tiny_checkpoint(variant)
@@ -181,9 +180,10 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
     if num_ranks[0] != num_ranks[1]:
         common["kv_transfer_head_slices"] = min(max(num_ranks), num_heads)
     prompts = [tuple(prompt_of(length, seed=length)) for length in (1, 8, 9, 31, 43)]
+    redis_url = request.getfixturevalue("redis_server").url if scheme == "redis" else ""
     with ExitStack() as opened:
         shm_name = opened.enter_context(fresh_shm_name())
-        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_server.url, timeout_s=20)[scheme]
+        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
         cores = [
             opened.enter_context(
                 closing(build_core(path, role, tensor_parallel_size=size, **common, **more))
@@ -200,9 +200,9 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
                 for index, prompt in enumerate(prompts)
             ]
         )
-    for request in split.handed.values():
-        outputs, prompt = split.outputs[request.spec.request_id], request.spec.prompt_token_ids
-        found = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+    for handed in split.handed.values():
+        outputs, prompt = split.outputs[handed.spec.request_id], handed.spec.prompt_token_ids
+        found = [*handed.progress[0].output_token_ids, *tokens_of(outputs)]
         assert found == reference_greedy(path, prompt, NUM_TOKENS)
         assert outputs[0].cached_tokens == len(prompt)
 
@@ -266,11 +266,6 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
             "llama",
             {"tensor_parallel_size": 2, "kv_connector": "memory://"},
             "--kv-connector memory:// works with 1 only",
-        ),
-        (
-            "llama",
-            {"tensor_parallel_size": 2, "kv_connector": "grpc://"},
-            "--kv-connector grpc:// works with 1 only",
         ),
         (
             "llama",

@@ -33,7 +33,7 @@ def main() -> int:
     ranks = SharedMemoryRanks(native, task.file, task.rank, size)
     os.close(task.file)
     try:
-        compute_batches(task.config, ranks, transfers)
+        compute_batches(task.config, ranks, transfers, task.security)
     except (RanksLostError, ConfigurationError) as error:
         logging.getLogger("baton.engine").error("rank %d: %s", task.rank, error)
     return _EXIT_LOST

@@ -27,7 +27,7 @@ from engine.runtime.ranks.place import place_of
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kvstore.handoff import connector_name
-from kvstore.registry import connector_capabilities, known_stores
+from kvstore.registry import PEERS, connector_capabilities, known_stores
 from kvstore.url import scheme_of
 
 __all__ = ["RankProcesses", "RankTask", "start_ranks"]
@@ -45,11 +45,13 @@ class RankTask:
         config: of the engine.
         rank: number of the rank.
         file: descriptor of the memory that the ranks share.
+        security: for the connector's calls to other processes.
     """
 
     config: EngineConfig
     rank: int
     file: int
+    security: ClusterSecurity | None
 
 
 def start_ranks(
@@ -66,7 +68,7 @@ def start_ranks(
         _check_connector(config.kv_connector, config.tensor_parallel_size)
     place = place_of(config)
     if place is None:
-        return RankProcesses(config)
+        return RankProcesses(config, security)
     if place.rank > 0:
         raise ConfigurationError(
             f"this is rank {place.rank}, which schedules nothing: `baton prefill` and "
@@ -82,6 +84,7 @@ class RankProcesses(SharedMemoryRanks):
 
     Args:
         config: of the engine.
+        security: for the connector's calls to other processes.
 
     Attributes:
         transfers: connections to the other ranks for transfers, in their order.
@@ -90,7 +93,7 @@ class RankProcesses(SharedMemoryRanks):
         ConfigurationError: the machine cannot have several ranks; names the flag.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, security: ClusterSecurity | None) -> None:
         size = config.tensor_parallel_size
         check_device(config)
         native = library() if hasattr(os, "memfd_create") else None  # which only Linux has
@@ -110,7 +113,7 @@ class RankProcesses(SharedMemoryRanks):
         try:
             super().__init__(native, file, 0, size)
             for rank in range(1, size):
-                self._start(RankTask(config, rank, file))
+                self._start(RankTask(config, rank, file, security))
         except BaseException:
             self.close()
             raise
@@ -177,16 +180,16 @@ class RankProcesses(SharedMemoryRanks):
 
 
 def _check_connector(url: str, size: int) -> None:
-    """Refuses connectors that ranks cannot use yet.
+    """Refuses connectors that several ranks cannot use.
 
     Raises:
         ConfigurationError: names the flags.
     """
-    is_store = scheme_of(url) in known_stores()
-    if not (is_store and connector_capabilities(url).shared_between_processes):
+    is_known = scheme_of(url) in known_stores() | PEERS
+    if not (is_known and connector_capabilities(url).shared_between_processes):
         raise ConfigurationError(
             f"--tensor-parallel-size is {size}; --kv-connector {connector_name(url)}:// works with "
-            "1 only; use shm://NAME, file:///path or redis://host:port/db"
+            "1 only; use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://"
         )
 
 
