@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
 from baton.structured_outputs import StructuredOutputs
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -44,6 +45,7 @@ CASES = [
 ]
 GREEDY_LENGTHS = (1, 5, 33, 60)
 NUM_TOKENS = 10
+TOKEN = "a token of thirty-two characters"
 
 
 def requests() -> list[EngineRequest]:
@@ -186,7 +188,15 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
         common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
         cores = [
             opened.enter_context(
-                closing(build_core(path, role, tensor_parallel_size=size, **common, **more))
+                closing(
+                    build_core(
+                        *(path, role),
+                        security=ClusterSecurity(token=TOKEN),
+                        tensor_parallel_size=size,
+                        **common,
+                        **more,
+                    )
+                )
             )
             for role, size, more in (
                 ("prefill", num_ranks[0], {}),

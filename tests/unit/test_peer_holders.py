@@ -1,5 +1,7 @@
 """Which process lends which slices: parameters of handoffs, and the objects of a load."""
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +74,6 @@ def test_a_piece_of_a_load_is_divided_among_the_processes(data):
     found = {
         holder: select_held(piece, first, holders, holder) for holder in dict.fromkeys(holders)
     }
-    assert sorted(sum(found.values(), [])) == list(piece)
+    assert sorted(chain.from_iterable(found.values())) == list(piece)
     for holder, objects in found.items():
         assert all(holders[number % len(holders)] == holder for number in objects)
