@@ -1,4 +1,4 @@
-"""Tiers of several ranks whose peers are killed while blocks are being loaded."""
+"""Tiers of several ranks over peers, some of which are killed while blocks are being loaded."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from kernels.native.commands import library
 from kernels.ranks import RanksLostError
 from kvstore.peer.holders import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import build_core, hand_over, tokens_of
+from tests.support.real_engines import SplitRun, build_core, hand_over, tokens_of
 from tests.support.requests import engine_request
 
 pytestmark = [
@@ -101,11 +101,22 @@ def test_a_prompt_is_computed_again_if_a_rank_that_lends_it_is_killed() -> None:
     assert outputs[0].cached_tokens == 0
 
 
-def test_lent_blocks_come_back_if_a_rank_that_reads_them_is_killed() -> None:
+def check_hand_over(prefill: EngineCore, decode: EngineCore) -> None:
+    prompt = tuple(prompt_of(31, seed=1))
+    split = SplitRun(prefill, decode)
+    split.run([engine_request("first", prompt, max_tokens=NUM_TOKENS)])
+    outputs = split.outputs["first"]
+    found = [*split.handed["first"].progress[0].output_token_ids, *tokens_of(outputs)]
+    assert found == reference_greedy(tiny_checkpoint("llama"), prompt, NUM_TOKENS)
+    assert outputs[0].cached_tokens == len(prompt)
+
+
+def test_ranks_hand_over_and_lent_blocks_come_back_if_a_rank_that_reads_them_is_killed() -> None:
     with (
         closing(core_of_ranks("prefill", 2)) as prefill,
         closing(core_of_ranks("decode", 2)) as decode,
     ):
+        check_hand_over(prefill, decode)
         handed = prefill_one(prefill, "a")
         lender = other_rank_of(prefill)
         os.kill(lender, signal.SIGSTOP)

@@ -157,7 +157,7 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert len(list(tmp_path.glob("weights-*[0-9a-f]"))) >= num_files
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize(
     ("num_ranks", "variant", "scheme", "flags"),
     pairs(
@@ -279,8 +279,13 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
         ),
         (
             "llama",
-            {"tensor_parallel_size": 2, "kv_connector": "multi://file:///tmp,file:///tmp"},
-            "--kv-connector multi",
+            {"tensor_parallel_size": 2, "kv_connector": "multi://grpc://,grpc://"},
+            "--kv-connector multi:// works with 1 only",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "kv_connector": "faulty+grpc://?faults=drop:1"},
+            r"--kv-connector faulty\+grpc:// works with 1 only",
         ),
         (
             "llama",

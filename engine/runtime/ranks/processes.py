@@ -26,7 +26,6 @@ from engine.runtime.ranks.hosts import HostRanks, check_device, shut_down
 from engine.runtime.ranks.place import place_of
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
-from kvstore.handoff import connector_name
 from kvstore.registry import PEERS, connector_capabilities, known_stores
 from kvstore.url import scheme_of
 
@@ -188,7 +187,7 @@ def _check_connector(url: str, size: int) -> None:
     is_known = scheme_of(url) in known_stores() | PEERS
     if not (is_known and connector_capabilities(url).shared_between_processes):
         raise ConfigurationError(
-            f"--tensor-parallel-size is {size}; --kv-connector {connector_name(url)}:// works with "
+            f"--tensor-parallel-size is {size}; --kv-connector {scheme_of(url)}:// works with "
             "1 only; use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://"
         )
 
