@@ -158,16 +158,15 @@ class EngineCore:
                 opened.callback(ranks.close)
             try:
                 runner = ModelRunner(config, ranks=ranks)
+                opened.callback(runner.close)
+                if ranks is not None and connector is not None:
+                    connector = join_transfers(connector, ranks, ranks.transfers, runner)
+                core = cls(config, runner, connector)
             except RanksLostError as error:
                 raise ConfigurationError(
                     "a rank of --tensor-parallel-size has ended while it loaded; its log has the "
                     "reason"
                 ) from error
-            opened.callback(runner.close)
-            if ranks is not None and connector is not None:
-                worker = join_transfers(connector[1], ranks, ranks.transfers, runner)
-                connector = connector[0], worker
-            core = cls(config, runner, connector)
             if ranks is not None:
                 ranks.watch(lambda: core.end(RanksLostError("a rank of the engine has ended")))
             opened.pop_all()

@@ -95,8 +95,22 @@ __all__ = [
     "ConnectorFactory",
     "KvConnectorScheduler",
     "KvConnectorWorker",
+    "SavedSlices",
     "null_connector",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlices:
+    """What one rank of an engine saves of each block.
+
+    Attributes:
+        params: `KvConnectorScheduler.params` of the rank's process.
+        slices: numbers of the slices; see `kvstore.transfer_form.BlockSlicing.slice_numbers`.
+    """
+
+    params: bytes
+    slices: tuple[int, ...]
 
 
 class KvConnectorScheduler:
@@ -116,6 +130,7 @@ class KvConnectorScheduler:
     Attributes:
         scheme: see above.
         finds_by_key: see above.
+        params: see above.
         saves_ahead: see above.
     """
 
@@ -132,7 +147,7 @@ class KvConnectorScheduler:
         self.finds_by_key = finds_by_key
         self.saves_ahead = saves_ahead
         self._lease_ms = int(lease_s * 1000)
-        self._params = params
+        self.params = params
         self._work = ConnectorWork()
         self._job_ids = itertools.count()
         # Look-ups by job: None while open, else the number of blocks that were found.
@@ -217,6 +232,16 @@ class KvConnectorScheduler:
 
     # Handoffs and leases.
 
+    def join_ranks(self, ranks: Sequence[SavedSlices]) -> None:
+        """Receives where readers find the slices of blocks that an engine of several ranks saves.
+
+        Called at most once, before the first handoff. Does nothing here: stores find objects by
+        their keys alone.
+
+        Args:
+            ranks: the ranks that save, in order. Together they save all slices.
+        """
+
     def make_handoff(
         self,
         handoff_id: str,
@@ -233,7 +258,7 @@ class KvConnectorScheduler:
             connector=self.scheme,
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
-            connector_params=self._params,
+            connector_params=self.params,
         )
 
     def keep(self, handoff: KvHandoff) -> None:

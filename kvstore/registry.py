@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from baton.security.cluster import ClusterSecurity
 
 __all__ = [
+    "PEERS",
     "connector_capabilities",
     "known_stores",
     "open_connector",
@@ -48,7 +49,8 @@ _STORES = {
     "rediss+cluster": "kvstore.stores.redis.store:RedisStore",
 }
 
-_PEERS = ("grpc", "nixl")
+PEERS = frozenset({"grpc", "nixl"})
+"""The schemes of connectors whose processes lend each other their blocks."""
 
 
 def open_store(url: str) -> KvStore:
@@ -95,18 +97,19 @@ def known_stores() -> set[str]:
     return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
 
 
-def open_connector(url: str, security: "ClusterSecurity | None" = None) -> Connector:
+def open_connector(url: str, security: "ClusterSecurity | None" = None, rank: int = 0) -> Connector:
     """Opens both halves of the connector of a URL.
 
     Args:
         url: the connector's.
         security: for calls to other processes; stores have credentials in their URLs.
+        rank: number of this process among the ranks of its engine, which all have the same URL.
 
     Raises:
         ConfigurationError: unknown scheme (lists the known ones), a bad option,
             or a missing package.
     """
-    return _factory_of(url, security).open(url)
+    return _factory_of(url, security, rank).open(url)
 
 
 def connector_capabilities(url: str) -> ConnectorCapabilities:
@@ -118,15 +121,17 @@ def connector_capabilities(url: str) -> ConnectorCapabilities:
     return _factory_of(url).capabilities
 
 
-def _factory_of(url: str, security: "ClusterSecurity | None" = None) -> ConnectorFactory:
+def _factory_of(
+    url: str, security: "ClusterSecurity | None" = None, rank: int = 0
+) -> ConnectorFactory:
     scheme = scheme_of(url)
     if scheme.startswith(FAULTY_PREFIX):
-        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :], security))
+        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :], security, rank))
     if scheme == MULTI_SCHEME:
-        members = (_factory_of_member(member, security) for member in split_members(url))
+        members = (_factory_of_member(member, security, rank) for member in split_members(url))
         return MultiFactory(tuple(members))
-    if scheme in _PEERS:
-        return _PeerFactory(security)
+    if scheme in PEERS:
+        return _PeerFactory(security, rank)
     if scheme in known_stores():
         return StoreFactory(_find_store(url))
     factory = _find_connector(scheme)
@@ -135,10 +140,10 @@ def _factory_of(url: str, security: "ClusterSecurity | None" = None) -> Connecto
     return factory
 
 
-def _factory_of_member(url: str, security: "ClusterSecurity | None") -> ConnectorFactory:
+def _factory_of_member(url: str, security: "ClusterSecurity | None", rank: int) -> ConnectorFactory:
     if scheme_of(url) == MULTI_SCHEME:
         raise ConfigurationError("multi:// is no member of another; name all members in one")
-    return _factory_of(url, security)
+    return _factory_of(url, security, rank)
 
 
 def _find_connector(scheme: str) -> ConnectorFactory | None:
@@ -170,7 +175,7 @@ def _unknown_store(scheme: str) -> str:
 
 def _unknown_connector(scheme: str) -> str:
     installed = (point.name for point in entry_points(group=_CONNECTOR_GROUP))
-    schemes = {*_PEERS, MULTI_SCHEME, *known_stores(), *installed}
+    schemes = {*PEERS, MULTI_SCHEME, *known_stores(), *installed}
     known = ", ".join(f"{name}://" for name in sorted(schemes))
     if not scheme:
         return f"a KV connector's URL begins with one of {known}"
@@ -194,6 +199,7 @@ class _PeerFactory:
 
     Args:
         security: for calls between peers; None for calls without credentials.
+        rank: number of this process among the ranks of its engine.
     """
 
     capabilities = ConnectorCapabilities(
@@ -204,10 +210,10 @@ class _PeerFactory:
         lends_blocks=True,
     )
 
-    def __init__(self, security: "ClusterSecurity | None") -> None:
-        self._security = security
+    def __init__(self, security: "ClusterSecurity | None", rank: int) -> None:
+        self._security, self._rank = security, rank
 
     def open(self, url: str) -> Connector:
         from kvstore.peer.worker import open_peer_connector
 
-        return open_peer_connector(url, self._security)
+        return open_peer_connector(url, self._security, self._rank)

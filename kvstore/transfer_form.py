@@ -220,9 +220,9 @@ class BlockSlicing:
 
     def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Returns the keys of the objects of transfer blocks, in order."""
-        if self._slice_numbers == (0,):
+        if self.slice_numbers == (0,):
             return tuple(keys)
-        return tuple(slice_key(key, number) for key in keys for number in self._slice_numbers)
+        return tuple(slice_key(key, number) for key in keys for number in self.slice_numbers)
 
     def object_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the numbers of the objects of transfer blocks, in order."""
@@ -232,7 +232,7 @@ class BlockSlicing:
         return tuple(block * count + index for block in block_ids for index in range(count))
 
     @cached_property
-    def _slice_numbers(self) -> tuple[int, ...]:
+    def slice_numbers(self) -> tuple[int, ...]:
         """Numbers of a transfer block's objects, among those of all ranks."""
         return tuple(
             layer_slice * self.form.num_head_slices + head_slice

@@ -105,7 +105,7 @@ async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPla
     ranks = await asyncio.to_thread(HostRanks, place, config, security)
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 may drain, and ends this process then
         signal.signal(number, signal.SIG_IGN)
-    await asyncio.to_thread(follow, config, ranks)
+    await asyncio.to_thread(follow, config, ranks, security)
 
 
 def run_worker(args: argparse.Namespace, role: Role) -> int:

@@ -11,8 +11,10 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
@@ -31,7 +33,8 @@ AuthContext = Mapping[str, Sequence[bytes]]
 class ClusterSecurity:
     """What a process shows to the others of its cluster, and what it asks of them.
 
-    Any thread may use it. Files are read again when they change.
+    Any thread may use it. Files are read again when they change. It is pickled as its arguments, so
+    a process that receives it reads the files itself.
 
     Args:
         config: the token and the names.
@@ -52,6 +55,7 @@ class ClusterSecurity:
         files: CertificateFiles | None = None,
         token: str | None = None,
     ) -> None:
+        self._arguments = config, files, token
         config = config or ClusterConfig()
         own = (checked_token(token, TOKEN_VARIABLE),) if token else ()
         self._read_tokens: Callable[[], tuple[str, ...]] = lambda: own
@@ -62,6 +66,10 @@ class ClusterSecurity:
         self._identities = frozenset(config.identities)
         self.server_name = config.server_name
         self.certificates = Certificates(files) if files is not None and files.paths else None
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
 
     @classmethod
     def from_environment(

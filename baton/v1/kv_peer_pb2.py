@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"G\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"J\n\x0eKvMemoryRanges\x12\x11\n\taddresses\x18\x01 \x03(\x06\x12\x11\n\tnum_bytes\x18\x02 \x03(\x04\x12\x12\n\ndevice_ids\x18\x03 \x03(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"a\n\x10KvBlockLocations\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\x12\n\nnum_ranges\x18\x02 \x03(\r\x12(\n\x06ranges\x18\x03 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"h\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12-\n\tlocations\x18\x02 \x01(\x0b\x32\x1a.baton.v1.KvBlockLocations\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\x8d\x03\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"\x7f\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06slices\x18\x04 \x03(\r\x12&\n\x06others\x18\x05 \x03(\x0b\x32\x16.baton.v1.KvPeerParams\"J\n\x0eKvMemoryRanges\x12\x11\n\taddresses\x18\x01 \x03(\x06\x12\x11\n\tnum_bytes\x18\x02 \x03(\x04\x12\x12\n\ndevice_ids\x18\x03 \x03(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"a\n\x10KvBlockLocations\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\x12\n\nnum_ranges\x18\x02 \x03(\r\x12(\n\x06ranges\x18\x03 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"h\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12-\n\tlocations\x18\x02 \x01(\x0b\x32\x1a.baton.v1.KvBlockLocations\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\x8d\x03\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVPEERSERVICE'].methods_by_name['RenewLeases']._loaded_options = None
   _globals['_KVPEERSERVICE'].methods_by_name['RenewLeases']._serialized_options = b'\220\002\002'
   _globals['_KVPEERPARAMS']._serialized_start=36
-  _globals['_KVPEERPARAMS']._serialized_end=107
-  _globals['_KVMEMORYRANGES']._serialized_start=109
-  _globals['_KVMEMORYRANGES']._serialized_end=183
-  _globals['_KVBLOCKLIST']._serialized_start=185
-  _globals['_KVBLOCKLIST']._serialized_end=266
-  _globals['_KVBLOCKLOCATIONS']._serialized_start=268
-  _globals['_KVBLOCKLOCATIONS']._serialized_end=365
-  _globals['_DESCRIBEREQUEST']._serialized_start=367
-  _globals['_DESCRIBEREQUEST']._serialized_end=384
-  _globals['_DESCRIBERESPONSE']._serialized_start=386
-  _globals['_DESCRIBERESPONSE']._serialized_end=477
-  _globals['_OPENBLOCKSREQUEST']._serialized_start=479
-  _globals['_OPENBLOCKSREQUEST']._serialized_end=557
-  _globals['_OPENBLOCKSRESPONSE']._serialized_start=559
-  _globals['_OPENBLOCKSRESPONSE']._serialized_end=663
-  _globals['_CLOSEBLOCKSREQUEST']._serialized_start=665
-  _globals['_CLOSEBLOCKSREQUEST']._serialized_end=723
-  _globals['_CLOSEBLOCKSRESPONSE']._serialized_start=725
-  _globals['_CLOSEBLOCKSRESPONSE']._serialized_end=746
-  _globals['_READBLOCKSREQUEST']._serialized_start=748
-  _globals['_READBLOCKSREQUEST']._serialized_end=806
-  _globals['_READBLOCKSRESPONSE']._serialized_start=808
-  _globals['_READBLOCKSRESPONSE']._serialized_end=842
-  _globals['_RENEWLEASESREQUEST']._serialized_start=844
-  _globals['_RENEWLEASESREQUEST']._serialized_end=903
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=905
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=940
-  _globals['_KVPEERSERVICE']._serialized_start=943
-  _globals['_KVPEERSERVICE']._serialized_end=1340
+  _globals['_KVPEERPARAMS']._serialized_end=163
+  _globals['_KVMEMORYRANGES']._serialized_start=165
+  _globals['_KVMEMORYRANGES']._serialized_end=239
+  _globals['_KVBLOCKLIST']._serialized_start=241
+  _globals['_KVBLOCKLIST']._serialized_end=322
+  _globals['_KVBLOCKLOCATIONS']._serialized_start=324
+  _globals['_KVBLOCKLOCATIONS']._serialized_end=421
+  _globals['_DESCRIBEREQUEST']._serialized_start=423
+  _globals['_DESCRIBEREQUEST']._serialized_end=440
+  _globals['_DESCRIBERESPONSE']._serialized_start=442
+  _globals['_DESCRIBERESPONSE']._serialized_end=533
+  _globals['_OPENBLOCKSREQUEST']._serialized_start=535
+  _globals['_OPENBLOCKSREQUEST']._serialized_end=613
+  _globals['_OPENBLOCKSRESPONSE']._serialized_start=615
+  _globals['_OPENBLOCKSRESPONSE']._serialized_end=719
+  _globals['_CLOSEBLOCKSREQUEST']._serialized_start=721
+  _globals['_CLOSEBLOCKSREQUEST']._serialized_end=779
+  _globals['_CLOSEBLOCKSRESPONSE']._serialized_start=781
+  _globals['_CLOSEBLOCKSRESPONSE']._serialized_end=802
+  _globals['_READBLOCKSREQUEST']._serialized_start=804
+  _globals['_READBLOCKSREQUEST']._serialized_end=862
+  _globals['_READBLOCKSRESPONSE']._serialized_start=864
+  _globals['_READBLOCKSRESPONSE']._serialized_end=898
+  _globals['_RENEWLEASESREQUEST']._serialized_start=900
+  _globals['_RENEWLEASESREQUEST']._serialized_end=959
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=961
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=996
+  _globals['_KVPEERSERVICE']._serialized_start=999
+  _globals['_KVPEERSERVICE']._serialized_end=1396
 # @@protoc_insertion_point(module_scope)

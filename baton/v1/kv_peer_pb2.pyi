@@ -36,20 +36,36 @@ class KvPeerParams(google.protobuf.message.Message):
     ENDPOINT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
     endpoint: builtins.str
     """host:port of the KvPeerService."""
     generation: builtins.bytes
     """16 random bytes drawn at the process's start."""
     transport: builtins.str
     """The scheme of the connector: "grpc" or "nixl"."""
+    @property
+    def slices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of the slices of each block that this process lends; empty for
+        all of them. An engine of several ranks divides blocks into slices.
+        """
+
+    @property
+    def others(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvPeerParams]:
+        """The other processes of the engine that lend slices. They name no others
+        themselves.
+        """
+
     def __init__(
         self,
         *,
         endpoint: builtins.str = ...,
         generation: builtins.bytes = ...,
         transport: builtins.str = ...,
+        slices: collections.abc.Iterable[builtins.int] | None = ...,
+        others: collections.abc.Iterable[Global___KvPeerParams] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["endpoint", b"endpoint", "generation", b"generation", "transport", b"transport"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["endpoint", b"endpoint", "generation", b"generation", "others", b"others", "slices", b"slices", "transport", b"transport"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvPeerParams: typing_extensions.TypeAlias = KvPeerParams

@@ -3,15 +3,14 @@
     grpc://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
     nixl://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
 
-Several processes of a machine may use one URL without a port: each takes a free one.
+Several processes of a machine may use one URL without a port: each takes a free one. The ranks of
+an engine have one URL: with a port, rank 0 listens there and rank `r` at that port plus `r`.
 """
 
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
-
-from google.protobuf.message import DecodeError
 
 from baton.v1 import kv_peer_pb2
 from kvstore.url import StoreUrl
@@ -68,6 +67,10 @@ class PeerUrl:
             timeout_s=_seconds(parts, "timeout_s", _DEFAULT_TIMEOUT_S, _TIMEOUT_RANGE_S),
         )
 
+    def of_rank(self, rank: int) -> "PeerUrl":
+        """Returns where a rank of the engine listens."""
+        return replace(self, port=self.port + rank if self.port else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
@@ -87,25 +90,10 @@ class PeerAddress:
         return self.generation.hex()
 
     def to_params(self, transport: str) -> bytes:
-        """Returns the `connector_params` of a handoff."""
+        """Returns the `connector_params` of a handoff whose blocks this process lends alone."""
         return kv_peer_pb2.KvPeerParams(
             endpoint=self.endpoint, generation=self.generation, transport=transport
         ).SerializeToString()
-
-    @classmethod
-    def from_params(cls, params: bytes) -> "PeerAddress":
-        """Parses the `connector_params` of a handoff.
-
-        Raises:
-            ValueError: they name no peer.
-        """
-        try:
-            message = kv_peer_pb2.KvPeerParams.FromString(params)
-        except DecodeError as error:
-            raise ValueError("the handoff's connector_params cannot be read") from error
-        if not message.endpoint or not message.generation:
-            raise ValueError("the handoff's connector_params name no peer")
-        return cls(message.endpoint, message.generation)
 
 
 def join_host_port(host: str, port: int) -> str:

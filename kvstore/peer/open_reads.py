@@ -167,7 +167,7 @@ class OpenRead:
 
 @dataclass(slots=True)
 class _Load:
-    """The open reads of one load; the lock is held while another one is opened."""
+    """The open reads of one load at one peer; the lock is held while another one is opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     reads: list[OpenRead] = field(default_factory=list)
@@ -188,7 +188,7 @@ class OpenReads:
         self.ranges_per_block = 1
         self._closer = closer
         self._lock = threading.Lock()
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, dict[PeerAddress, _Load]] = {}
 
     def find(self, peer: Peer, request: BlockRequest) -> OpenRead:
         """Returns an open read of the wanted blocks that lasts for most of the request's time.
@@ -201,7 +201,7 @@ class OpenReads:
             ValueError: the parts of its answer do not fit together.
         """
         with self._lock:
-            load = self._loads.setdefault(request.load_id, _Load())
+            load = self._loads.setdefault(request.load_id, {}).setdefault(peer.address, _Load())
         if not load.lock.acquire(timeout=request.remaining_s):
             raise StoreUnavailableError(f"{peer.address.endpoint} did not say where blocks lie")
         try:
@@ -223,9 +223,10 @@ class OpenReads:
         Unknown ids are ignored.
         """
         with self._lock:
-            load = self._loads.pop(load_id, None)
-        for read in load.reads if load is not None else ():
-            self._closer.add(read.address, read.read_id)
+            loads = self._loads.pop(load_id, {})
+        for load in loads.values():
+            for read in load.reads:
+                self._closer.add(read.address, read.read_id)
 
 
 def _lasts(read: OpenRead, request: BlockRequest) -> bool:

@@ -21,10 +21,12 @@ from typing_extensions import override
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.codec import HEADER_BYTES
+from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import InDoubtError
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import FrameFiller
+from kvstore.peer.holders import holders_of, select_held
 from kvstore.peer.lender import Lender
 from kvstore.peer.locations import BlockLocations
 from kvstore.peer.open_reads import BlockRequest, OpenReads
@@ -221,6 +223,7 @@ class PeerBackend:
 
     Attributes:
         layout: the form of this process's blocks in words; set when the pool is registered.
+        slices: numbers of the slices of a block that this process's pool has; set then, too.
     """
 
     def __init__(
@@ -237,6 +240,7 @@ class PeerBackend:
         self._lender = lender
         self._timeout_s = timeout_s
         self.layout = ""
+        self.slices: Sequence[int] = (0,)
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """Returns 0: each lease lends its own blocks."""
@@ -249,31 +253,53 @@ class PeerBackend:
     def fetch(
         self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]
     ) -> Sequence[GetStatus]:
-        """Fills slots. Blocks that the peer does not lend, or lends no longer, are MISSING."""
-        num_blocks = self._fetch(job, keys, slots)
-        hits, missing = [GetStatus.HIT] * num_blocks, len(keys) - num_blocks
-        return hits + [GetStatus.MISSING] * missing
+        """Fills slots. Blocks that their peer does not lend, or lends no longer, are MISSING."""
+        statuses = [GetStatus.MISSING] * len(keys)
+        handoff = job.handoff
+        if handoff is None:
+            return statuses
+        try:
+            holders = holders_of(handoff.connector_params, self.slices)
+        except ValueError as error:
+            _log_failure(handoff, error)
+            return statuses
+        first = job.keys.index(keys[0])
+        for address in dict.fromkeys(holders):
+            indices = select_held(range(len(keys)), first, holders, address)
+            request = BlockRequest(
+                lease_id=handoff.handoff_id,
+                load_id=job.job_id,
+                load_keys=select_held(job.keys, 0, holders, address),
+                keys=[keys[index] for index in indices],
+                layout=self.layout,
+                timeout_s=self._timeout_s,
+            )
+            num_read = self._fetch(handoff, address, request, [slots[index] for index in indices])
+            for index in indices[:num_read]:
+                statuses[index] = GetStatus.HIT
+        return statuses
 
     def discard(self, key: bytes) -> None:
         """Does nothing: the bytes were damaged on their way, so the peer has none to remove."""
 
-    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> int:
-        handoff = job.handoff
-        if handoff is None or self._renewals.is_lost(handoff.handoff_id):
+    def _fetch(
+        self,
+        handoff: KvHandoff,
+        address: PeerAddress,
+        request: BlockRequest,
+        slots: Sequence[KvObject],
+    ) -> int:
+        """Fills the slots of the leading blocks that one peer lends; returns how many."""
+        if not slots or self._renewals.is_lost(handoff.handoff_id, address):
             return 0
-        request = BlockRequest(
-            lease_id=handoff.handoff_id,
-            load_id=job.job_id,
-            load_keys=job.keys,
-            keys=keys,
-            layout=self.layout,
-            timeout_s=self._timeout_s,
-        )
         try:
-            with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
+            with self._peers.use(address) as peer:
                 return self._plane.fetch(peer, request, slots)
         except (PeerRefusedError, ValueError) as error:
-            level = error.log_level if isinstance(error, PeerRefusedError) else logging.WARNING
-            message = "KV of handoff %s cannot be loaded: %s"
-            _logger.log(level, message, handoff.handoff_id, error)
+            _log_failure(handoff, error)
             return 0
+
+
+def _log_failure(handoff: KvHandoff, error: PeerRefusedError | ValueError) -> None:
+    level = error.log_level if isinstance(error, PeerRefusedError) else logging.WARNING
+    _logger.log(level, "KV of handoff %s cannot be loaded: %s", handoff.handoff_id, error)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from kvstore.breaker import log_level_of
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress
+from kvstore.peer.holders import holders_of
 from kvstore.peer.peers import PeerRefusedError, Peers
 from kvstore.store import StoreUnavailableError
 
@@ -28,13 +29,21 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 @dataclass(slots=True)
-class _Kept:
-    address: PeerAddress
-    lease_s: float
-    num_requests: int
+class _Lease:
+    """A lease at one of the peers that lend the blocks of a handoff."""
+
     renew_at: float
     lost_at: float  # unless it is renewed before
     is_gone: bool = False
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A handoff that is kept, with its leases: every peer that lends its blocks has one."""
+
+    lease_s: float
+    num_requests: int
+    leases: dict[PeerAddress, _Lease]
 
 
 class Renewals:
@@ -50,12 +59,14 @@ class Renewals:
 
     Attributes:
         metrics: counts renewals; may be set until the first `keep`.
+        slices: numbers of the slices of a block that this process reads; may be set until then.
     """
 
     def __init__(
         self, peers: Peers, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.metrics: TransferMetrics | None = None
+        self.slices: Sequence[int] = (0,)
         self._peers = peers
         self._timeout_s = timeout_s
         self._clock = clock
@@ -67,12 +78,13 @@ class Renewals:
         self._asked: set[PeerAddress] = set()  # peers that have not answered yet
 
     def keep(self, handoff: KvHandoff) -> None:
-        """Renews a handoff's lease until `drop` was called as often as this.
+        """Renews a handoff's leases until `drop` was called as often as this.
 
-        Does nothing but log if the handoff names no peer.
+        They are those at the peers that lend what this process reads. Does nothing but log if the
+        handoff does not name these peers.
         """
         try:
-            address = PeerAddress.from_params(handoff.connector_params)
+            holders = holders_of(handoff.connector_params, self.slices)
         except ValueError as error:
             _logger.warning("KV handoff %s: %s", handoff.handoff_id, error)
             return
@@ -81,9 +93,9 @@ class Renewals:
                 kept.num_requests += 1
                 return
             now, lease_s = self._clock(), handoff.lease_ms / 1000
-            self._kept[handoff.handoff_id] = _Kept(
-                address, lease_s, 1, now + min(_FIRST_AFTER_S, lease_s / 3), now + lease_s
-            )
+            renew_at, lost_at = now + min(_FIRST_AFTER_S, lease_s / 3), now + lease_s
+            leases = {address: _Lease(renew_at, lost_at) for address in holders}
+            self._kept[handoff.handoff_id] = _Kept(lease_s, 1, leases)
             self._start()
             self._changed.notify()
 
@@ -95,10 +107,10 @@ class Renewals:
                 if not kept.num_requests:
                     del self._kept[handoff_id]
 
-    def is_lost(self, handoff_id: str) -> bool:
+    def is_lost(self, handoff_id: str, address: PeerAddress) -> bool:
         """Returns whether a kept lease is over, so that a load must fail without a call."""
-        kept = self._kept.get(handoff_id)
-        return kept is not None and (kept.is_gone or kept.lost_at <= self._clock())
+        lease = self._lease_of(handoff_id, address)
+        return lease is not None and (lease.is_gone or lease.lost_at <= self._clock())
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
@@ -124,22 +136,25 @@ class Renewals:
         with self._changed:
             while not self._is_closed:
                 now = self._clock()
-                waiting = {
-                    lease_id: kept
-                    for lease_id, kept in self._kept.items()
-                    if not kept.is_gone and kept.address not in self._asked
-                }
                 due: dict[PeerAddress, list[str]] = {}
-                for lease_id, kept in waiting.items():
-                    if kept.renew_at <= now:
-                        kept.renew_at = now + max(kept.lease_s / 3, _SHORTEST_PERIOD_S)
-                        due.setdefault(kept.address, []).append(lease_id)
+                times = []
+                for lease_id, kept, address, lease in self._waiting():
+                    if lease.renew_at <= now:
+                        lease.renew_at = now + max(kept.lease_s / 3, _SHORTEST_PERIOD_S)
+                        due.setdefault(address, []).append(lease_id)
+                    times.append(lease.renew_at)
                 if due:
                     self._asked.update(due)
                     return due
-                times = [kept.renew_at for kept in waiting.values()]
                 self._changed.wait(min(times) - now if times else None)
         return {}
+
+    def _waiting(self) -> Iterator[tuple[str, _Kept, PeerAddress, _Lease]]:
+        """Yields the leases to renew some time, except those of peers that have not answered."""
+        for lease_id, kept in self._kept.items():
+            for address, lease in kept.leases.items():
+                if not lease.is_gone and address not in self._asked:
+                    yield lease_id, kept, address, lease
 
     def _ask(self, address: PeerAddress, lease_ids: Sequence[str]) -> None:
         try:
@@ -160,17 +175,23 @@ class Renewals:
                 answer = peer.ask_anyway(lambda: renew(message, timeout=self._timeout_s))
         except PeerRefusedError as error:
             _logger.log(error.log_level, "KV leases are lost: %s", error)
-            self._mark(lease_ids, asked_at, gone=lease_ids)
+            self._mark(address, lease_ids, asked_at, gone=lease_ids)
         except StoreUnavailableError as error:
             _logger.log(log_level_of(error), "KV leases are not renewed: %s", error)
         else:
-            self._mark(lease_ids, asked_at, gone=answer.gone)
+            self._mark(address, lease_ids, asked_at, gone=answer.gone)
             if self.metrics is not None:
                 self.metrics.leases_renewed(len(lease_ids) - len(answer.gone))
 
-    def _mark(self, lease_ids: Sequence[str], asked_at: float, gone: Sequence[str]) -> None:
+    def _mark(
+        self, address: PeerAddress, lease_ids: Sequence[str], asked_at: float, gone: Sequence[str]
+    ) -> None:
         with self._changed:
             for lease_id in lease_ids:
-                if kept := self._kept.get(lease_id):
-                    kept.is_gone = lease_id in gone
-                    kept.lost_at = asked_at + kept.lease_s
+                if lease := self._lease_of(lease_id, address):
+                    lease.is_gone = lease_id in gone
+                    lease.lost_at = asked_at + self._kept[lease_id].lease_s
+
+    def _lease_of(self, handoff_id: str, address: PeerAddress) -> _Lease | None:
+        kept = self._kept.get(handoff_id)
+        return None if kept is None else kept.leases.get(address)

@@ -9,19 +9,20 @@ docs/adr/0019-peer-connectors.md says why.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from baton.security.cluster import ClusterSecurity
-from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
+from kvstore.connector import KvConnectorScheduler, KvConnectorWorker, SavedSlices
 from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.mover.backend import Backend
 from kvstore.mover.mover import BlockMover
 from kvstore.peer.address import PeerAddress, PeerUrl
+from kvstore.peer.holders import join_params
 from kvstore.peer.lending import LendingSide, describe_layout
 from kvstore.peer.open_reads import OpenReads, ReadCloser
 from kvstore.peer.peers import Peers
@@ -110,6 +111,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         cut = BlockSlicing.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)
         self._backend.layout = describe_layout(cut.object_layout)
+        self._backend.slices = self._renewals.slices = cut.slice_numbers
         self._reads.ranges_per_block = cut.max_runs
         self._lending.register_pool(pool, cut, self._mover.copier, self._mover.staging)
 
@@ -170,19 +172,28 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._wake()
 
 
+class PeerConnectorScheduler(KvConnectorScheduler):
+    """The scheduler half, whose handoffs name the processes that lend their blocks."""
+
+    @override
+    def join_ranks(self, ranks: Sequence[SavedSlices]) -> None:
+        self.params = join_params(ranks)
+
+
 def open_peer_connector(
-    url: str, security: ClusterSecurity | None = None
+    url: str, security: ClusterSecurity | None = None, rank: int = 0
 ) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
     """Opens both halves, and listens.
 
     Args:
         url: the connector's.
         security: for calls between peers.
+        rank: number of this process among the ranks of its engine.
 
     Raises:
         ConfigurationError: the URL is wrong, the port is in use, or a package is missing.
     """
-    peer_url = PeerUrl.parse(url)
+    peer_url = PeerUrl.parse(url).of_rank(rank)
     transport = _open_transport(peer_url.scheme)
     try:
         worker = PeerConnectorWorker(peer_url, transport, security=security)
@@ -190,7 +201,7 @@ def open_peer_connector(
         if transport is not None:
             transport.close()
         raise
-    scheduler = KvConnectorScheduler(
+    scheduler = PeerConnectorScheduler(
         peer_url.scheme,
         lease_s=peer_url.lease_s,
         finds_by_key=False,

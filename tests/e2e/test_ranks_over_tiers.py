@@ -24,9 +24,16 @@ NUM_TOKENS = 300
 SOON = 20
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "connector"),
+    [
+        (signal.SIGKILL, "file://{tmp_path}/kv"),
+        (signal.SIGSTOP, "file://{tmp_path}/kv"),
+        (signal.SIGKILL, "grpc://"),
+    ],
+)
 async def test_a_stream_outlives_a_rank_and_its_group_comes_back(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, connector: str
 ) -> None:
     model, prompt = tiny_checkpoint("llama"), prompt_of(40)
     expected = reference_greedy(model, prompt, NUM_TOKENS)
@@ -35,7 +42,7 @@ async def test_a_stream_outlives_a_rank_and_its_group_comes_back(
         running_cluster(
             tmp_path,
             model=model,
-            kv_connector=f"file://{tmp_path}/kv",
+            kv_connector=connector.format(tmp_path=tmp_path),
             num_decode=2,
             worker_flags=["--tensor-parallel-size=2", "--step-timeout-s=3"],
         ) as cluster,

@@ -380,7 +380,7 @@ def test_blocks_of_a_lost_lease_are_missing_without_a_call(make_rig: MakeRig) ->
     prefill.end("lease")
     decode.scheduler.keep(handoff)
     decode.step()
-    decode.run_until(lambda: decode.worker._renewals.is_lost("lease"))
+    decode.run_until(lambda: decode.worker._renewals.is_lost("lease", prefill.worker.address))
     prefill.worker.close()
 
     assert decode.load(handoff, [4, 5]) == LoadResult(0, 0, "missing")

@@ -102,18 +102,24 @@ def test_a_rank_that_ends_ends_the_group() -> None:
             run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
 
 
-def test_ranks_on_two_hosts_hand_their_kv_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "connector", ["grpc://", pytest.param("file://{tmp_path}", marks=pytest.mark.slow)]
+)
+def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -> None:
     path = tiny_checkpoint("llama")
     (port,) = free_ports(1)
-    flags = {"kv_connector": f"file://{tmp_path}", "kv_transfer_head_slices": 2}
+    url = connector.format(tmp_path=tmp_path)
+    flags = {"kv_connector": url, "kv_transfer_head_slices": 2}
     one = {**SETTINGS, **flags, "tensor_parallel_size": 1, "kv_load_failure_policy": "fail"}
-    with (
-        other_rank(path, port, **flags),
-        closing(first_rank(path, port, "prefill", **flags)) as prefill,
-        closing(core_of("decode").build(EngineConfig(model=str(path), **one))) as decode,
-    ):
-        split = SplitRun(prefill, decode)
-        split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])
+    config = EngineConfig(model=str(path), **one)
+    with other_rank(path, port, **flags) as process:
+        with (
+            closing(first_rank(path, port, "prefill", **flags)) as prefill,
+            closing(core_of("decode").build(config, ClusterSecurity(token=TOKEN))) as decode,
+        ):
+            split = SplitRun(prefill, decode)
+            split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])
+        assert process.wait(30) == 0
     found = [*split.handed["a"].progress[0].output_token_ids, *tokens_of(split.outputs["a"])]
     assert found == reference_greedy(path, prompt_of(43), NUM_TOKENS)
     assert split.outputs["a"][0].cached_tokens == 43

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigurationError
+from baton.security.cluster import ClusterSecurity
 from baton.structured_outputs import StructuredOutputs
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -20,7 +21,6 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.kv_urls import fresh_shm_name, kv_urls
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
-from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 pytestmark = [
@@ -45,6 +45,7 @@ CASES = [
 ]
 GREEDY_LENGTHS = (1, 5, 33, 60)
 NUM_TOKENS = 10
+TOKEN = "a token of thirty-two characters"
 
 
 def requests() -> list[EngineRequest]:
@@ -156,13 +157,13 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert len(list(tmp_path.glob("weights-*[0-9a-f]"))) >= num_files
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize(
     ("num_ranks", "variant", "scheme", "flags"),
     pairs(
         ((2, 1), (1, 2), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)),
         ("gpt2", "llama"),  # of four and of two KV heads
-        ("file", "shm", "redis"),
+        ("file", "shm", "redis", "grpc", "nixl"),
         ({"async_scheduling": True}, {"kv_transfer_layer_slices": 3}, {"block_size": 16}),
     ),
 )
@@ -172,7 +173,7 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
     scheme: str,
     flags: dict[str, object],
     tmp_path: Path,
-    redis_server: RedisServer,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Nothing is recomputed: decode loads the whole prompt, each rank its heads."""
     path = tiny_checkpoint(variant)
@@ -181,12 +182,21 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
     if num_ranks[0] != num_ranks[1]:
         common["kv_transfer_head_slices"] = min(max(num_ranks), num_heads)
     prompts = [tuple(prompt_of(length, seed=length)) for length in (1, 8, 9, 31, 43)]
+    redis_url = request.getfixturevalue("redis_server").url if scheme == "redis" else ""
     with ExitStack() as opened:
         shm_name = opened.enter_context(fresh_shm_name())
-        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_server.url, timeout_s=20)[scheme]
+        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
         cores = [
             opened.enter_context(
-                closing(build_core(path, role, tensor_parallel_size=size, **common, **more))
+                closing(
+                    build_core(
+                        *(path, role),
+                        security=ClusterSecurity(token=TOKEN),
+                        tensor_parallel_size=size,
+                        **common,
+                        **more,
+                    )
+                )
             )
             for role, size, more in (
                 ("prefill", num_ranks[0], {}),
@@ -200,9 +210,9 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
                 for index, prompt in enumerate(prompts)
             ]
         )
-    for request in split.handed.values():
-        outputs, prompt = split.outputs[request.spec.request_id], request.spec.prompt_token_ids
-        found = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+    for handed in split.handed.values():
+        outputs, prompt = split.outputs[handed.spec.request_id], handed.spec.prompt_token_ids
+        found = [*handed.progress[0].output_token_ids, *tokens_of(outputs)]
         assert found == reference_greedy(path, prompt, NUM_TOKENS)
         assert outputs[0].cached_tokens == len(prompt)
 
@@ -269,13 +279,13 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
         ),
         (
             "llama",
-            {"tensor_parallel_size": 2, "kv_connector": "grpc://"},
-            "--kv-connector grpc:// works with 1 only",
+            {"tensor_parallel_size": 2, "kv_connector": "multi://grpc://,grpc://"},
+            "--kv-connector multi:// works with 1 only",
         ),
         (
             "llama",
-            {"tensor_parallel_size": 2, "kv_connector": "multi://file:///tmp,file:///tmp"},
-            "--kv-connector multi",
+            {"tensor_parallel_size": 2, "kv_connector": "faulty+grpc://?faults=drop:1"},
+            r"--kv-connector faulty\+grpc:// works with 1 only",
         ),
         (
             "llama",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from baton.security.cluster import ClusterSecurity
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -19,7 +20,9 @@ CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are compute
 Outputs = dict[str, list[EngineOutput]]
 
 
-def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
+def build_core(
+    path: Path, role: str, *, security: ClusterSecurity | None = None, **overrides: object
+) -> EngineCore:
     settings = {
         "model": str(path),
         "dtype": "float32",
@@ -28,7 +31,7 @@ def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
         "max_num_batched_tokens": CHUNK_TOKENS,
         "num_gpu_blocks_override": 64,
     }
-    return core_of(role).build(EngineConfig(**(settings | overrides)))
+    return core_of(role).build(EngineConfig(**(settings | overrides)), security)
 
 
 @contextmanager

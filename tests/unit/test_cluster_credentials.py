@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def test_without_credentials_all_are_admitted_and_nothing_is_sent():
     assert (security.channel_credentials(), security.server_credentials()) == (None, None)
     assert admits(security, None)
     assert admits(security, TOKEN)
+
+
+def test_another_process_that_receives_the_security_has_the_same_credentials(tmp_path):
+    path = tmp_path / "token"
+    for own in (ClusterSecurity(token=TOKEN), with_file(path, TOKEN)):
+        assert TOKEN not in repr(own)
+        received = pickle.loads(pickle.dumps(own))
+        assert received.token == TOKEN
+        assert admits(received, TOKEN)
+        assert not admits(received, OTHER)
 
 
 def test_the_token_alone_admits():

@@ -195,3 +195,24 @@ def test_a_piece_waits_for_the_call_of_another_no_longer_than_its_timeout(reads,
             reads.find(peer, piece(20, 20, timeout_s=0.01))
         peer.may_continue.set()
         assert first.result(TIMEOUT_S) == list(KEYS[:20])
+
+
+def test_a_peer_that_does_not_answer_delays_no_other_one_of_the_same_load(reads, peer):
+    other = FakePeer()
+    other.address = PeerAddress("127.0.0.1:2", bytes(16))
+    peer.may_continue.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(headers, reads, peer, piece(0, 20))
+        assert peer.is_called.wait(TIMEOUT_S)
+        assert headers(reads, other, piece(0, 20, timeout_s=1.0)) == list(KEYS[:20])
+        peer.may_continue.set()
+        assert first.result(TIMEOUT_S) == list(KEYS[:20])
+
+
+def test_the_reads_of_a_load_at_all_its_peers_are_closed(reads, peer, closer):
+    other = FakePeer()
+    other.address = PeerAddress("127.0.0.1:2", bytes(16))
+    for each in (peer, other):
+        headers(reads, each, piece(0, 20))
+    reads.end(1)
+    assert closer.closed == [(ADDRESS, 1), (other.address, 1)]

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from baton.errors import ConfigurationError
-from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
+from kvstore.peer.address import PeerUrl
 
 
 def test_default_values():
@@ -66,13 +66,10 @@ def test_the_error_of_an_invalid_url_names_the_problem(text, complaint):
     assert "secret" not in str(refused.value)
 
 
-def test_handoff_parameters_identify_the_process():
-    address = PeerAddress(join_host_port("::1", 70), b"g" * 16)
-    assert PeerAddress.from_params(address.to_params("grpc")) == address
-    assert address.endpoint == "[::1]:70"
-
-
-@pytest.mark.parametrize("params", [b"", b"\xff", PeerAddress("", b"g").to_params("grpc")])
-def test_invalid_handoff_parameters_are_refused(params):
-    with pytest.raises(ValueError, match="connector_params"):
-        PeerAddress.from_params(params)
+def test_ranks_of_one_url_listen_on_ports_of_their_own():
+    assert [PeerUrl.parse("grpc://:7000").of_rank(rank).port for rank in range(3)] == [
+        7000,
+        7001,
+        7002,
+    ]
+    assert PeerUrl.parse("grpc://").of_rank(3) == PeerUrl.parse("grpc://"), "each takes a free one"

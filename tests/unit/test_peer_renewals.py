@@ -9,9 +9,11 @@ import pytest
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.breaker import BreakerCounts
+from kvstore.connector import SavedSlices
 from kvstore.handoff import KvHandoff
 from kvstore.peer import peers as peers_module
 from kvstore.peer.address import PeerAddress
+from kvstore.peer.holders import join_params
 from kvstore.peer.peers import GenerationGoneError, PeerRefusedError, Peers
 from kvstore.peer.renewals import Renewals
 from kvstore.store import StoreUnavailableError
@@ -76,7 +78,7 @@ def handoff(name, address=ADDRESSES[0]):
 
 def run_due(renewals):
     """Renews the leases that the thread would renew now."""
-    if any(k.renew_at <= renewals._clock() and not k.is_gone for k in renewals._kept.values()):
+    if any(lease.renew_at <= renewals._clock() for *_, lease in renewals._waiting()):
         for address, lease_ids in renewals._wait_for_due().items():
             renewals._ask(address, lease_ids)
 
@@ -110,14 +112,34 @@ def test_a_lease_kept_twice_is_renewed_until_it_is_dropped_twice(renewals, peers
     assert renewals._kept == {}
 
 
+def test_each_rank_that_lends_has_a_lease_of_its_own(renewals, peers, clock):
+    ranks = [SavedSlices(address.to_params("grpc"), (n,)) for n, address in enumerate(ADDRESSES)]
+    renewals.slices = (0, 1)
+    renewals.keep(replace(handoff("a"), connector_params=join_params(ranks)))
+    peers.peers[ADDRESSES[1]].gone = ["a"]
+    clock[0] += 1
+    run_due(renewals)
+    assert [peers.peers[address].calls for address in ADDRESSES] == [[["a"]], [["a"]]]
+    assert [renewals.is_lost("a", address) for address in ADDRESSES] == [False, True]
+
+    renewals.slices = (0,)
+    renewals.keep(replace(handoff("b"), connector_params=join_params(ranks)))
+    clock[0] += 1
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[1]].calls == [["a"]], "this process reads nothing of rank 1"
+    renewals.drop("a")
+    renewals.drop("b")
+    assert renewals._kept == {}
+
+
 def test_a_lease_that_its_peer_reports_as_gone_is_lost(renewals, peers, clock):
     peers.peers[ADDRESSES[0]].gone = ["b"]
     for name in "ab":
         renewals.keep(handoff(name))
     clock[0] += 1
     run_due(renewals)
-    assert not renewals.is_lost("a")
-    assert renewals.is_lost("b")
+    assert not renewals.is_lost("a", ADDRESSES[0])
+    assert renewals.is_lost("b", ADDRESSES[0])
     clock[0] += LEASE_S / 3
     run_due(renewals)
     assert peers.peers[ADDRESSES[0]].calls[-1] == ["a"], "a lost lease is not renewed"
@@ -129,8 +151,8 @@ def test_leases_of_a_peer_that_refuses_are_lost(renewals, peers, clock, refusal)
     renewals.keep(handoff("a"))
     clock[0] += 1
     run_due(renewals)
-    assert renewals.is_lost("a")
-    assert not renewals.is_lost("unknown")
+    assert renewals.is_lost("a", ADDRESSES[0])
+    assert not renewals.is_lost("unknown", ADDRESSES[0])
 
 
 def test_a_lease_is_lost_if_its_peer_does_not_answer_for_its_duration(renewals, peers, clock):
@@ -138,9 +160,9 @@ def test_a_lease_is_lost_if_its_peer_does_not_answer_for_its_duration(renewals, 
     renewals.keep(handoff("a"))
     clock[0] += 1
     run_due(renewals)
-    assert not renewals.is_lost("a"), "the peer may answer again"
+    assert not renewals.is_lost("a", ADDRESSES[0]), "the peer may answer again"
     clock[0] += LEASE_S
-    assert renewals.is_lost("a")
+    assert renewals.is_lost("a", ADDRESSES[0])
 
 
 def test_a_lease_with_a_duration_of_zero_is_not_renewed_twice_at_once(renewals, peers, clock):

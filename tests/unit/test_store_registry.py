@@ -8,7 +8,7 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore import registry
 from kvstore.conformance.objects import as_object
-from kvstore.connector import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities, null_connector
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities, open_connector, open_store
 from kvstore.stores.memory import MemoryStore
@@ -123,6 +123,18 @@ def test_capabilities_are_known_without_opening_the_connector():
         peer = connector_capabilities(url)
         assert (peer.lends_blocks, peer.finds_by_key) == (True, False)
     assert connector_capabilities("faulty+shm://x") == connector_capabilities("shm://x")
+
+
+@pytest.mark.parametrize("url", ["grpc://", "multi://grpc://,memory://a"])
+def test_peers_learn_their_rank(url, monkeypatch):
+    ranks = []
+    monkeypatch.setattr(
+        "kvstore.peer.worker.open_peer_connector",
+        lambda url, security, rank: ranks.append(rank) or null_connector(),
+    )
+    _, worker = open_connector(url, None, 2)
+    worker.close()
+    assert ranks == [2]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def main() -> int:
     for file in task.files:
         os.close(file)
     try:
-        compute_batches(task.config, ranks, transfers)
+        compute_batches(task.config, ranks, transfers, task.security)
     except (RanksLostError, ConfigurationError) as error:
         logging.getLogger("baton.engine").error("rank %d: %s", task.rank, error)
     return _EXIT_LOST

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.ranks.batches import BatchReceiver
@@ -16,13 +17,19 @@ __all__ = ["compute_batches", "follow"]
 _logger = logging.getLogger("baton.engine")
 
 
-def compute_batches(config: EngineConfig, ranks: EngineRanks, transfers: RankTransfers) -> None:
+def compute_batches(
+    config: EngineConfig,
+    ranks: EngineRanks,
+    transfers: RankTransfers,
+    security: ClusterSecurity | None,
+) -> None:
     """Computes a rank's part of all batches, until rank 0 has ended.
 
     Args:
         config: of the engine.
         ranks: the group.
-        transfers: the rank's.
+        transfers: the rank's; closed afterwards.
+        security: for the connector's calls to other processes.
 
     Raises:
         GroupEndedError: rank 0 has closed the group.
@@ -30,11 +37,13 @@ def compute_batches(config: EngineConfig, ranks: EngineRanks, transfers: RankTra
         ConfigurationError: a flag or the checkpoint is bad.
     """
     config = replace(config, turns_folder=None, logits_processors=())  # rank 0 has them
+    connector = None
     try:
-        connector = open_connector(config.kv_connector) if config.kv_connector else None
+        if config.kv_connector:
+            connector = open_connector(config.kv_connector, security, ranks.rank)
         runner = ModelRunner(config, progress=False, ranks=ranks)
         if connector is not None:
-            transfers.open(connector[1], runner, ranks)
+            transfers.open(connector, runner, ranks)
         batches = BatchReceiver(ranks)
         while True:
             batch, num_work_messages = batches.receive()
@@ -43,14 +52,18 @@ def compute_batches(config: EngineConfig, ranks: EngineRanks, transfers: RankTra
             transfers.end_step(batch.step)
     finally:
         ranks.abort()  # no other rank waits for this one any more
+        transfers.close()
+        if connector is not None:
+            connector[1].close()
 
 
-def follow(config: EngineConfig, ranks: HostRanks) -> None:
+def follow(config: EngineConfig, ranks: HostRanks, security: ClusterSecurity) -> None:
     """Runs a rank other than 0 that was started by itself, until rank 0 has closed the group.
 
     Args:
         config: of the engine.
         ranks: the group; closed afterwards.
+        security: for the connector's calls to other processes.
 
     Raises:
         RanksLostError: rank 0 or another rank is lost.
@@ -58,7 +71,7 @@ def follow(config: EngineConfig, ranks: HostRanks) -> None:
     """
     (link,) = ranks.transfers
     try:
-        compute_batches(config, ranks, RankTransfers(link, ends_process=False))
+        compute_batches(config, ranks, RankTransfers(link, ends_process=False), security)
     except GroupEndedError:
         _logger.info("rank 0 has ended")
     finally:

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
@@ -31,8 +30,7 @@ from engine.runtime.ranks.place import place_of
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kernels.ranks import EngineRanks, RankGroup
-from kvstore.handoff import connector_name
-from kvstore.registry import connector_capabilities, known_stores
+from kvstore.registry import PEERS, connector_capabilities, known_stores
 from kvstore.url import scheme_of
 
 __all__ = ["RankProcesses", "RankTask", "start_ranks"]
@@ -53,10 +51,12 @@ class RankTask:
         steps: descriptor of a connection to rank 0, for a pipeline; None for one stage.
         before: descriptor of a connection to the stage before.
         after: descriptor of a connection to the stage after.
+        security: for the connector's calls to other processes.
     """
 
     config: EngineConfig
     rank: int
+    security: ClusterSecurity | None
     file: int | None = None
     steps: int | None = None
     before: int | None = None
@@ -117,7 +117,7 @@ def start_ranks(
         _check_connector(config.kv_connector, config.num_ranks)
     place = place_of(config)
     if place is None:
-        return RankProcesses(config)
+        return RankProcesses(config, security)
     if place.rank > 0:
         raise ConfigurationError(
             f"this is rank {place.rank}, which schedules nothing: `baton prefill` and "
@@ -133,6 +133,7 @@ class RankProcesses(EngineRanks):
 
     Args:
         config: of the engine.
+        security: for the connector's calls to other processes.
 
     Attributes:
         transfers: connections to the other ranks for transfers, in their order.
@@ -141,7 +142,7 @@ class RankProcesses(EngineRanks):
         ConfigurationError: the machine cannot have several ranks; names the flag.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, security: ClusterSecurity | None) -> None:
         _check_machine(config)
         self.rank, self.size = 0, config.num_ranks
         self.num_local = self.size
@@ -155,7 +156,7 @@ class RankProcesses(EngineRanks):
         self._watchers: list[threading.Thread] = []
         with ExitStack() as files:
             try:
-                own, others, steps = _tasks(config, files)
+                own, others, steps = _tasks(config, security, files)
                 self._ranks = own.open_ranks(steps)
                 for task in others:
                     self._start(task)
@@ -282,19 +283,20 @@ def _check_machine(config: EngineConfig) -> None:
 
 
 def _tasks(
-    config: EngineConfig, opened: ExitStack
+    config: EngineConfig, security: ClusterSecurity | None, opened: ExitStack
 ) -> tuple[RankTask, list[RankTask], Mapping[int, int]]:
     """Opens what the ranks share.
 
     Args:
         config: of the engine.
+        security: for the connectors' calls to other processes.
         opened: closes this process's descriptors of it.
 
     Returns:
         The tasks of rank 0 and of the others in their order, and rank 0's connections for steps.
     """
     size, width = config.num_ranks, config.tensor_parallel_size
-    tasks = [RankTask(config, rank) for rank in range(size)]
+    tasks = [RankTask(config, rank, security) for rank in range(size)]
     if width > 1:
         for first in range(0, size, width):
             file = os.memfd_create("baton-ranks")
@@ -319,16 +321,16 @@ def _socket_pair(opened: ExitStack) -> tuple[int, int]:
 
 
 def _check_connector(url: str, size: int) -> None:
-    """Refuses connectors that ranks cannot use yet.
+    """Refuses connectors that several ranks cannot use.
 
     Raises:
         ConfigurationError: names the flags.
     """
-    is_store = scheme_of(url) in known_stores()
-    if not (is_store and connector_capabilities(url).shared_between_processes):
+    is_known = scheme_of(url) in known_stores() | PEERS
+    if not (is_known and connector_capabilities(url).shared_between_processes):
         raise ConfigurationError(
-            f"--tensor-parallel-size is {size}; --kv-connector {connector_name(url)}:// works with "
-            "1 only; use shm://NAME, file:///path or redis://host:port/db"
+            f"--tensor-parallel-size is {size}; --kv-connector {scheme_of(url)}:// works with "
+            "1 only; use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://"
         )
 
 

@@ -3,8 +3,9 @@
     rank 0       EngineCore -> RanksConnectorWorker -> its own connector; the links to the others
     rank 1 ...   RankTransfers -> the rank's own connector
 
-A load has brought what all ranks have loaded, and a save is committed if that of every rank is.
-With more ranks than KV heads several ranks load the same head, and the first of them saves it.
+`JoinedResults` is what has become of the jobs of all ranks. With more ranks than KV heads several
+ranks load the same head, and the first of them saves it. Connectors whose processes lend each other
+their blocks need to know which rank saves what: each answers to `_Pool` with its `SavedSlices`.
 
 Work reaches a rank by its link, batches by the group's messages. So that a rank copies what its
 steps have computed, and knows what to save ahead of a step: work names the last step that rank 0
@@ -18,19 +19,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import compress
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from engine.runtime.ranks.joined_results import JoinedResults
 from kernels.ranks import EngineRanks, RanksLostError
-from kvstore.connector import KvConnectorWorker
-from kvstore.jobs import ConnectorWork, LoadResult, LookupResult, SaveResult, TransferResults
+from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
+from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
@@ -39,7 +42,8 @@ __all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers", "share_of"
 
 _logger = logging.getLogger("baton.engine")
 
-_Result = LookupResult | LoadResult | SaveResult
+_REGISTRATION_S = 300.0
+"""How long rank 0 waits for another to register its pool: a transport may pin all of it."""
 _id_of = attrgetter("job_id")
 
 
@@ -58,7 +62,7 @@ def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Makes a rank register its pool.
+    """Makes a rank register its pool, and answer with its `SavedSlices`.
 
     Attributes:
         layout: of the whole model's blocks.
@@ -88,33 +92,19 @@ _POLL = object()
 """Makes a rank send its results."""
 
 
-@dataclass(slots=True)
-class _Open:
-    """A job whose result some ranks have not reported.
-
-    Attributes:
-        num_missing: number of these ranks.
-        results: of the others.
-    """
-
-    num_missing: int
-    results: list[Any] = field(default_factory=list)
-
-
 class RanksConnectorWorker(KvConnectorWorker):
     """The worker half of rank 0, which makes all ranks move their parts.
 
     Args:
-        own: the worker half that moves rank 0's part.
+        own: both halves of rank 0's connector; the worker half moves its part.
         ranks: the group.
         links: connections to the other ranks, in their order.
     """
 
-    def __init__(
-        self, own: KvConnectorWorker, ranks: EngineRanks, links: Sequence[Connection]
-    ) -> None:
-        self._own, self._ranks, self._links = own, ranks, links
-        self._open: dict[int, _Open] = {}
+    def __init__(self, own: Connector, ranks: EngineRanks, links: Sequence[Connection]) -> None:
+        self._scheduler, self._own = own
+        self._ranks, self._links = ranks, links
+        self._joined = JoinedResults()
         self._arrived: deque[TransferResults] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._ended_step = 0
@@ -129,14 +119,21 @@ class RanksConnectorWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        """Receives rank 0's part of the pool, and the layout of whole blocks."""
+        """Receives rank 0's part of the pool, and the layout of whole blocks.
+
+        Raises:
+            RanksLostError: another rank cannot register its part.
+        """
         shares = [
             share_of(rank, self._ranks, layout.num_kv_heads) for rank in range(self._ranks.size)
         ]
         # Of several ranks with the same heads the first one saves.
         self._savers = [share not in shares[:rank] for rank, share in enumerate(shares)]
-        _register(self._own, self._ranks, pool, _Pool(layout, form))
-        self._send([_Pool(layout, form)] * len(self._links))
+        message = _Pool(layout, form)
+        saved = [_register((self._scheduler, self._own), self._ranks, pool, message)]
+        self._send([message] * len(self._links))
+        saved += map(_receive_slices, self._links)
+        self._scheduler.join_ranks(list(compress(saved, self._savers)))
         for link in self._links:
             threading.Thread(target=self._read, args=(link,), daemon=True).start()
 
@@ -152,12 +149,9 @@ class RanksConnectorWorker(KvConnectorWorker):
 
     @override
     def start(self, work: ConnectorWork) -> None:
-        for job_id in work.cancelled_lookups:
-            self._open.pop(job_id, None)
-        for job_id in (*map(_id_of, work.lookups), *map(_id_of, work.loads)):
-            self._open[job_id] = _Open(self._ranks.size)
-        for job_id in map(_id_of, work.saves):
-            self._open[job_id] = _Open(sum(self._savers))
+        self._joined.forget(work.cancelled_lookups)
+        self._joined.expect(map(_id_of, (*work.lookups, *work.loads)), self._ranks.size)
+        self._joined.expect(map(_id_of, work.saves), sum(self._savers))
         self.num_work_messages += 1
         without_saves = replace(work, saves=[])
         self._send(
@@ -180,22 +174,9 @@ class RanksConnectorWorker(KvConnectorWorker):
 
     @override
     def poll(self) -> TransferResults:
-        ended: list[_Result] = []
         for results in (self._own.poll(), *self._take_arrived()):
-            for result in _all_of(results):
-                job = self._open.get(result.job_id)
-                if job is None:
-                    continue  # a look-up that was cancelled
-                job.results.append(result)
-                job.num_missing -= 1
-                if not job.num_missing:
-                    del self._open[result.job_id]
-                    ended.append(_joined(job.results))
-        return TransferResults(
-            tuple(result for result in ended if isinstance(result, LookupResult)),
-            tuple(result for result in ended if isinstance(result, LoadResult)),
-            tuple(result for result in ended if isinstance(result, SaveResult)),
-        )
+            self._joined.add(results)
+        return self._joined.take()
 
     @override
     def close(self) -> None:
@@ -218,20 +199,38 @@ class RanksConnectorWorker(KvConnectorWorker):
         self._ranks.abort()
 
 
+def _receive_slices(link: Connection) -> SavedSlices:
+    """Waits until a rank has registered its pool; returns what it saves.
+
+    Raises:
+        RanksLostError: it has ended, or does not answer.
+    """
+    try:
+        if link.poll(_REGISTRATION_S):
+            saved: SavedSlices = link.recv()
+            return saved
+    except (EOFError, OSError) as error:
+        raise RanksLostError("a rank has ended while it registered its pool") from error
+    raise RanksLostError("a rank has not registered its pool in time")
+
+
 def join_transfers(
-    own: KvConnectorWorker, ranks: EngineRanks, links: Sequence[Connection], runner: "ModelRunner"
-) -> RanksConnectorWorker:
+    own: Connector, ranks: EngineRanks, links: Sequence[Connection], runner: "ModelRunner"
+) -> Connector:
     """Makes all ranks move their parts of the KV.
 
     Args:
-        own: the connector's worker half of rank 0.
+        own: both halves of rank 0's connector.
         ranks: the group.
         links: connections to the other ranks, in their order.
         runner: that of rank 0.
+
+    Returns:
+        Both halves of the connector of the engine.
     """
     worker = RanksConnectorWorker(own, ranks, links)
     runner.count_work(lambda: worker.num_work_messages)
-    return worker
+    return own[0], worker
 
 
 class RankTransfers:
@@ -250,23 +249,28 @@ class RankTransfers:
         self._progress = threading.Condition()
         self._num_work_messages = 0  # started
         self._ended_step = 0
-        self._is_over = False  # rank 0 has ended
+        self._is_over = False  # rank 0 has ended, or this rank is closed
         self._connector: KvConnectorWorker | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
-    def open(self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks) -> None:
+    def open(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
         """Starts to move blocks of a runner's pool.
 
         Args:
-            connector: the rank's own worker half.
+            connector: both halves of the rank's own connector.
             runner: the rank's runner.
             ranks: the group.
         """
-        self._connector = connector
-        connector.set_waker(lambda: self._messages.put(_POLL))
+        self._connector = connector[1]
+        self._connector.set_waker(lambda: self._messages.put(_POLL))
         runner.watch_layers(self._layers_computed)
         arguments = connector, runner, ranks
         threading.Thread(target=self._move, args=arguments, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the moves: no call of the connector follows."""
+        with self._lock:
+            self._is_over = True
 
     def begin_step(self, num_work_messages: int) -> None:
         """Waits until the work that rank 0 has sent before a batch has started.
@@ -308,9 +312,7 @@ class RankTransfers:
                 self._is_over = True
                 self._progress.notify_all()
 
-    def _move(
-        self, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks
-    ) -> None:
+    def _move(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
         try:
             while True:
                 self._handle(self._messages.get(), connector, runner, ranks)
@@ -322,45 +324,39 @@ class RankTransfers:
             os._exit(1)  # the thread that computes may wait for this one
 
     def _handle(
-        self, message: Any, connector: KvConnectorWorker, runner: "ModelRunner", ranks: EngineRanks
+        self, message: Any, connector: Connector, runner: "ModelRunner", ranks: EngineRanks
     ) -> None:
         if message is _POLL:
-            with self._lock:
-                results = connector.poll()
-            if results and not self._is_over:
-                self._link.send(results)
+            self._poll(connector[1])
         elif isinstance(message, _Pool):
-            _register(connector, ranks, runner.kv_pool, message)
+            self._link.send(_register(connector, ranks, runner.kv_pool, message))
         else:
-            with self._progress:
-                self._progress.wait_for(lambda: self._ended_step >= message.after_step)
-            if message.work:
-                with self._lock:
-                    connector.start(message.work)
-            with self._progress:
-                self._num_work_messages = message.number
-                self._progress.notify_all()
+            self._start(message, connector[1])
+
+    def _poll(self, connector: KvConnectorWorker) -> None:
+        """Sends what has ended to rank 0."""
+        with self._lock:
+            results = TransferResults() if self._is_over else connector.poll()
+        if results and not self._is_over:
+            self._link.send(results)
+
+    def _start(self, message: _Work, connector: KvConnectorWorker) -> None:
+        """Starts work once the step before it has ended here, too."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._ended_step >= message.after_step)
+        with self._lock:
+            if message.work and not self._is_over:
+                connector.start(message.work)
+        with self._progress:
+            self._num_work_messages = message.number
+            self._progress.notify_all()
 
 
-def _register(connector: KvConnectorWorker, ranks: EngineRanks, pool: Any, message: _Pool) -> None:
-    """Registers a rank's pool, which has its share of the heads and layers."""
+def _register(connector: Connector, ranks: EngineRanks, pool: Any, message: _Pool) -> SavedSlices:
+    """Registers a rank's pool, which has its share of heads and layers; returns what it saves."""
+    scheduler, worker = connector
     share = share_of(ranks.rank, ranks, message.layout.num_kv_heads)
-    connector.register_pool(pool, share.layout_of(message.layout), message.form, share)
-
-
-def _all_of(results: TransferResults) -> Sequence[_Result]:
-    return (*results.lookups, *results.loads, *results.saves)
-
-
-def _joined(results: Sequence[Any]) -> _Result:
-    """Returns the result that holds for all ranks."""
-    first = results[0]
-    if isinstance(first, LookupResult):
-        fewest: LookupResult = min(results, key=lambda result: result.num_blocks)
-        return fewest
-    seconds = max(result.seconds for result in results)
-    if isinstance(first, LoadResult):
-        least: LoadResult = min(results, key=lambda result: result.num_blocks)
-        return replace(least, seconds=seconds)
-    worst: SaveResult = min(results, key=lambda result: result.committed)
-    return replace(worst, seconds=seconds)
+    layout = share.layout_of(message.layout)
+    worker.register_pool(pool, layout, message.form, share)
+    slicing = BlockSlicing.of(layout, message.form, share)
+    return SavedSlices(scheduler.params, slicing.slice_numbers)
