@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
