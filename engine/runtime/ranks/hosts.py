@@ -46,6 +46,7 @@ _MEETING_S = 300.0
 _LOADING_S = 86400.0
 """How long they wait for each other while they load."""
 _RETRY_S = 0.2
+_CHECK_S = 1.0
 _ANSWER_S = 10
 _NAME_BYTES = 64
 _END = b"end"  # no batch, as these are pickled, and no tokens, which have eight bytes each
@@ -83,7 +84,7 @@ class HostRanks(RankGroup):
         self._on_lost: Callable[[], None] = lambda: None
         try:
             with ExitStack() as opened:
-                met = _meet(place, _key_of(place, security), opened)
+                met = _meet(place, _key_of(place, security), self._check_others, opened)
                 opened.pop_all()
         except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
             raise ConfigurationError(
@@ -172,6 +173,9 @@ class HostRanks(RankGroup):
             link.close()
         del self._gloo, self._store
 
+    def _check_others(self) -> None:
+        """Called while rank 0 waits for the others; raises if they will not come."""
+
     def _shut_down(self) -> None:
         for link in (*self._steps, *self.transfers):
             shut_down(link)
@@ -233,13 +237,14 @@ def _key_of(place: RankPlace, security: ClusterSecurity | None) -> bytes:
 
 
 def _meet(
-    place: RankPlace, key: bytes, opened: ExitStack
+    place: RankPlace, key: bytes, check_others: Callable[[], None], opened: ExitStack
 ) -> tuple[Store, Any, Mapping[tuple[str, int], Connection]]:
     """Connects to the other ranks; returns the store, gloo, and the connections by (kind, rank).
 
     Args:
         place: this process's.
         key: what both sides of a connection prove to know.
+        check_others: called while ranks are missing; raises if they will not come.
         opened: gets what must be closed.
     """
     deadline = time.monotonic() + _MEETING_S
@@ -248,7 +253,7 @@ def _meet(
     opened.callback(_close_all, links)
     if place.rank == 0:
         attempt = secrets.token_hex(8)
-        _accept(place, store, key, attempt, deadline, links)
+        _accept(place, store, key, attempt, deadline, check_others, links)
     else:
         attempt = _connect(place, store, key, deadline, links)
     own_address = _own_address(links[_STEPS, max(place.rank, 1)])
@@ -283,6 +288,7 @@ def _accept(
     key: bytes,
     attempt: str,
     deadline: float,
+    check_others: Callable[[], None],
     links: dict[tuple[str, int], Connection],
 ) -> None:
     """Accepts two connections from each other rank, and adds them to `links`.
@@ -292,17 +298,20 @@ def _accept(
     wanted = {(kind, rank) for kind in (_STEPS, _TRANSFERS) for rank in range(1, place.size)}
     with closing(socket.create_server((place.address, 0))) as server:
         store.set("port", f"{server.getsockname()[1]} {attempt}")
+        server.settimeout(_CHECK_S)
         while wanted - links.keys():
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            accepted, _ = server.accept()
-            link = _connection(accepted)
-            found = _authenticate(link, key)
-            if found not in wanted:
-                link.close()  # no rank of this group
-                continue
-            if found in links:  # of a process that has ended since
-                links[found].close()
-            links[found] = link
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out")
+            check_others()
+            with suppress(TimeoutError):
+                link = _connection(server.accept()[0])
+                found = _authenticate(link, key)
+                if found not in wanted:
+                    link.close()  # no rank of this group
+                    continue
+                if found in links:  # of a process that has ended since
+                    links[found].close()
+                links[found] = link
     for link in links.values():
         link.send_bytes(attempt.encode())
 

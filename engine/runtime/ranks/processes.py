@@ -24,6 +24,7 @@ from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.ranks.hosts import HostRanks, check_device, shut_down
 from engine.runtime.ranks.place import place_of
+from engine.runtime.ranks.ray_ranks import RayRanks
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kvstore.handoff import connector_name
@@ -64,6 +65,8 @@ def start_ranks(
         return None
     if config.kv_connector is not None:
         _check_connector(config.kv_connector, config.tensor_parallel_size)
+    if config.distributed_executor_backend == "ray":
+        return RayRanks(config, security)
     place = place_of(config)
     if place is None:
         return RankProcesses(config)
