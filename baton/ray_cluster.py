@@ -99,4 +99,4 @@ def actor_options(group: Any, index: int, bundle: Mapping[str, float]) -> dict[s
 
 def _described(resources: Mapping[str, float]) -> str:
     """Returns CPUs and GPUs as text."""
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources)
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

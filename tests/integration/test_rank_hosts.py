@@ -229,6 +229,17 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
             assert follower.receive() == b"hello"
 
 
+def test_rank_0_does_not_wait_for_ranks_that_will_not_come() -> None:
+    class LonelyRanks(HostRanks):
+        def _check_others(self) -> None:
+            raise ConfigurationError("the others have ended")
+
+    (port,) = free_ports(1)
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="the others have ended"):
+        LonelyRanks(RankPlace(0, 2, "127.0.0.1", port), config, ClusterSecurity(token=TOKEN))
+
+
 def test_ranks_that_are_started_apart_need_a_token() -> None:
     place = RankPlace(0, 2, "127.0.0.1", 7)
     config = EngineConfig(model="m", tensor_parallel_size=2)

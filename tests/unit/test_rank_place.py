@@ -69,8 +69,8 @@ def test_what_does_not_fit_is_refused(own, variables, message):
     ("flags", "message"),
     [
         ({"node_rank": 1}, "--node-rank is 1; it must be from 0 to --nnodes 1 - 1"),
-        ({"distributed_executor_backend": "uni"}, "mp or external_launcher with several"),
-        ({"distributed_executor_backend": "ray"}, "one of mp, external_launcher, uni"),
+        ({"distributed_executor_backend": "uni"}, "mp, ray or external_launcher with several"),
+        ({"distributed_executor_backend": "spark"}, "one of mp, ray, external_launcher, uni"),
         ({"nnodes": 0}, "--nnodes is 0"),
         ({"nnodes": 2, "tensor_parallel_size": 1}, "--nnodes is 2; it must be 1 without"),
     ],
