@@ -48,9 +48,9 @@ class RayNodes:
         """Runs a module of Python, which joins the cluster, to its end."""
         return subprocess.run(
             [self.python, "-m", *map(str, command)],
+            check=False,
             env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             timeout=150,
         )
@@ -58,11 +58,12 @@ class RayNodes:
 
 def _python() -> str:
     """Returns an interpreter that can import Ray; skips the test if there is none."""
-    for python in (sys.executable, str(INTEGRATIONS)) if find_spec("ray") else (str(INTEGRATIONS),):
-        command = [python, "-c", "import ray"]
-        if Path(python).exists() and not subprocess.run(command, env=ENVIRONMENT).returncode:
-            return python
-    pytest.skip("Ray is not installed; `make test-slow` installs it")
+    if find_spec("ray"):
+        return sys.executable
+    command = [INTEGRATIONS, "-c", "import ray"]
+    if not INTEGRATIONS.exists() or subprocess.run(command, check=False).returncode:
+        pytest.skip("Ray is not installed; `make test-slow` installs it")
+    return str(INTEGRATIONS)
 
 
 @contextmanager
