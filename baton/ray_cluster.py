@@ -9,9 +9,19 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 
-__all__ = ["ACTOR_VARIABLES", "actor_options", "join_cluster", "reserve"]
+__all__ = [
+    "PLACING_S",
+    "actor_options",
+    "described",
+    "in_bundle",
+    "join_cluster",
+    "lack_of_room",
+    "reserve",
+]
 
-ACTOR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
+PLACING_S = 300.0
+"""How long the cluster may take to have room: an autoscaler may add nodes."""
+_ACTOR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Variables of an actor's process, which are read when torch is imported. Ray shows them."""
 _USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
 
@@ -50,15 +60,15 @@ def join_cluster() -> Any:
 
 
 def reserve(
-    ray: Any, bundles: Sequence[Mapping[str, float]], timeout_s: float, purpose: str
+    ray: Any, bundles: Sequence[Mapping[str, float]], purpose: str, timeout_s: float = PLACING_S
 ) -> tuple[Any, Sequence[str]]:
     """Reserves room on as few nodes as possible.
 
     Args:
         ray: of `join_cluster`.
         bundles: the resources of each actor.
-        timeout_s: how long to wait for nodes that are busy, or that an autoscaler has yet to add.
         purpose: what needs the room, for errors and the log.
+        timeout_s: how long to wait for it.
 
     Returns:
         The placement group, and the id of each bundle's node.
@@ -72,31 +82,46 @@ def reserve(
         remove_placement_group,
     )
 
-    wanted = f"{purpose}: {' + '.join(map(_described, bundles))}"
+    wanted = f"{purpose}: {' + '.join(map(described, bundles))}"
     _logger.info("asks the Ray cluster for room for %s", wanted)
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        raise ConfigurationError(
-            f"the Ray cluster had no room within {timeout_s:g} s for {wanted}; it has "
-            f"{_described(ray.cluster_resources())}, free {_described(ray.available_resources())}"
-        )
+        raise ConfigurationError(lack_of_room(ray, wanted, timeout_s))
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return group, [nodes[index] for index in range(len(bundles))]
 
 
-def actor_options(group: Any, index: int, bundle: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the options of an actor that takes a bundle of a placement group."""
+def in_bundle(group: Any, index: int) -> Any:
+    """Returns the scheduling strategy of an actor that takes a bundle of a placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    return PlacementGroupSchedulingStrategy(group, index)
+
+
+def actor_options(resources: Mapping[str, float], strategy: Any) -> dict[str, Any]:
+    """Returns the options of an actor.
+
+    Args:
+        resources: what it needs.
+        strategy: where it may run.
+    """
     return {
-        "num_cpus": bundle.get("CPU", 0),
-        "num_gpus": bundle.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
-        "runtime_env": {"env_vars": ACTOR_VARIABLES},
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": _ACTOR_VARIABLES},
     }
 
 
-def _described(resources: Mapping[str, float]) -> str:
+def lack_of_room(ray: Any, wanted: str, timeout_s: float) -> str:
+    """Returns the message of an error: what was asked for, and what the cluster has."""
+    return (
+        f"the Ray cluster had no room within {timeout_s:g} s for {wanted}; it has "
+        f"{described(ray.cluster_resources())}, free {described(ray.available_resources())}"
+    )
+
+
+def described(resources: Mapping[str, float]) -> str:
     """Returns CPUs and GPUs as text."""
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

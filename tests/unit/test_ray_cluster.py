@@ -56,7 +56,7 @@ def test_an_engine_without_ray_names_the_extra(monkeypatch):
 
 
 def test_a_reservation_names_the_nodes(fake_ray):
-    group, nodes = ray_cluster.reserve(fake_ray, [{"CPU": 1}] * 2, 1, "2 ranks")
+    group, nodes = ray_cluster.reserve(fake_ray, [{"CPU": 1}] * 2, "2 ranks")
     assert nodes == ["a", "b"]
     assert not group.is_removed
 
@@ -64,7 +64,7 @@ def test_a_reservation_names_the_nodes(fake_ray):
 def test_a_cluster_without_room_is_named_and_nothing_stays_reserved(fake_ray):
     fake_ray.has_room = False
     with pytest.raises(ConfigurationError) as caught:
-        ray_cluster.reserve(fake_ray, [{"CPU": 8}, {"CPU": 1, "GPU": 1}], 60, "2 ranks")
+        ray_cluster.reserve(fake_ray, [{"CPU": 8}, {"CPU": 1, "GPU": 1}], "2 ranks", 60)
     assert caught.value.message == (
         "the Ray cluster had no room within 60 s for 2 ranks: 8 CPU, 0 GPU + 1 CPU, 1 GPU; it has "
         "4 CPU, 0 GPU, free 0.5 CPU, 0 GPU"

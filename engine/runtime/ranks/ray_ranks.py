@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
-from baton.ray_cluster import actor_options, join_cluster, reserve
+from baton.ray_cluster import actor_options, in_bundle, join_cluster, reserve
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
@@ -30,8 +30,6 @@ from kvstore.registry import connector_capabilities
 
 __all__ = ["RankActor", "RayRanks"]
 
-_PLACING_S = 300.0
-"""How long the cluster may take to have room: an autoscaler may add nodes."""
 _END_TIMEOUT_S = 5.0
 
 
@@ -69,8 +67,7 @@ class RayRanks(HostRanks):
         self._ray = join_cluster()
         size, bundle = config.tensor_parallel_size, rank_resources(config)
         purpose = f"{size - 1} ranks of --tensor-parallel-size {size}"
-        bundles = [bundle] * (size - 1)
-        self._group, nodes = reserve(self._ray, bundles, _PLACING_S, purpose)
+        self._group, nodes = reserve(self._ray, [bundle] * (size - 1), purpose)
         try:
             nodes = [self._ray.get_runtime_context().get_node_id(), *nodes]
             check_reach(config.kv_connector, nodes)
@@ -80,7 +77,7 @@ class RayRanks(HostRanks):
             theirs = replace(config, weights_folder=None)  # a folder of this machine
             self._results = [
                 self._ray.remote(RankActor)
-                .options(**actor_options(self._group, place.rank - 1, bundle))
+                .options(**actor_options(bundle, in_bundle(self._group, place.rank - 1)))
                 .remote()
                 .follow.remote(place, theirs, token)
                 for place in others
