@@ -19,6 +19,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
+from baton.up.child import end_with_parent
 from baton.up.plan import ClusterConfig
 from baton.up.supervisor import ProcessSpec, RunningProcess, spawn_here
 from engine.config import EngineConfig
@@ -41,6 +42,7 @@ class ServerActor:
         """
         import ray
 
+        end_with_parent()  # Ray's process for the node, whose actors would outlive it
         # A worker whose ranks are actors joins this cluster, too.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         host = ray.util.get_node_ip_address()
