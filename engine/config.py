@@ -24,7 +24,7 @@ LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-EXECUTOR_BACKENDS = ("mp", "external_launcher", "uni")
+EXECUTOR_BACKENDS = ("mp", "ray", "external_launcher", "uni")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 
 
@@ -91,7 +91,8 @@ class EngineConfig:
     distributed_executor_backend: str = flag(
         "mp",
         "what starts the processes of --tensor-parallel-size: mp, the engine (on several machines, "
-        "this command on each: --nnodes); external_launcher, torchrun or LeaderWorkerSet",
+        "this command on each: --nnodes); ray, the engine, as actors of a Ray cluster (needs the "
+        "extra ray); external_launcher, torchrun or LeaderWorkerSet",
         choices=EXECUTOR_BACKENDS,
     )
     nnodes: int = flag(
@@ -253,8 +254,10 @@ class EngineConfig:
             raise _bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
         if self.nnodes > 1 and self.num_ranks == 1:
             raise _bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
+        if self.nnodes > 1 and self.distributed_executor_backend == "ray":
+            raise _bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
         if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
-            limit = "mp or external_launcher with several processes"
+            limit = "mp, ray or external_launcher with several processes"
             raise _bad_flag("distributed_executor_backend", "uni", limit)
         _check_folder("turns_folder", self.turns_folder)
         _check_folder("weights_folder", self.weights_folder)

@@ -49,8 +49,8 @@ def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> An
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
     help_text = (
-        f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name; "
-        "comma-separated, repeatable"
+        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, or "
+        "file:///path for those in a file, one a line; comma-separated, repeatable"
     )
     return _list_flag(default, "TARGET", help_text + note)
 
@@ -188,7 +188,9 @@ class RouterConfig:
         "seconds after which a prompt whose prefill replica has not answered is sent to another "
         "one too; the first answer is used (default: never)",
     )
-    dns_interval_s: float = flag(5.0, "seconds between two look-ups of dns:/// targets")
+    dns_interval_s: float = flag(
+        5.0, "seconds between two look-ups of dns:/// and file:/// targets"
+    )
     max_indexed_blocks: int = flag(
         100_000,
         "maximum number of KV block keys remembered per replica, at most one per block of its pool",

@@ -75,7 +75,7 @@ async def _run(args: argparse.Namespace, role: Role) -> None:
             "--kv-connector is not set; a prefill worker needs it to hand KV over"
         )
 
-    place = place_of(config) if config.tensor_parallel_size > 1 else None
+    place = place_of(config) if config.num_ranks > 1 else None
     if place is not None and place.rank > 0:
         await _follow(args, config, place)
         return

@@ -1,4 +1,4 @@
-"""`baton serve`: a router, prefill workers and decode workers on this machine."""
+"""`baton serve`: a router, prefill workers and decode workers."""
 
 import argparse
 import asyncio
@@ -20,6 +20,8 @@ from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
+from baton.up.ray_nodes import RayNodes
+from baton.up.supervisor import Spawn, spawn_here
 from router.chat.template import ChatTemplate
 
 __all__ = ["add_args", "example_command", "main"]
@@ -40,11 +42,18 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="talk to the model in this terminal; everything stops when the conversation ends",
     )
+    parser.add_argument(
+        "--on",
+        choices=("machine", "ray"),
+        default="machine",
+        help="where the workers run: on this machine, or on the nodes of a Ray cluster "
+        "(RAY_ADDRESS; needs the extra ray) (default: %(default)s)",
+    )
     add_cluster_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serves a model on this machine: a router, prefill workers and decode workers.
+    """Serves a model: a router on this machine, prefill workers and decode workers.
 
     OpenAI's and Anthropic's HTTP APIs are on --port, gRPC is on --grpc-port. Processes that die
     are restarted. Ctrl-C stops the router first, then the workers. Every worker gets the engine's
@@ -54,7 +63,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigurationError("--demo needs gRPC; leave --grpc-port none out")
     if args.chat and args.port is None:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
-    with running_config(args) as config:
+    with running_config(args, on_ray=args.on == "ray") as config:
+        spawn = RayNodes(config).spawn if args.on == "ray" else spawn_here
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
             raise ConfigurationError(
@@ -65,10 +75,11 @@ def main(args: argparse.Namespace) -> int:
                 "--demo and --chat send no key; leave --api-key, --tenants and --jwks-file out"
             )
         if args.chat:
-            _chat(config, plan)
+            _chat(config, plan, spawn)
         else:
             ready = partial(_on_ready, config, plan, args.demo)
-            asyncio.run(run_cluster(plan, log_writer(args.log_format), ready))
+            write = log_writer(args.log_format)
+            asyncio.run(run_cluster(plan, write, ready, spawn_worker=spawn))
     return 0
 
 
@@ -121,11 +132,11 @@ def _curl_target(router: Server) -> str:
     return shlex.join([*options, f"https://{name}:{port}/v1"])
 
 
-def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
+def _chat(config: ClusterConfig, plan: ClusterPlan, spawn: Spawn) -> None:
     """Talks to the model while the cluster runs in the background."""
     router, name = plan.router, config.model.names[0]
     with (
-        background_cluster(plan, log_writer(config.router.grpc.log_format)),
+        background_cluster(plan, log_writer(config.router.grpc.log_format), spawn),
         OpenAiEndpoint(router.url, model=name, tls=router.tls) as endpoint,
     ):
         converse(ChatSession(endpoint, system=None, params={}), Terminal())
@@ -149,7 +160,7 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
-        print(f"{server.spec.name:<10} {server.address}")
+        print(f"{server.spec.name:<10} {server.current_address}")
     for server in (router, *plan.workers):
         if server.metrics_url:
             print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")

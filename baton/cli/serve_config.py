@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from baton.up.plan import ClusterConfig, worker_targets
-from baton.up.run_folder import embedded_store, sharing_machine, with_token
+from baton.up.run_folder import embedded_store, run_folder, sharing_machine, with_token
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
@@ -32,10 +33,12 @@ _NOT_ROUTER = (
 )
 """Fields of the router's configs that the command sets."""
 _PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)
-"""Workers listen on loopback alone, where the token suffices."""
+"""Workers listen on loopback alone, where the token suffices, or on a Ray cluster's network."""
 _DRAIN_TIMEOUT_S = 5.0
 """Less than the supervisor's grace period."""
 _DEMO_MODEL = "demo"
+_PEERS_OF_MACHINES = "grpc://0.0.0.0"
+"""The connector of workers on several machines: it needs no server."""
 
 
 def add_cluster_args(
@@ -82,31 +85,47 @@ def add_cluster_args(
 
 
 @contextmanager
-def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, None]:
+def running_config(
+    args: argparse.Namespace, *, on_ray: bool = False
+) -> Generator[ClusterConfig, None, None]:
     """Makes the folders that the cluster uses, and its config; removes the folders at the end.
+
+    Args:
+        args: flags that `add_cluster_args` added.
+        on_ray: whether the workers run on the nodes of a Ray cluster.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
         SystemExit: SIGTERM or SIGHUP came, and no code in the block has a handler for it.
     """
     with exit_on_signals(), ExitStack() as folders:
+        if on_ray:
+            folder = folders.enter_context(run_folder())
+            connector = args.kv_connector or _PEERS_OF_MACHINES
+            config = cluster_config_from_args(args, connector, folder)
+            yield folders.enter_context(with_token(config))
+            return
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
         config = folders.enter_context(with_token(config))
         yield folders.enter_context(sharing_machine(config, turns=args.turns))
 
 
-def cluster_config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
+def cluster_config_from_args(
+    args: argparse.Namespace, kv_connector: str, address_folder: Path | None = None
+) -> ClusterConfig:
     """Returns the config that parsed flags describe.
 
     Args:
         args: flags that `add_cluster_args` added.
         kv_connector: URL of the connector of all workers.
+        address_folder: where the router finds the addresses that workers get when they start; None
+            for workers of this machine, whose ports are chosen here.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
-    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
+    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers, address_folder)
     router = router_config_from_args(args, prefill=prefill, decode=decode)
     engine = engine_config_from_args(
         args,

@@ -8,13 +8,14 @@ from contextlib import contextmanager, suppress
 
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterPlan
+from baton.up.supervisor import Spawn, spawn_here
 
 __all__ = ["background_cluster"]
 
 
 @contextmanager
 def background_cluster(
-    plan: ClusterPlan, write_line: Callable[[str], None]
+    plan: ClusterPlan, write_line: Callable[[str], None], spawn_worker: Spawn = spawn_here
 ) -> Generator[None, None, None]:
     """Runs a cluster while the `with` block runs, which starts when the cluster is serving.
 
@@ -23,6 +24,7 @@ def background_cluster(
     Args:
         plan: the processes to run.
         write_line: called with every line that the processes write, in another thread.
+        spawn_worker: starts a worker.
 
     Raises:
         ConfigurationError: a process ended before it was serving.
@@ -36,7 +38,9 @@ def background_cluster(
     def run() -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(run_cluster(plan, write_line, on_ready, lambda _: stop.wait()))
+                runner.run(
+                    run_cluster(plan, write_line, on_ready, lambda _: stop.wait(), spawn_worker)
+                )
         except BaseException as error:
             if ready.done():
                 raise

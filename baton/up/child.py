@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-__all__ = ["main"]
+__all__ = ["end_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,13 +21,18 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     """Replaces this process with the module in `arguments`; returns only if the parent is dead."""
     parent_pid, module, *module_arguments = arguments
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(parent_pid):  # the parent died before prctl
-            return
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != int(parent_pid):  # the parent died before
+        return
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `baton.cli.main`
     command = [sys.executable, "-P", "-m", module, *module_arguments]
     os.execv(sys.executable, command)  # noqa: S606 - no shell is needed
+
+
+def end_with_parent() -> None:
+    """Makes the kernel kill this process when its parent dies, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from baton.errors import ConfigurationError, UnavailableError
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
 from baton.up.plan import ClusterPlan, Server
-from baton.up.supervisor import SupervisedProcess
+from baton.up.supervisor import Spawn, SupervisedProcess, spawn_here
 
 __all__ = ["run_cluster", "start_server", "stop_in_order", "stop_on_signal"]
 
@@ -46,6 +46,7 @@ async def run_cluster(
     wait_for_stop: Callable[
         [Sequence[SupervisedProcess]], Coroutine[Any, Any, Any]
     ] = stop_on_signal,
+    spawn_worker: Spawn = spawn_here,
 ) -> None:
     """Runs the cluster until `wait_for_stop` returns.
 
@@ -54,6 +55,7 @@ async def run_cluster(
         write_line: called with every line that the processes write.
         on_ready: called once when all processes are serving.
         wait_for_stop: called with the processes; returns when they must stop.
+        spawn_worker: starts a worker; the router always runs on this machine.
 
     Raises:
         ConfigurationError: a process ended before it was serving.
@@ -61,7 +63,10 @@ async def run_cluster(
         BatonError: `on_ready` raised it.
     """
     servers = (*plan.workers, plan.router)
-    processes = [SupervisedProcess(server.spec, write_line) for server in servers]
+    processes = [
+        *(SupervisedProcess(each.spec, write_line, spawn=spawn_worker) for each in plan.workers),
+        SupervisedProcess(plan.router.spec, write_line),
+    ]
     stopped = asyncio.create_task(wait_for_stop(processes))
     serving = asyncio.create_task(_serve(servers, processes, on_ready))
     try:
@@ -95,7 +100,7 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
         UnavailableError: the machine could not start the process.
     """
     process.start()
-    ready = asyncio.create_task(_wait_until_serving(server))
+    ready = asyncio.create_task(_wait_until_serving(server, process))
     died = asyncio.create_task(process.died.wait())
     try:
         await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,13 +118,14 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
         died.cancel()
 
 
-async def _wait_until_serving(server: Server) -> None:
+async def _wait_until_serving(server: Server, process: SupervisedProcess) -> None:
+    await process.started.wait()
     if server.asks_for_certificates:  # this process has none
         for address in filter(None, (server.address, server.http_address)):
             await wait_until_listening(address, _START_TIMEOUT_S)
         return
-    if server.address:
-        await wait_until_serving(server.address, _START_TIMEOUT_S, server.tls)
+    if server.current_address:
+        await wait_until_serving(server.current_address, _START_TIMEOUT_S, server.tls)
     if server.http_address:
         await wait_until_ready(server.http_address, _START_TIMEOUT_S, server.tls)
 

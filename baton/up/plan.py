@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from baton.errors import ConfigurationError
 from baton.flag_sources import variable_of
@@ -14,6 +15,7 @@ from baton.security.cluster import TOKEN_VARIABLE
 from baton.up.supervisor import ProcessSpec
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
+from router.discovery import FILE_PREFIX
 from router.http.config import HttpConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
@@ -32,7 +34,8 @@ class ClusterConfig:
     Attributes:
         engine: config of every worker; the plan sets its role per tier.
         router: config of the router. The replicas of its one model are the workers that the
-            cluster starts; `worker_targets` chooses their ports.
+            cluster starts; `worker_targets` chooses their ports. A target that is a file stands for
+            a worker whose address is chosen when it starts.
         token: what the cluster's processes show each other; None for nothing. It is not shown.
         token_file: where operators find it; None if there is no file.
     """
@@ -87,7 +90,7 @@ class Server:
 
     Attributes:
         spec: the process.
-        address: `host:port` of its gRPC server; empty if that is off.
+        address: `host:port` of its gRPC server; empty if that is off, or file:///path.
         http_address: `host:port` of its HTTP server; empty if it has none.
         metrics_address: `host:port` for metrics; empty if it has none.
         tls: how this machine verifies it.
@@ -100,6 +103,12 @@ class Server:
     metrics_address: str = ""
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
+
+    @property
+    def current_address(self) -> str:
+        """`host:port` of its gRPC server, once it was started; empty if that is off."""
+        file = self.spec.address_file
+        return self.address if file is None else file.read_text().strip()
 
     @property
     def url(self) -> str:
@@ -130,8 +139,16 @@ class ClusterPlan:
         return self.prefill + self.decode
 
 
-def worker_targets(num_prefill: int, num_decode: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def worker_targets(
+    num_prefill: int, num_decode: int, address_folder: Path | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns addresses on free ports for prefill and for decode workers.
+
+    Args:
+        num_prefill: number of prefill workers.
+        num_decode: number of decode workers.
+        address_folder: returns files of this folder instead, for addresses that are chosen when the
+            workers start.
 
     Raises:
         ConfigurationError: a number is too small; names the flag.
@@ -142,8 +159,12 @@ def worker_targets(num_prefill: int, num_decode: int) -> tuple[tuple[str, ...], 
     ):
         if number < least:
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
-    ports = _bound_ports([(_LOOPBACK, 0, "--port")] * (num_prefill + num_decode))
-    targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
+    count = num_prefill + num_decode
+    if address_folder is None:
+        ports = _bound_ports([(_LOOPBACK, 0, "--port")] * count)
+        targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
+    else:
+        targets = tuple((address_folder / f"worker-{index}").as_uri() for index in range(count))
     return targets[:num_prefill], targets[num_prefill:]
 
 
@@ -202,6 +223,8 @@ def _worker_server(
     flags: Iterable[str],
     metrics: MetricsConfig,
 ) -> Server:
+    if target.startswith(FILE_PREFIX):
+        metrics = MetricsConfig()  # the ports were chosen on this machine
     own = (*flags, *flags_of_config(metrics))
     spec = _worker_spec(config, tier, number, target, own)
     return Server(spec, target, metrics_address=_reached(metrics))
@@ -211,7 +234,8 @@ def _worker_spec(
     config: ClusterConfig, tier: str, number: int, target: str, flags: Iterable[str]
 ) -> ProcessSpec:
     host, _, port = target.rpartition(":")
-    address = ("--host", host, "--port", port)
+    file = Path(target.removeprefix(FILE_PREFIX)) if target.startswith(FILE_PREFIX) else None
+    address = ("--host", host, "--port", port) if file is None else ()
     omitted, environment = set[str](), dict(config.environment)
     connector = config.engine.kv_connector
     if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
@@ -219,7 +243,7 @@ def _worker_spec(
         environment[variable_of("kv-connector")] = connector
     own = flags_of_config(config.engine, omit=omitted)
     arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, environment)
+    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, environment, file)
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:
@@ -233,7 +257,8 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
         for server, flag in ((router.http, "--port"), (router.grpc, "--grpc-port"))
         if server.port is not None
     ]
-    for target in (*model.prefill, *model.decode):
+    local = [each for each in (*model.prefill, *model.decode) if not each.startswith(FILE_PREFIX)]
+    for target in local:
         host, _, port = target.rpartition(":")
         wanted.append((host, int(port), "--port"))
     metrics = _metrics_of(config)
@@ -244,7 +269,7 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
         http = replace(http, port=next(ports))
     if grpc.port is not None:
         grpc = replace(grpc, port=next(ports))
-    for _ in range(config.num_workers):
+    for _ in local:
         next(ports)
     if router.metrics.port is not None:
         metrics = [replace(one, port=next(ports)) for one in metrics]

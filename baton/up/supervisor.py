@@ -4,12 +4,21 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from baton.flag_sources import without_flag_variables
 
-__all__ = ["ProcessSpec", "RestartPolicy", "SupervisedProcess"]
+__all__ = [
+    "ProcessSpec",
+    "RestartPolicy",
+    "RunningProcess",
+    "Spawn",
+    "SupervisedProcess",
+    "spawn_here",
+]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -24,12 +33,46 @@ class ProcessSpec:
     Attributes:
         environment: variables besides those of this process that are no flags; not shown, as they
             hold secrets.
+        address_file: gets the server's address if what starts it chooses that; None if the
+            arguments have it.
     """
 
     name: str
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    address_file: Path | None = None
+
+
+class RunningProcess(Protocol):
+    """A process that was started, here or on another machine: what is used of
+    `asyncio.subprocess.Process`.
+    """
+
+    @property
+    def pid(self) -> int:
+        """Its process id, on its machine."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None before."""
+
+    @property
+    def stdout(self) -> Any:
+        """Its output, of which `read(n)` returns up to n bytes, and none at the end."""
+
+    async def wait(self) -> int:
+        """Returns how it ended, when it has."""
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+
+    def kill(self) -> None:
+        """Kills it."""
+
+
+Spawn = Callable[[ProcessSpec], Awaitable[RunningProcess]]
+"""Starts a process. Raises `OSError` if it cannot be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +96,11 @@ class SupervisedProcess:
         spec: the process to run.
         write_line: called with each line of output, prefixed with the process's name.
         policy: delays of restarts and of the stop.
+        spawn: starts the process, by default on this machine.
 
     Attributes:
         pid: process id of the running process; None while none runs.
+        started: set when the process has been started at least once.
         died: set when the process has ended without `stop`, or could not be started, at least
             once.
         start_error: why the latest start failed; None if the process was started.
@@ -66,15 +111,18 @@ class SupervisedProcess:
         spec: ProcessSpec,
         write_line: Callable[[str], None],
         policy: RestartPolicy | None = None,
+        spawn: Spawn | None = None,
     ) -> None:
         self.spec = spec
         self.pid: int | None = None
+        self.started = asyncio.Event()
         self.died = asyncio.Event()
         self.start_error: OSError | None = None
         self._write_line = write_line
         self._policy = policy or RestartPolicy()
+        self._spawn = spawn or spawn_here
         self._stopping = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: RunningProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -112,12 +160,15 @@ class SupervisedProcess:
     async def _run_once(self) -> str:
         """Runs the process until it ends or `stop` is called; returns how it ended, for the log."""
         try:
-            process = await self._spawn()
+            process = await self._spawn_or_stop()
         except OSError as error:  # the machine has no process or no memory left
             self.start_error = error
             return f"could not be started: {error}"
         self.start_error = None
+        if process is None:
+            return "was not started"
         self._process, self.pid = process, process.pid
+        self.started.set()
         ending = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         copying = asyncio.create_task(self._copy_output(process))
@@ -129,26 +180,21 @@ class SupervisedProcess:
         await copying
         return f"ended with status {process.returncode}"
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # files of the working folder must not shadow the packages of the cluster
-            "-m",
-            "baton.up.child",
-            str(os.getpid()),
-            self.spec.module,
-            *self.spec.arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**without_flag_variables(os.environ), **self.spec.environment},
-            # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
-            start_new_session=True,
-        )
+    async def _spawn_or_stop(self) -> RunningProcess | None:
+        """Starts the process; returns None if `stop` was called first, as a start elsewhere may
+        take minutes.
+        """
+        spawning = asyncio.ensure_future(self._spawn(self.spec))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({spawning, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if spawning.done():
+            return spawning.result()
+        spawning.cancel()
+        await asyncio.wait({spawning})
+        return None
 
-    async def _terminate(
-        self, process: asyncio.subprocess.Process, ending: "asyncio.Task[int]"
-    ) -> None:
+    async def _terminate(self, process: RunningProcess, ending: "asyncio.Task[int]") -> None:
         process.terminate()
         await asyncio.wait({ending}, timeout=self._policy.stop_grace_s)
         if not ending.done():
@@ -162,8 +208,7 @@ class SupervisedProcess:
         except TimeoutError:
             return
 
-    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _copy_output(self, process: RunningProcess) -> None:
         pending, redrawn_at = b"", time.monotonic()
         while chunk := await process.stdout.read(_READ_BYTES):
             *lines, pending = (pending + chunk).split(b"\n")
@@ -185,6 +230,25 @@ class SupervisedProcess:
         text = line if isinstance(line, str) else line.decode(errors="replace")
         if text.strip():
             self._write_line(f"{self.spec.name} | {text.rstrip()}")
+
+
+async def spawn_here(spec: ProcessSpec) -> asyncio.subprocess.Process:
+    """Starts a process on this machine."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # files of the working folder must not shadow the packages of the cluster
+        "-m",
+        "baton.up.child",
+        str(os.getpid()),
+        spec.module,
+        *spec.arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**without_flag_variables(os.environ), **spec.environment},
+        # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
+        start_new_session=True,
+    )
 
 
 def _last_drawn(line: bytes) -> bytes:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from benchmarks.cluster import free_ports
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
-from engine.runtime.ranks import hosts as rank_hosts
+from engine.runtime.ranks import meeting
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
@@ -47,9 +47,9 @@ SETTINGS = {
 def other_rank(
     path: Path, port: int, namespace: str = "", **flags: object
 ) -> Iterator[subprocess.Popen]:
-    """The second host's process: `baton decode` with the same flags."""
+    """Another host's process: `baton decode` with the same flags."""
     prefix = ["ip", "netns", "exec", namespace] if namespace else []
-    given = {**SETTINGS, **flags, "nnodes": 2, "node_rank": 1, "master_port": port}
+    given = {**SETTINGS, "nnodes": 2, "node_rank": 1, **flags, "master_port": port}
     arguments = [
         part
         for name, value in given.items()
@@ -67,7 +67,8 @@ def other_rank(
 
 
 def first_rank(path: Path, port: int, role: str = "both", **flags: object) -> EngineCore:
-    config = EngineConfig(model=str(path), **{**SETTINGS, **flags}, nnodes=2, master_port=port)
+    given = {**SETTINGS, "nnodes": 2, **flags}
+    config = EngineConfig(model=str(path), **given, master_port=port)
     return core_of(role).build(config, ClusterSecurity(token=TOKEN))
 
 
@@ -84,6 +85,34 @@ def test_tokens_are_those_of_one_rank() -> None:
     (port,) = free_ports(1)
     with other_rank(path, port), closing(first_rank(path, port)) as core:
         found = run_all(core, requests())
+    one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
+    with closing(EngineCore.build(one)) as core:
+        expected = run_all(core, requests())
+    for request_id, outputs in expected.items():
+        for index in range(2):
+            assert tokens_of(found[request_id], index) == tokens_of(outputs, index)
+
+
+@pytest.mark.parametrize(
+    ("variant", "width", "num_stages"),
+    [("qwen2_alternating", 1, 2), pytest.param("llama_four_layers", 2, 2, marks=pytest.mark.slow)],
+)
+def test_stages_of_several_hosts_have_the_tokens_of_one_rank(
+    variant: str, width: int, num_stages: int
+) -> None:
+    path = tiny_checkpoint(variant)
+    (port,) = free_ports(1)
+    size = width * num_stages
+    sizes = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages, "nnodes": size}
+    flags = {**sizes, "async_scheduling": True}
+    with ExitStack() as others:
+        processes = [
+            others.enter_context(other_rank(path, port, node_rank=rank, **sizes))
+            for rank in range(1, size)
+        ]
+        with closing(first_rank(path, port, **flags)) as core:
+            found = run_all(core, requests())
+        assert [process.wait(30) for process in processes] == [0] * (size - 1)
     one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
     with closing(EngineCore.build(one)) as core:
         expected = run_all(core, requests())
@@ -209,7 +238,7 @@ def test_the_other_process_ends_with_rank_0_and_not_by_sigterm() -> None:
 
 def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """They get no message, and the group waits for its own ranks."""
-    monkeypatch.setattr(rank_hosts, "_MEETING_S", 20.0)
+    monkeypatch.setattr(meeting, "_MEETING_S", 20.0)
     (port,) = free_ports(1)
     config = EngineConfig(model="m", tensor_parallel_size=2)
 
@@ -233,6 +262,17 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
         with closing(meet(1)) as follower, closing(leading.result(30)) as leader:
             leader.send(b"hello")
             assert follower.receive() == b"hello"
+
+
+def test_rank_0_does_not_wait_for_ranks_that_will_not_come() -> None:
+    class LonelyRanks(HostRanks):
+        def _check_others(self) -> None:
+            raise ConfigurationError("the others have ended")
+
+    (port,) = free_ports(1)
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="the others have ended"):
+        LonelyRanks(RankPlace(0, 2, "127.0.0.1", port), config, ClusterSecurity(token=TOKEN))
 
 
 def test_ranks_that_are_started_apart_need_a_token() -> None:

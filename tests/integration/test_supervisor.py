@@ -14,7 +14,13 @@ import pytest
 from baton.errors import UnavailableError
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
-from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
+from baton.up.supervisor import (
+    ProcessSpec,
+    RestartPolicy,
+    RunningProcess,
+    SupervisedProcess,
+    spawn_here,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -137,6 +143,45 @@ async def test_a_start_that_fails_later_is_tried_again(lines, supervise, monkeyp
         await lines.wait_for("could not be started", times=2)
     await lines.wait_for("ready", times=2)
     assert process.start_error is None
+
+
+async def test_a_process_can_be_started_elsewhere(lines):
+    seen = []
+
+    async def spawn(spec: ProcessSpec) -> RunningProcess:
+        seen.append(spec.name)
+        return await spawn_here(spec)
+
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    process = SupervisedProcess(spec, lines.write, QUICK, spawn)
+    process.start()
+    await lines.wait_for("ready")
+    assert process.started.is_set()
+    process.kill()
+    await lines.wait_for("ready", times=2)
+    await process.stop()
+    assert seen == ["worker", "worker"]
+
+
+async def test_a_stop_does_not_wait_for_a_start_elsewhere(lines):
+    started, is_cancelled = asyncio.Event(), []
+
+    async def spawn(spec: ProcessSpec) -> RunningProcess:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            is_cancelled.append(True)
+            raise
+        raise AssertionError
+
+    process = SupervisedProcess(ProcessSpec("worker", "m", ()), lines.write, QUICK, spawn)
+    process.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await started.wait()
+        await process.stop()
+    assert is_cancelled == [True]
+    assert not process.started.is_set()
 
 
 def test_a_killed_parent_leaves_no_orphan():

@@ -336,6 +336,25 @@ def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared
     assert list(shared_memory.iterdir()) == []
 
 
+def test_workers_elsewhere_get_their_address_when_they_start(shared_memory):
+    flags = ("--prefill-workers", "2", "--metrics-port", "0")
+    with running_config(parse(serve.add_args, flags), on_ray=True) as running:
+        plan = plan_cluster(running)
+        assert running.engine.kv_connector == "grpc://0.0.0.0"
+        assert running.engine.weights_folder is running.engine.turns_folder is None
+        assert running.model.prefill == tuple(server.address for server in plan.prefill)
+        for server in plan.workers:
+            assert server.address == server.spec.address_file.as_uri()
+            assert not {"--host", "--port", "--metrics-port"} & set(server.spec.arguments)
+            server.spec.address_file.write_text("10.0.0.7:1234\n")
+            assert server.current_address == "10.0.0.7:1234"
+            assert server.spec.environment["BATON_CLUSTER_TOKEN"] == running.token
+        assert len({server.address for server in plan.workers}) == 3
+        assert plan.router.current_address == plan.router.address
+        assert plan.router.metrics_url
+    assert list(shared_memory.iterdir()) == []
+
+
 def _metrics_ports(metrics: MetricsConfig) -> list[int]:
     plan = plan_cluster(config(metrics=metrics))
     servers = (plan.router, *plan.workers)

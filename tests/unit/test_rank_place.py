@@ -57,7 +57,7 @@ def test_launchers_name_the_process(variables, expected):
         (launched(), {**TORCHRUN, "WORLD_SIZE": "two"}, "the variable WORLD_SIZE is 'two'"),
         (launched(tensor_parallel_size=4), TORCHRUN, "has started 2 processes"),
         (launched(), {**TORCHRUN, "RANK": "2"}, "number 2"),
-        (config(nnodes=3), {}, "--nnodes is 3; it must be --tensor-parallel-size 2"),
+        (config(nnodes=3), {}, "--nnodes is 3; it must be 2, --tensor-parallel-size times"),
     ],
 )
 def test_what_does_not_fit_is_refused(own, variables, message):
@@ -69,8 +69,8 @@ def test_what_does_not_fit_is_refused(own, variables, message):
     ("flags", "message"),
     [
         ({"node_rank": 1}, "--node-rank is 1; it must be from 0 to --nnodes 1 - 1"),
-        ({"distributed_executor_backend": "uni"}, "mp or external_launcher with several"),
-        ({"distributed_executor_backend": "ray"}, "one of mp, external_launcher, uni"),
+        ({"distributed_executor_backend": "uni"}, "mp, ray or external_launcher with several"),
+        ({"distributed_executor_backend": "spark"}, "one of mp, ray, external_launcher, uni"),
         ({"nnodes": 0}, "--nnodes is 0"),
         ({"nnodes": 2, "tensor_parallel_size": 1}, "--nnodes is 2; it must be 1 without"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from router import discovery as discovery_module
 from router.config import RouterConfig, ServedModelConfig, add_args, router_config_from_args
-from router.discovery import Discovery, Target, parse_target
+from router.discovery import Discovery, FileTarget, Target, parse_target
 from router.http.config import HttpConfig
 from rpc.server_config import ServerConfig
 
@@ -186,6 +187,7 @@ def test_a_malformed_target_is_refused_with_the_flags(flag):
         ("host:1", Target("host", 1, is_dns=False)),
         ("[::1]:65535", Target("[::1]", 65535, is_dns=False)),
         ("dns:///name.of.it:2", Target("name.of.it", 2, is_dns=True)),
+        ("file:///run/of it", FileTarget(Path("/run/of it"))),
     ],
 )
 def test_targets_are_parsed(text, target):
@@ -193,10 +195,21 @@ def test_targets_are_parsed(text, target):
 
 
 @pytest.mark.parametrize(
-    "text", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "dns://a/b:1", "http://h:1"]
+    "text",
+    [
+        "host",
+        "host:",
+        ":1",
+        "host:0",
+        "host:65536",
+        "host:x",
+        "dns://a/b:1",
+        "http://h:1",
+        "file://a",
+    ],
 )
 def test_bad_targets_are_refused(text):
-    with pytest.raises(ConfigurationError, match="must be host:port or dns:///name:port"):
+    with pytest.raises(ConfigurationError, match="must be host:port, dns:///name:port or file"):
         Discovery([text])
 
 
@@ -221,6 +234,23 @@ async def test_name_that_fails_to_resolve_keeps_its_last_addresses(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
+
+
+async def test_a_file_has_addresses_that_change(tmp_path):
+    path = tmp_path / "addresses"
+    discovery = Discovery([path.as_uri(), "a:1"])
+    assert not discovery.is_static
+    assert await discovery.addresses() == {"a:1"}  # there is no file yet
+    for text, addresses in (
+        ("b:2\n[::1]:3\n", {"b:2", "[::1]:3"}),
+        ("b:2\nnonsense\n", {"b:2", "[::1]:3"}),
+        ("dns:///name:4\n", {"b:2", "[::1]:3"}),
+        ("c:5", {"c:5"}),
+        ("", set()),
+    ):
+        path.write_text(text)
+        assert await discovery.addresses() == {"a:1", *addresses}
+    assert discovery.name_of("a:1") is None
 
 
 class HangingResolver:

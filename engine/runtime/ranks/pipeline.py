@@ -21,8 +21,8 @@ import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.runtime.ranks.hosts import shut_down
-from kernels.ranks import EngineRanks, RankGroup, RanksLostError
+from engine.runtime.ranks.meeting import END, shut_down
+from kernels.ranks import EngineRanks, GroupEndedError, RankGroup, RanksLostError
 
 __all__ = ["PipelineLinks", "PipelineRanks"]
 
@@ -110,7 +110,10 @@ class PipelineRanks(EngineRanks):
     def receive(self, *, waits_forever: bool = False) -> bytes:
         while not self._batches:
             self._read_step(waits_forever=waits_forever)
-        return self._batches.popleft()
+        batch = self._batches.popleft()
+        if batch == END:
+            raise GroupEndedError
+        return batch
 
     @override
     def receive_tokens(self, *, waits: bool = True) -> bytes | None:

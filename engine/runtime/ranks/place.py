@@ -44,16 +44,16 @@ def place_of(config: EngineConfig, environment: Mapping[str, str] = os.environ) 
         ConfigurationError: variables are missing or bad, or there are not as many processes as
             ranks; names them.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if config.distributed_executor_backend == "external_launcher":
         return _launched(config, environment)
     if config.nnodes == 1:
         return None
     if size != config.nnodes:
         raise ConfigurationError(
-            f"--nnodes is {config.nnodes}; it must be --tensor-parallel-size {size}, one process "
-            "on each. torchrun starts several on one, with --distributed-executor-backend "
-            "external_launcher"
+            f"--nnodes is {config.nnodes}; it must be {size}, --tensor-parallel-size times "
+            "--pipeline-parallel-size, one process on each. torchrun starts several on one, with "
+            "--distributed-executor-backend external_launcher"
         )
     return RankPlace(config.node_rank, size, config.master_addr, config.master_port)
 
@@ -75,10 +75,10 @@ def _launched(config: EngineConfig, environment: Mapping[str, str]) -> RankPlace
             num_local=_number(environment, "LOCAL_WORLD_SIZE"),
             is_host=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
-    if place.size != config.tensor_parallel_size or not 0 <= place.rank < place.size:
+    if place.size != config.num_ranks or not 0 <= place.rank < place.size:
         raise ConfigurationError(
-            f"--tensor-parallel-size is {config.tensor_parallel_size}; the launcher has started "
-            f"{place.size} processes, of which this is number {place.rank}"
+            f"--tensor-parallel-size times --pipeline-parallel-size is {config.num_ranks}; the "
+            f"launcher has started {place.size} processes, of which this is number {place.rank}"
         )
     return place
 

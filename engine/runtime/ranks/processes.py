@@ -19,15 +19,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
-from engine.runtime.ranks.hosts import HostRanks, check_device, shut_down
+from engine.runtime.ranks.hosts import HostRanks, check_device
+from engine.runtime.ranks.meeting import shut_down
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
+from engine.runtime.ranks.ray_ranks import RayRanks
+from engine.runtime.ranks.started import StartedRanks
 from kernels.native.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kernels.ranks import EngineRanks, RankGroup
@@ -116,6 +118,8 @@ def start_ranks(
         return None
     if config.kv_connector is not None:
         _check_connector(config.kv_connector, config.num_ranks)
+    if config.distributed_executor_backend == "ray":
+        return RayRanks(config, security)
     place = place_of(config)
     if place is None:
         return RankProcesses(config, security)
@@ -127,7 +131,7 @@ def start_ranks(
     return HostRanks(place, config, security)
 
 
-class RankProcesses(EngineRanks):
+class RankProcesses(StartedRanks):
     """Rank 0 of an engine whose other ranks are processes that it has started.
 
     A process that ends before `close` aborts the ranks.
@@ -136,75 +140,29 @@ class RankProcesses(EngineRanks):
         config: of the engine.
         security: for the connector's calls to other processes.
 
-    Attributes:
-        transfers: connections to the other ranks for transfers, in their order.
-
     Raises:
         ConfigurationError: the machine cannot have several ranks; names the flag.
     """
 
     def __init__(self, config: EngineConfig, security: ClusterSecurity | None) -> None:
         _check_machine(config)
-        self.rank, self.size = 0, config.num_ranks
-        self.num_local = self.size
-        self.stage = config.pipeline_parallel_size - 1
-        self.num_stages = config.pipeline_parallel_size
         self._is_closing = False
         self._on_lost: Callable[[], None] = lambda: None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: EngineRanks | None = None
         self.transfers: list[Connection] = []
         self._watchers: list[threading.Thread] = []
         with ExitStack() as files:
+            own, others, steps = _tasks(config, security, files)
+            super().__init__(own.open_ranks(steps), 0, config.num_ranks)
             try:
-                own, others, steps = _tasks(config, security, files)
-                self._ranks = own.open_ranks(steps)
                 for task in others:
                     self._start(task)
             except BaseException:
                 self.close()
                 raise
 
-    @property
     @override
-    def group(self) -> RankGroup | None:
-        return self._opened.group
-
-    @property
-    def _opened(self) -> EngineRanks:
-        assert self._ranks is not None, "it is open since it was made"
-        return self._ranks
-
-    @override
-    def limit_waits(self, timeout_s: float) -> None:
-        self._opened.limit_waits(timeout_s)
-
-    @override
-    def send(self, data: bytes) -> None:
-        self._opened.send(data)
-
-    @override
-    def receive(self, *, waits_forever: bool = False) -> bytes:
-        raise AssertionError("rank 0 sends")
-
-    @override
-    def send_tokens(self, data: bytes) -> None:
-        self._opened.send_tokens(data)
-
-    @override
-    def receive_tokens(self, *, waits: bool = True) -> bytes | None:
-        raise AssertionError("rank 0 sends")
-
-    @override
-    def send_hidden(self, hidden: torch.Tensor) -> None:
-        raise AssertionError("rank 0 computes the last stage")
-
-    @override
-    def receive_hidden(self, hidden: torch.Tensor) -> None:
-        self._opened.receive_hidden(hidden)
-
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Registers a function to call when another rank's process has ended."""
         self._on_lost = on_lost
         if any(process.poll() is not None for process in self._processes):
             on_lost()
@@ -212,8 +170,7 @@ class RankProcesses(EngineRanks):
     @override
     def abort(self) -> None:
         """Ends the other processes too: one that is frozen would stay."""
-        if self._ranks is not None:
-            self._ranks.abort()
+        self._opened.abort()
         for process in self._processes:
             process.kill()
 
@@ -233,8 +190,7 @@ class RankProcesses(EngineRanks):
             watcher.join()
         for link in self.transfers:
             link.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        self._opened.close()
 
     def _start(self, task: RankTask) -> None:
         """Starts a rank's process, which ends when its connection does."""

@@ -1,0 +1,194 @@
+"""Starts a cluster's workers on the nodes of a Ray cluster.
+
+    baton serve        SupervisedProcess -> RayNodes, RemoteProcess; the router, and the files in
+                       which it finds the workers' addresses
+    a node             ServerActor -> the worker, which ends with its actor
+
+An actor starts one process. Restarts get a new actor, on any node that has room. Ray ends actors
+whose driver has ended.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigurationError
+from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
+from baton.up.child import end_with_parent
+from baton.up.plan import ClusterConfig
+from baton.up.supervisor import ProcessSpec, RunningProcess, spawn_here
+from engine.config import EngineConfig
+from kvstore.handoff import connector_name
+from kvstore.registry import connector_capabilities
+
+__all__ = ["RayNodes", "RemoteProcess", "ServerActor", "check_connector", "worker_resources"]
+
+_LOST = -signal.SIGKILL
+
+
+class ServerActor:
+    """Starts one process on its node. Nodes import this class, so they need Baton's packages."""
+
+    async def start(self, spec: ProcessSpec) -> tuple[str, int]:
+        """Starts the process on a free port.
+
+        Returns:
+            Its address, and its process id.
+        """
+        import ray
+
+        end_with_parent()  # Ray's process for the node, whose actors would outlive it
+        # A worker whose ranks are actors joins this cluster, too.
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+        arguments = ("--host", host, "--port", str(port), *spec.arguments)
+        self._process = await spawn_here(replace(spec, arguments=arguments))
+        return f"{host}:{port}", self._process.pid
+
+    async def read(self, num_bytes: int) -> bytes:
+        """Returns output of the process; nothing at its end."""
+        assert self._process.stdout is not None
+        return await self._process.stdout.read(num_bytes)
+
+    async def wait(self) -> int:
+        """Returns how the process ended, when it has."""
+        return await self._process.wait()
+
+    async def send_signal(self, number: int) -> None:
+        """Sends the process a signal."""
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+class RemoteProcess:
+    """A process of a `ServerActor`, with the methods that `SupervisedProcess` calls.
+
+    Args:
+        ray: the module.
+        actor: the actor's handle.
+        pid: of the process, on its node.
+
+    Attributes:
+        returncode: how the process ended; None before.
+        stdout: this object.
+    """
+
+    def __init__(self, ray: Any, actor: Any, pid: int) -> None:
+        self._ray, self._actor, self.pid = ray, actor, pid
+        self.returncode: int | None = None
+        self.stdout = self
+        self._is_read = False
+
+    async def read(self, num_bytes: int) -> bytes:
+        """Returns output of the process; nothing at its end, or if its node is lost."""
+        try:
+            chunk: bytes = await self._actor.read.remote(num_bytes)
+        except self._ray.exceptions.RayError:
+            chunk = b""
+        if not chunk:
+            self._is_read = True
+            self._release()
+        return chunk
+
+    async def wait(self) -> int:
+        """Returns how the process ended, as if killed if its node is lost."""
+        try:
+            self.returncode = int(await self._actor.wait.remote())
+        except self._ray.exceptions.RayError:
+            self.returncode = _LOST
+        self._release()
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self._actor.send_signal.remote(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the process by killing its actor."""
+        self._ray.kill(self._actor)
+
+    def _release(self) -> None:
+        """Gives the actor's room back once the process has ended and its output was read."""
+        if self._is_read and self.returncode is not None:
+            self._ray.kill(self._actor)
+
+
+class RayNodes:
+    """The nodes of a Ray cluster, which this process joins.
+
+    Args:
+        config: of the cluster whose workers run there.
+
+    Raises:
+        ConfigurationError: Ray is not installed, the cluster cannot be reached, or the connector
+            does not reach other machines.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        check_connector(config.engine.kv_connector)
+        self._resources = worker_resources(config.engine)
+        self._ray = join_cluster()
+
+    async def spawn(self, spec: ProcessSpec) -> RunningProcess:
+        """Starts a worker on a node that has room, and writes its address to its file.
+
+        Raises:
+            OSError: no node had room in time, or the node could not start it.
+        """
+        assert spec.address_file is not None
+        options = actor_options(self._resources, "SPREAD")
+        actor = self._ray.remote(ServerActor).options(**options).remote()
+        try:
+            # As an argument of a call, the token in it does not appear in Ray's dashboard.
+            starting = asyncio.wrap_future(actor.start.remote(spec).future())
+            address, pid = await asyncio.wait_for(starting, PLACING_S)
+        except TimeoutError:
+            self._ray.kill(actor)
+            wanted = f"{spec.name}: {described(self._resources)}"
+            raise OSError(lack_of_room(self._ray, wanted, PLACING_S)) from None
+        except self._ray.exceptions.RayError as error:
+            raise OSError(str(error)) from error
+        except asyncio.CancelledError:
+            self._ray.kill(actor)
+            raise
+        _write(spec.address_file, address)
+        return RemoteProcess(self._ray, actor, pid)
+
+
+def check_connector(url: str | None) -> None:
+    """Refuses a connector of one machine: Ray may place the workers on several.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    if url is not None and not connector_capabilities(url).shared_between_hosts:
+        raise ConfigurationError(
+            f"--kv-connector {connector_name(url)}:// reaches the processes of one machine; with "
+            "--on ray use grpc://0.0.0.0, nixl://0.0.0.0 or redis://host:port/db"
+        )
+
+
+def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
+    """Returns what a worker needs of its node: the cores of its threads, or a GPU.
+
+    Ranks that are actors reserve their own room.
+    """
+    if engine.device.startswith("cuda"):
+        return {"CPU": 1, "GPU": 1}
+    has_processes = engine.distributed_executor_backend == "mp"
+    num_ranks = engine.tensor_parallel_size if has_processes else 1
+    return {"CPU": (engine.num_threads or 1) * num_ranks}
+
+
+def _write(path: Path, address: str) -> None:
+    """Replaces the file at once, as the router may read it now."""
+    new = path.with_suffix(".new")
+    new.write_text(f"{address}\n")
+    new.replace(path)

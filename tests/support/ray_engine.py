@@ -1,0 +1,62 @@
+"""`python -m tests.support.ray_engine CONFIG`: an engine whose ranks are Ray actors.
+
+Prints the tokens of two requests, and what is left in the cluster. With "--kill", its second rank
+is killed between them.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from typing import Any
+
+import ray
+from ray._private import state
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from kernels.ranks import RanksLostError
+from tests.support.checkpoints import prompt_of
+from tests.support.real_engines import run_all, tokens_of
+from tests.support.requests import engine_request
+
+
+def tokens(core: EngineCore, request_id: str) -> list[int]:
+    """Computes a request."""
+    request = engine_request(request_id, tuple(prompt_of(21)), max_tokens=20)
+    return tokens_of(run_all(core, [request])[request_id])
+
+
+def actors(*states: str) -> list[dict[str, Any]]:
+    """Returns the actors of the cluster in these states."""
+    return [each for each in state.actors().values() if each["State"] in states]
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    config = EngineConfig(**json.loads(sys.argv[1]))
+    found: dict[str, Any] = {}
+    with closing(EngineCore.build(config)) as core:
+        found["first"] = tokens(core, "first")
+        (rank,) = actors("ALIVE")
+        own = ray.get_runtime_context().get_node_id()
+        found["is_on_other_node"] = rank["Address"]["NodeID"] != own
+        if "--kill" in sys.argv:
+            os.kill(rank["Pid"], signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            found["second"] = tokens(core, "second")
+        except RanksLostError as error:
+            found["error"], found["seconds"] = str(error), time.monotonic() - started
+    give_up_at = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < give_up_at, ray.available_resources()
+        time.sleep(0.05)
+    found["left"] = [each["ActorClassName"] for each in actors("ALIVE", "RESTARTING")]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

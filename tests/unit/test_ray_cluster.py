@@ -1,0 +1,90 @@
+"""Ranks on Ray without Ray: what is reserved, and what is refused."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from baton import ray_cluster
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from engine.runtime.ranks.ray_ranks import RayRanks, check_reach, rank_resources
+
+CPU_RANK = {"model": "m", "device": "cpu", "tensor_parallel_size": 2}
+
+
+def config(**flags):
+    return EngineConfig(**{**CPU_RANK, **flags}, distributed_executor_backend="ray")
+
+
+class FakeGroup:
+    """A placement group."""
+
+    def __init__(self, has_room):
+        self.has_room, self.is_removed = has_room, False
+
+    def wait(self, timeout_s):
+        return self.has_room
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    """Stands for Ray; `groups` has the placement groups that were asked for."""
+    fake = SimpleNamespace(has_room=True, groups=[])
+
+    def placement_group(bundles, strategy):
+        assert strategy == "PACK"
+        fake.groups.append(FakeGroup(fake.has_room))
+        return fake.groups[-1]
+
+    groups = ModuleType("ray.util.placement_group")
+    groups.placement_group = placement_group
+    groups.placement_group_table = lambda group: {"bundles_to_node_id": {0: "a", 1: "b"}}
+    groups.remove_placement_group = lambda group: setattr(group, "is_removed", True)
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, groups.__name__, groups)
+    fake.cluster_resources = lambda: {"CPU": 4.0, "memory": 1e9}
+    fake.available_resources = lambda: {"CPU": 0.5}
+    return fake
+
+
+def test_an_engine_without_ray_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'baton-llm\[ray\]'"):
+        RayRanks(config(), None)
+
+
+def test_a_reservation_names_the_nodes(fake_ray):
+    group, nodes = ray_cluster.reserve(fake_ray, [{"CPU": 1}] * 2, "2 ranks")
+    assert nodes == ["a", "b"]
+    assert not group.is_removed
+
+
+def test_a_cluster_without_room_is_named_and_nothing_stays_reserved(fake_ray):
+    fake_ray.has_room = False
+    with pytest.raises(ConfigurationError) as caught:
+        ray_cluster.reserve(fake_ray, [{"CPU": 8}, {"CPU": 1, "GPU": 1}], "2 ranks", 60)
+    assert caught.value.message == (
+        "the Ray cluster had no room within 60 s for 2 ranks: 8 CPU, 0 GPU + 1 CPU, 1 GPU; it has "
+        "4 CPU, 0 GPU, free 0.5 CPU, 0 GPU"
+    )
+    assert fake_ray.groups[0].is_removed
+
+
+def test_a_rank_needs_the_cores_of_its_threads():
+    assert rank_resources(config()) == {"CPU": 1}
+    assert rank_resources(config(num_threads=8)) == {"CPU": 8}
+
+
+def test_a_store_of_one_machine_is_refused_for_ranks_on_several():
+    check_reach("shm://kv", ["a", "a"])
+    check_reach("redis://host:1/0", ["a", "b"])
+    check_reach(None, ["a", "b"])
+    with pytest.raises(ConfigurationError, match=r"shm:// reaches .* placed the ranks on 2"):
+        check_reach("shm://kv", ["a", "b", "a"])
+
+
+def test_ray_chooses_the_machines():
+    with pytest.raises(ConfigurationError, match="--nnodes is 2; it must be 1 with Ray"):
+        config(nnodes=2)

@@ -1,0 +1,169 @@
+"""`baton serve --on ray` without Ray: what workers need, and what becomes of their actors."""
+
+import asyncio
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from baton.cli import main
+from baton.errors import ConfigurationError
+from baton.up import ray_nodes
+from baton.up.plan import ClusterConfig
+from baton.up.ray_nodes import RayNodes, RemoteProcess, check_connector, worker_resources
+from baton.up.supervisor import ProcessSpec
+from engine.config import EngineConfig
+
+ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")
+
+
+class RayError(Exception):
+    """What Ray raises when an actor or a node is lost."""
+
+
+class FakeActor:
+    """The handle of a `ServerActor`: `answers` has the result of each call, by method."""
+
+    def __init__(self, **answers):
+        self.answers, self.calls = answers, []
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *arguments: self._call(method, *arguments))
+
+    def options(self, **options):
+        self.calls.append(("options", options))
+        return self
+
+    def remote(self):
+        return self
+
+    def _call(self, method, *arguments):
+        self.calls.append((method, *arguments))
+        return FakeResult(self.answers.get(method))
+
+
+class FakeResult:
+    """A reference to a result, which is an error or never comes if it is one or None."""
+
+    def __init__(self, answer):
+        self._future = Future()
+        if isinstance(answer, Exception):
+            self._future.set_exception(answer)
+        elif answer is not None:
+            self._future.set_result(answer)
+
+    def future(self):
+        return self._future
+
+    def __await__(self):
+        return asyncio.wrap_future(self._future).__await__()
+
+
+class FakeRay:
+    """The module."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self, actor):
+        self.actor, self.killed = actor, []
+
+    def remote(self, _):
+        return self.actor
+
+    def kill(self, actor):
+        self.killed.append(actor)
+
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
+    available_resources = cluster_resources
+
+
+@pytest.fixture
+def nodes_of(monkeypatch):
+    """Makes `RayNodes` of a cluster whose actors answer as given, and the fake module."""
+
+    def make(**answers):
+        ray = FakeRay(FakeActor(**answers))
+        monkeypatch.setattr(ray_nodes, "join_cluster", lambda: ray)
+        return RayNodes(ClusterConfig.grpc_only(ENGINE)), ray
+
+    return make
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return ProcessSpec("decode-0", "worker.decode", ("--seed", "1"), {}, tmp_path / "address")
+
+
+async def test_a_worker_is_started_and_its_address_written(nodes_of, spec):
+    nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
+    process = await nodes.spawn(spec)
+    assert process.pid == 42
+    assert spec.address_file.read_text() == "10.0.0.7:1234\n"
+    (_, options), start = ray.actor.calls
+    assert options["num_cpus"] == 1
+    assert options["scheduling_strategy"] == "SPREAD"
+    assert start == ("start", spec)
+
+
+@pytest.mark.parametrize("answer", [None, RayError("the node died")])
+async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, spec, monkeypatch, answer):
+    monkeypatch.setattr(ray_nodes, "PLACING_S", 0.01)
+    nodes, ray = nodes_of(start=answer)
+    with pytest.raises(OSError, match=r"no room .* for decode-0: 1 CPU|the node died"):
+        await nodes.spawn(spec)
+    assert bool(ray.killed) == (answer is None)
+    assert not spec.address_file.exists()
+
+
+async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of, spec):
+    nodes, ray = nodes_of()
+    starting = asyncio.create_task(nodes.spawn(spec))
+    await asyncio.sleep(0)  # until it waits for the actor
+    assert len(ray.actor.calls) == 2
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert ray.killed == [ray.actor]
+
+
+async def test_an_actor_ends_when_its_process_has_and_its_output_was_read():
+    ray = FakeRay(FakeActor(read=b"", wait=3))
+    process = RemoteProcess(ray, ray.actor, 42)
+    assert await process.wait() == 3
+    assert ray.killed == []
+    assert await process.read(10) == b""
+    assert ray.killed == [ray.actor]
+
+
+async def test_a_process_on_a_node_that_is_lost_counts_as_killed():
+    lost = RayError("the node died")
+    ray = FakeRay(FakeActor(read=lost, wait=lost))
+    process = RemoteProcess(ray, ray.actor, 42)
+    assert await process.read(10) == b""
+    assert await process.wait() == process.returncode == -9
+
+
+def test_a_worker_needs_the_cores_of_all_its_processes():
+    for flags, resources in (
+        ({}, {"CPU": 1}),
+        ({"num_threads": 4, "tensor_parallel_size": 2}, {"CPU": 8}),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, {"CPU": 1}),
+        ({"device": "cuda"}, {"CPU": 1, "GPU": 1}),
+    ):
+        assert worker_resources(EngineConfig(model="m", **flags)) == resources
+
+
+@pytest.mark.parametrize("url", ["shm://kv", "file:///kv"])
+def test_a_store_of_one_machine_is_refused(url):
+    check_connector("redis://host:1/0")
+    with pytest.raises(ConfigurationError, match=r"with --on ray use grpc://0\.0\.0\.0"):
+        check_connector(url)
+
+
+def test_without_ray_the_command_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--on", "ray", "--port", "0", "--grpc-port", "0"]) == 2
+    assert "pip install 'baton-llm[ray]'" in capsys.readouterr().err
