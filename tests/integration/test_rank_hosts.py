@@ -23,6 +23,7 @@ from engine.runtime.ranks import meeting
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
+from kvstore.peer.holders import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.prefill_core import core_of
 from tests.support.real_engines import SplitRun, run_all, tokens_of
@@ -205,6 +206,42 @@ def test_a_host_that_is_cut_off_ends_the_group() -> None:
             assert process.wait(60) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.parametrize("scheme", ["grpc", "nixl"])
+def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
+    path = tiny_checkpoint("llama")
+    with other_host() as (here, there):
+        port, kv_port = free_ports(2)
+        options = "?timeout_s=20"
+        hosts = {"master_addr": here, "kv_transfer_head_slices": 2}
+        lent = {**hosts, "kv_connector": f"{scheme}://0.0.0.0:{kv_port}{options}&advertise={here}"}
+        other = here.removesuffix(".1") + ".2"
+        lent_there = {**hosts, "kv_connector": f"{scheme}://{other}:{kv_port}{options}"}
+        config = EngineConfig(
+            model=str(path),
+            **{**SETTINGS, "tensor_parallel_size": 1, "kv_load_failure_policy": "fail"},
+            kv_transfer_head_slices=2,
+            kv_connector=f"{scheme}://{options}",
+        )
+        with (
+            other_rank(path, port, namespace=there, **lent_there),
+            closing(first_rank(path, port, "prefill", **lent)) as prefill,
+            closing(core_of("decode").build(config, ClusterSecurity(token=TOKEN))) as decode,
+        ):
+            split = SplitRun(prefill, decode)
+            split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])
+        handed = split.handed["a"]
+        addresses = holders_of(handed.handoff.connector_params, (0, 1))
+        assert [each.endpoint for each in addresses] == [
+            f"{here}:{kv_port}",
+            f"{other}:{kv_port + 1}",
+        ]
+    found = [*handed.progress[0].output_token_ids, *tokens_of(split.outputs["a"])]
+    assert found == reference_greedy(path, prompt_of(43), NUM_TOKENS)
+    assert split.outputs["a"][0].cached_tokens == 43
+
+
 @contextmanager
 def other_host() -> Iterator[tuple[str, str]]:
     """A network namespace; yields this host's address on the cable, and the namespace's name."""
@@ -219,7 +256,8 @@ def other_host() -> Iterator[tuple[str, str]]:
         ip("address", "add", f"{subnet}.1/30", "dev", name)
         ip("link", "set", name, "up")
         ip("-n", name, "address", "add", f"{subnet}.2/30", "dev", "there")
-        ip("-n", name, "link", "set", "there", "up")
+        for device in ("there", "lo"):
+            ip("-n", name, "link", "set", device, "up")
         yield f"{subnet}.1", name
     finally:
         ip("netns", "delete", name)
