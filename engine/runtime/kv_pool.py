@@ -11,7 +11,9 @@ from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.loader import LoadedModel
+from kernels import EngineRanks
 from kvstore.layout import FP8, SCALE_BYTES, KvLayout
+from kvstore.transfer_form import HeadShare
 
 __all__ = [
     "DeviceMemory",
@@ -22,6 +24,7 @@ __all__ = [
     "decide_num_blocks",
     "decide_num_host_blocks",
     "log_pool",
+    "share_of",
 ]
 
 _DEFAULT_CPU_BYTES = 2**30
@@ -96,6 +99,19 @@ def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: i
         head_dim=loaded.head_dim,
         dtype=dtype,
     )
+
+
+def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
+    """Returns the heads and layers that a rank has.
+
+    Args:
+        rank: number of the rank.
+        ranks: all ranks of the engine.
+        num_kv_heads: of the model.
+    """
+    width = ranks.size // ranks.num_stages
+    stage = ranks.stage_of(rank)
+    return HeadShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
 
 
 def decide_num_blocks(

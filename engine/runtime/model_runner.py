@@ -35,6 +35,7 @@ from engine.runtime.kv_pool import (
     decide_num_blocks,
     decide_num_host_blocks,
     log_pool,
+    share_of,
 )
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.logits_processors import (
@@ -44,7 +45,6 @@ from engine.runtime.logits_processors import (
     make_processors,
 )
 from engine.runtime.ranks.batches import BatchSender, check_same_engine
-from engine.runtime.ranks.transfers import share_of
 from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns

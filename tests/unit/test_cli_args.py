@@ -48,6 +48,7 @@ def test_every_field_can_be_given(tmp_path):
         kv_cache_dtype="fp8_e4m3",
         device="cpu",
         tensor_parallel_size=3,
+        pipeline_parallel_size=3,
         distributed_executor_backend="external_launcher",
         nnodes=3,
         node_rank=2,
@@ -159,7 +160,6 @@ def test_flags_of_vllm_mean_the_same(arguments, field, value):
     [
         (["--swap-space", "4"], "--swap-space: '4' has no unit; write 4GiB, or 4B for bytes"),
         (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
-        (["-pp", "2"], "--pipeline-parallel-size: '2' is not supported; it must be 1"),
         (["--quantization", "awq"], "--quantization: 'awq' is not supported; it must be none"),
         (["--download-dir", "x"], "--download-dir: set the environment variable HF_HUB_CACHE"),
         (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from engine.runtime.kv_pool import share_of
 from engine.runtime.ranks.joined_results import JoinedResults
 from kernels.ranks import EngineRanks, RanksLostError
 from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
@@ -38,26 +39,13 @@ from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
 
-__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers", "share_of"]
+__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers"]
 
 _logger = logging.getLogger("baton.engine")
 
 _REGISTRATION_S = 300.0
 """How long rank 0 waits for another to register its pool: a transport may pin all of it."""
 _id_of = attrgetter("job_id")
-
-
-def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
-    """Returns the heads and layers that a rank has.
-
-    Args:
-        rank: number of the rank.
-        ranks: all ranks of the engine.
-        num_kv_heads: of the model.
-    """
-    width = ranks.size // ranks.num_stages
-    stage = ranks.stage_of(rank)
-    return HeadShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
 
 
 @dataclass(frozen=True, slots=True)
