@@ -25,7 +25,6 @@ from tests.support.rank_engines import (
     wait_until_ended,
 )
 from tests.support.real_engines import build_core, run_all
-from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 pytestmark = [
@@ -85,13 +84,13 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert tokens("llama_tied_biased", pipeline_parallel_size=3, **flags) == expected
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=15)
 @pytest.mark.parametrize(
     ("sizes", "scheme", "flags"),
     pairs(
         # Ranks per stage and stages of prefill, then of decode.
         ((1, 2, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1), (2, 1, 1, 4), (2, 2, 1, 2), (1, 4, 2, 2)),
-        ("file", "shm", "redis"),
+        ("file", "shm", "redis", "grpc", "nixl"),
         (OVERLAPPED, {}, {"block_size": 16}),
     ),
 )
@@ -100,7 +99,7 @@ def test_tiers_of_any_numbers_of_stages_hand_over(
     scheme: str,
     flags: dict[str, object],
     tmp_path: Path,
-    redis_server: RedisServer,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Nothing is recomputed: decode loads the whole prompt, each rank its layers and heads."""
     path = tiny_checkpoint("llama_four_layers")
@@ -111,9 +110,10 @@ def test_tiers_of_any_numbers_of_stages_hand_over(
         "kv_transfer_layer_slices": max(stages, decode_stages),
         **flags,
     }
+    redis_url = request.getfixturevalue("redis_server").url if scheme == "redis" else ""
     with ExitStack() as opened:
         shm_name = opened.enter_context(fresh_shm_name())
-        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_server.url, timeout_s=20)[scheme]
+        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
         split = opened.enter_context(
             tiers(
                 path,

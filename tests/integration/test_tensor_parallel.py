@@ -2,25 +2,30 @@
 
 import os
 import signal
-import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
-from baton.structured_outputs import StructuredOutputs
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest
-from engine.runtime.ranks.processes import RankProcesses
 from kernels.native.commands import library
 from kernels.ranks import RanksLostError
-from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls
 from tests.support.pairs import pairs
-from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
+from tests.support.rank_engines import (
+    all_kinds,
+    check_greedy,
+    check_handed_over,
+    is_running,
+    pids_of,
+    tiers,
+    tokens,
+    wait_until_ended,
+)
+from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request
 
 pytestmark = [
@@ -43,40 +48,6 @@ CASES = [
     ("qwen3", 2),
     ("llama_sharded", 4),
 ]
-GREEDY_LENGTHS = (1, 5, 33, 60)
-NUM_TOKENS = 10
-TOKEN = "a token of thirty-two characters"
-
-
-def requests() -> list[EngineRequest]:
-    """Greedy ones, and one of each other kind; some prompts begin alike."""
-    greedy = [
-        engine_request(str(length), tuple(prompt_of(length)), max_tokens=NUM_TOKENS)
-        for length in GREEDY_LENGTHS
-    ]
-    others: list[dict[str, object]] = [
-        {"temperature": 1.0, "seed": 7, "n": 3, "top_k": 50},
-        {"beam_width": 3, "n": 2},
-        {"temperature": 0.8, "seed": 1, "best_of": 2, "repetition_penalty": 1.3},
-        {"logprobs": 2, "prompt_logprobs": 3},
-        {"structured_outputs": StructuredOutputs(regex="[a-c]{4,8}")},
-    ]
-    return greedy + [
-        engine_request(f"o{index}", tuple(prompt_of(20 + 9 * index)), max_tokens=8, **options)
-        for index, options in enumerate(others)
-    ]
-
-
-def tokens(variant: str, **flags: object) -> dict[tuple[str, int], list[int]]:
-    """Returns the tokens of each candidate of each request."""
-    with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
-        outputs = run_all(core, requests())
-    assert not [one for each in outputs.values() for one in each if one.error is not None]
-    return {
-        (request_id, index): tokens_of(each, index)
-        for request_id, each in outputs.items()
-        for index in range(3)
-    }
 
 
 @pytest.mark.sampled(one_in=5)
@@ -84,9 +55,7 @@ def tokens(variant: str, **flags: object) -> dict[tuple[str, int], list[int]]:
 def test_tokens_are_those_of_one_rank_and_of_transformers(variant: str, num_ranks: int) -> None:
     found = tokens(variant, tensor_parallel_size=num_ranks, block_size=8)
     assert found == tokens(variant, block_size=8)
-    for length in GREEDY_LENGTHS:
-        expected = reference_greedy(tiny_checkpoint(variant), prompt_of(length), NUM_TOKENS)
-        assert found[str(length), 0] == expected
+    check_greedy(variant, found)
 
 
 @pytest.mark.sampled(one_in=2)
@@ -181,45 +150,17 @@ def test_tiers_of_any_numbers_of_ranks_hand_over(
     common = {"block_size": 8, **flags}
     if num_ranks[0] != num_ranks[1]:
         common["kv_transfer_head_slices"] = min(max(num_ranks), num_heads)
-    prompts = [tuple(prompt_of(length, seed=length)) for length in (1, 8, 9, 31, 43)]
     redis_url = request.getfixturevalue("redis_server").url if scheme == "redis" else ""
     with ExitStack() as opened:
         shm_name = opened.enter_context(fresh_shm_name())
         common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
-        cores = [
-            opened.enter_context(
-                closing(
-                    build_core(
-                        *(path, role),
-                        security=ClusterSecurity(token=TOKEN),
-                        tensor_parallel_size=size,
-                        **common,
-                        **more,
-                    )
-                )
-            )
-            for role, size, more in (
-                ("prefill", num_ranks[0], {}),
-                ("decode", num_ranks[1], {"kv_load_failure_policy": "fail"}),
-            )
-        ]
-        split = SplitRun(*cores)
-        split.run(
-            [
-                engine_request(str(index), prompt, max_tokens=NUM_TOKENS)
-                for index, prompt in enumerate(prompts)
-            ]
-        )
-    for handed in split.handed.values():
-        outputs, prompt = split.outputs[handed.spec.request_id], handed.spec.prompt_token_ids
-        found = [*handed.progress[0].output_token_ids, *tokens_of(outputs)]
-        assert found == reference_greedy(path, prompt, NUM_TOKENS)
-        assert outputs[0].cached_tokens == len(prompt)
+        sizes = [{"tensor_parallel_size": size} for size in num_ranks]
+        check_handed_over(path, opened.enter_context(tiers(path, *sizes, **common)))
 
 
 def test_a_group_ends_when_a_rank_does() -> None:
     with closing(two_ranks()) as core:
-        run_all(core, requests()[:1])
+        run_all(core, all_kinds()[:1])
         (pid,) = pids_of(core)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RanksLostError):
@@ -243,12 +184,12 @@ def test_signals_that_drain_a_worker_do_not_end_its_ranks() -> None:
         (pid,) = pids_of(core)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
-        run_all(core, requests()[:1])
+        run_all(core, all_kinds()[:1])
 
 
 def test_a_rank_that_does_not_answer_ends_the_group() -> None:
     with closing(two_ranks(step_timeout_s=0.5)) as core:
-        run_all(core, requests()[:1])
+        run_all(core, all_kinds()[:1])
         (pid,) = pids_of(core)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RanksLostError):
@@ -258,7 +199,7 @@ def test_a_rank_that_does_not_answer_ends_the_group() -> None:
 
 def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(two_ranks()) as core:
-        run_all(core, requests()[:1])
+        run_all(core, all_kinds()[:1])
         (pid,) = pids_of(core)
         monkeypatch.setattr(core._runner._steps, "launch", lambda batch: 1 / 0)
         core.add_request(engine_request("late", tuple(prompt_of(9)), max_tokens=50))
@@ -317,21 +258,3 @@ def test_a_bad_size_is_refused() -> None:
 
 def two_ranks(**flags: object) -> EngineCore:
     return build_core(tiny_checkpoint("llama"), "both", tensor_parallel_size=2, **flags)
-
-
-def pids_of(core: EngineCore) -> list[int]:
-    """Returns the process ids of the other ranks."""
-    ranks = core._runner._ranks
-    assert isinstance(ranks, RankProcesses)
-    return [process.pid for process in ranks._processes]
-
-
-def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def wait_until_ended(pid: int) -> None:
-    give_up_at = time.monotonic() + 30
-    while is_running(pid):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)

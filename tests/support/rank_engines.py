@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from baton.security.cluster import ClusterSecurity
 from baton.structured_outputs import StructuredOutputs
 from engine.core import EngineCore
 from engine.request import EngineRequest
@@ -15,6 +16,7 @@ from tests.support.requests import engine_request
 
 GREEDY_LENGTHS = (1, 5, 33, 60)
 NUM_TOKENS = 10
+_TOKEN = "a token of thirty-two characters"
 
 
 def all_kinds() -> list[EngineRequest]:
@@ -60,13 +62,12 @@ def tiers(
     path: Path, prefill: dict[str, object], decode: dict[str, object], **common: object
 ) -> Iterator[SplitRun]:
     """Yields a prefill engine and a decode engine that recomputes nothing."""
+    common["security"] = ClusterSecurity(token=_TOKEN)
+    own = (("prefill", prefill), ("decode", {**decode, "kv_load_failure_policy": "fail"}))
     with ExitStack() as opened:
         cores = [
-            opened.enter_context(closing(build_core(path, role, **common, **own)))
-            for role, own in (
-                ("prefill", prefill),
-                ("decode", {**decode, "kv_load_failure_policy": "fail"}),
-            )
+            opened.enter_context(closing(build_core(path, role, **common, **flags)))
+            for role, flags in own
         ]
         yield SplitRun(*cores)
 
