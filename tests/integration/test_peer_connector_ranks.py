@@ -101,6 +101,7 @@ def make_engine() -> Iterator[MakeEngine]:
         rig.worker.close()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("num_lenders", "num_readers", "num_layer_slices", "way"),
     pairs((1, 2, 4), (1, 2, 4), (1, 2), ("grpc", "pull", "unreadable")),
