@@ -212,7 +212,7 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
     ("variant", "flags", "message"),
     [
         ("llama", {"tensor_parallel_size": 3}, "--tensor-parallel-size is 3; it must divide"),
-        ("llama", {"tensor_parallel_size": 65}, "--tensor-parallel-size is 65; at most 64"),
+        ("llama", {"tensor_parallel_size": 65}, "is 65; at most 64"),
         (
             "llama",
             {"tensor_parallel_size": 2, "kv_connector": "memory://"},
