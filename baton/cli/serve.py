@@ -7,15 +7,15 @@ import shlex
 import sys
 from functools import partial
 
-from baton.cli import discard_unread_output
 from baton.cli.chat import ChatSession, converse
 from baton.cli.generate import print_stream
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import Terminal, log_writer
+from baton.cli.terminal import Terminal
 from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
+from baton.processes.output import discard_unread_output, log_writer
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster

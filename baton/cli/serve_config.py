@@ -6,8 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+from baton.processes.run_folder import embedded_store, new_token, sharing_machine
 from baton.up.plan import ClusterConfig, worker_targets
-from baton.up.run_folder import embedded_store, sharing_machine, with_token
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
@@ -92,8 +92,10 @@ def running_config(args: argparse.Namespace) -> Generator[ClusterConfig, None, N
     with exit_on_signals(), ExitStack() as folders:
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
-        config = folders.enter_context(with_token(config))
-        yield folders.enter_context(sharing_machine(config, turns=args.turns))
+        token, token_file = folders.enter_context(new_token())
+        takes_turns = args.turns and config.num_workers > 1
+        engine = folders.enter_context(sharing_machine(config.engine, turns=takes_turns))
+        yield replace(config, engine=engine, token=token, token_file=token_file)
 
 
 def cluster_config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:

@@ -1,17 +1,15 @@
 """The plan of a one-machine cluster: its processes, their ports and their flags."""
 
-import errno
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from baton.errors import ConfigurationError
 from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
+from baton.processes.ports import bound_ports
+from baton.processes.supervisor import ProcessSpec
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
-from baton.up.supervisor import ProcessSpec
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
@@ -142,7 +140,7 @@ def worker_targets(num_prefill: int, num_decode: int) -> tuple[tuple[str, ...], 
     ):
         if number < least:
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
-    ports = _bound_ports([(_LOOPBACK, 0, "--port")] * (num_prefill + num_decode))
+    ports = bound_ports([(_LOOPBACK, 0, "--port")] * (num_prefill + num_decode))
     targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
     return targets[:num_prefill], targets[num_prefill:]
 
@@ -238,7 +236,7 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
         wanted.append((host, int(port), "--port"))
     metrics = _metrics_of(config)
     wanted += [(one.host, one.port, "--metrics-port") for one in metrics if one.port is not None]
-    ports = iter(_bound_ports(wanted))
+    ports = iter(bound_ports(wanted))
     http, grpc = router.http, router.grpc
     if http.port is not None:
         http = replace(http, port=next(ports))
@@ -263,38 +261,6 @@ def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
         replace(metrics, port=metrics.port + step * number)
         for number in range(1 + config.num_workers)
     ]
-
-
-def _bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
-    """Returns free ports, all different.
-
-    The sockets are closed before the servers bind, so another process may take a port in
-    between. The server then fails with that error and the cluster does not start.
-
-    Args:
-        wanted: host, port and flag of each; port 0 is any free one.
-    """
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(_bind(*one)) for one in wanted]
-        return [bound.getsockname()[1] for bound in sockets]
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        reason = getattr(error, "strerror", None) or "not a valid host name"
-        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        remedy = f"choose another {flag if is_port else '--host'}"
-        if is_port:
-            remedy += " (0 picks a free one)"
-        raise ConfigurationError(
-            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
-        ) from None
-    return bound
 
 
 def _reached(server: ServerConfig | HttpConfig | MetricsConfig) -> str:

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from baton.errors import UnavailableError
+from baton.processes.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
-from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 
 pytestmark = pytest.mark.alone
 
