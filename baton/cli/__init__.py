@@ -44,6 +44,7 @@ COMMANDS = {
     "prefill": _Command(_SERVE, "worker.prefill", "run a prefill worker"),
     "decode": _Command(_SERVE, "worker.decode", "run a decode worker"),
     "role": _Command(_SERVE, "baton.cli.role", "change the tier of a running worker"),
+    "scale": _Command(_SERVE, "baton.cli.scale", "change the number of workers at an address"),
     "api-key": _Command(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
     "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
     "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),

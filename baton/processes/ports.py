@@ -1,4 +1,4 @@
-"""`bound_ports`: free ports for servers that are about to start."""
+"""Free ports for servers that are about to start, and how this machine reaches them."""
 
 import errno
 import socket
@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from baton.errors import ConfigurationError
 from rpc.server_config import join_host_port
 
-__all__ = ["bound_ports"]
+__all__ = ["bound_ports", "local_address"]
+
+_LOOPBACK_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
@@ -41,3 +43,8 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
             f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
         ) from None
     return bound
+
+
+def local_address(host: str, port: int) -> str:
+    """Returns the address at which this machine reaches a server that listens on `host`."""
+    return join_host_port(_LOOPBACK_OF_ALL.get(host, host), port)

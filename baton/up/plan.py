@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.errors import ConfigurationError
-from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
-from baton.processes.ports import bound_ports
+from baton.processes.ports import bound_ports, local_address
 from baton.processes.supervisor import ProcessSpec
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
@@ -15,12 +14,11 @@ from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
+from worker.process_spec import worker_spec
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
 
 _LOOPBACK = "127.0.0.1"
-_LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
-"""The address at which this machine reaches a router that listens on all addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,24 +198,10 @@ def _worker_server(
     flags: Iterable[str],
     metrics: MetricsConfig,
 ) -> Server:
-    own = (*flags, *flags_of_config(metrics))
-    spec = _worker_spec(config, tier, number, target, own)
-    return Server(spec, target, metrics_address=_reached(metrics))
-
-
-def _worker_spec(
-    config: ClusterConfig, tier: str, number: int, target: str, flags: Iterable[str]
-) -> ProcessSpec:
     host, _, port = target.rpartition(":")
-    address = ("--host", host, "--port", port)
-    omitted, environment = set[str](), dict(config.environment)
-    connector = config.engine.kv_connector
-    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
-        omitted.add("kv_connector")
-        environment[variable_of("kv-connector")] = connector
-    own = flags_of_config(config.engine, omit=omitted)
-    arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, environment)
+    own = ("--host", host, "--port", port, *flags, *flags_of_config(metrics))
+    spec = worker_spec(tier, number, config.engine, own, config.environment)
+    return Server(spec, target, metrics_address=_reached(metrics))
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:
@@ -265,6 +249,4 @@ def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
 
 def _reached(server: ServerConfig | HttpConfig | MetricsConfig) -> str:
     """Returns the address at which this machine reaches a server; empty if it is off."""
-    if server.port is None:
-        return ""
-    return join_host_port(_LOOPBACK_OF_ALL.get(server.host, server.host), server.port)
+    return "" if server.port is None else local_address(server.host, server.port)
