@@ -18,7 +18,7 @@ from baton.health import wait_until_serving
 from baton.processes.output import log_writer
 from baton.processes.ports import bound_ports, local_address
 from baton.processes.run_folder import sharing_machine
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
 from baton.security.config import ClusterConfig, TlsConfig
@@ -34,7 +34,7 @@ from rpc.worker import worker_server_config
 from worker.process_spec import worker_spec
 from worker.replica_set import MOST_REPLICAS, Replica, ReplicaSet, ReplicaSetServicer
 
-__all__ = ["ReplicaSetConfig", "add_replica_args", "run_replicas"]
+__all__ = ["ReplicaSetConfig", "add_replica_args", "replica_spec", "run_replicas"]
 
 _SERVICE_NAME: str = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 _START_TIMEOUT_S = 900.0
@@ -141,29 +141,40 @@ def _replica_maker(
         engine: config of each worker.
         server: of the process itself.
     """
-    tls, metrics = config_from_args(TlsConfig, args), config_from_args(MetricsConfig, args)
-    configs = tls, config_from_args(ClusterConfig, args), config_from_args(TracingConfig, args)
-    common = [one for config in configs for one in flags_of_config(config)]
-    common += flags_of_config(server, omit=("host", "port", "port_file"))
-    token = os.environ.get(TOKEN_VARIABLE)
-    environment = {} if token is None else {TOKEN_VARIABLE: token}
+    tls = config_from_args(TlsConfig, args)
     policy = RestartPolicy(stop_grace_s=server.drain_timeout_s + _STOP_GRACE_S)
     write_line = log_writer(server.log_format)
 
     def make(number: int) -> Replica:
         (port,) = bound_ports([(server.host, 0, "--port")])
-        own = ["--host", server.host, "--port", str(port)]
-        own += flags_of_config(_metrics_of(metrics, number))
-        spec = worker_spec(tier, number, engine, [*own, *common], environment)
+        spec = replica_spec(args, tier, engine, number, port)
         process = SupervisedProcess(spec, write_line, policy)
         return _WorkerProcess(process, server.host, port, tls)
 
     return make
 
 
-def _metrics_of(metrics: MetricsConfig, number: int) -> MetricsConfig:
-    """Returns where a worker serves metrics: at the port plus its number, or at a free port."""
-    return replace(metrics, port=metrics.port + number) if metrics.port else metrics
+def replica_spec(
+    args: argparse.Namespace, tier: str, engine: EngineConfig, number: int, port: int
+) -> ProcessSpec:
+    """Returns the process of a worker, which has the flags of this one except for its ports.
+
+    Args:
+        args: parsed flags of a worker.
+        tier: prefill or decode.
+        engine: config of each worker.
+        number: the worker's number; it serves metrics at the port of the flag plus this number.
+        port: the worker's port.
+    """
+    server, metrics = config_from_args(ServerConfig, args), config_from_args(MetricsConfig, args)
+    if metrics.port:  # 0 is any free port
+        metrics = replace(metrics, port=metrics.port + number)
+    own = replace(server, port=port, port_file=None)
+    others = (config_from_args(one, args) for one in (TlsConfig, ClusterConfig, TracingConfig))
+    flags = [one for config in (own, metrics, *others) for one in flags_of_config(config)]
+    token = os.environ.get(TOKEN_VARIABLE)
+    environment = {} if token is None else {TOKEN_VARIABLE: token}
+    return worker_spec(tier, number, engine, flags, environment)
 
 
 class _WorkerProcess(Replica):

@@ -93,7 +93,8 @@ class ReplicaSet(Service):
         """
         if self._is_draining:
             raise UnavailableError("the workers of this address are ending")
-        await self._scale(num_replicas)
+        self._resize(num_replicas)
+        await self._settle()
 
     async def watch(self) -> AsyncIterator[Sequence[int]]:
         """Yields `ports`: now and after each change, until the set has drained."""
@@ -113,25 +114,34 @@ class ReplicaSet(Service):
     async def drain(self, timeout_s: float) -> None:
         """Ends all replicas. They have this time limit themselves."""
         self._is_draining = True
-        await self._scale(0)
+        self._resize(0)
+        await self._settle()
 
     @override
     async def close(self) -> None:
         """Kills the replicas that have not ended."""
         self._is_draining = True
-        ending = asyncio.create_task(self._scale(0))
-        await asyncio.sleep(0)  # `kill` must come after `stop`
+        self._resize(0)
+        await asyncio.sleep(0)  # so that `stop` is called before `kill`
         for member in self._ending:
             member.replica.kill()
-        await ending
+        await self._settle()
 
-    async def _scale(self, num_replicas: int) -> None:
+    def _resize(self, num_replicas: int) -> None:
+        """Begins to start or to end replicas."""
         while len(self._members) < num_replicas:
             self._add()
         while len(self._members) > num_replicas:
             member = self._members[-1]
             member.starting.cancel()
             self._remove(member)
+
+    async def _settle(self) -> None:
+        """Waits for the replicas that start or end.
+
+        Raises:
+            BatonError: a replica could not start.
+        """
         members = list(self._members)
         changes = [*(member.starting for member in members), *self._ending.values()]
         if changes:
