@@ -316,7 +316,7 @@ class _Follower:
 
     def log_replicas(self, num_replicas: int) -> None:
         level = logging.DEBUG if self._is_quiet else logging.INFO
-        self._report(level, f"is a replica set of {num_replicas} workers")
+        self._report(level, f"is a replica set; workers: {num_replicas}")
 
     def log_other_tier(self) -> None:
         self._report(logging.DEBUG, "serves in the other tier")

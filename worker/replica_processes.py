@@ -34,7 +34,7 @@ from rpc.worker import worker_server_config
 from worker.process_spec import worker_spec
 from worker.replica_set import MOST_REPLICAS, Replica, ReplicaSet, ReplicaSetServicer
 
-__all__ = ["ReplicaSetConfig", "add_replica_args", "replica_spec", "run_replicas"]
+__all__ = ["ReplicaSetConfig", "add_replica_args", "replica_spec", "run_replicas", "tls_of_caller"]
 
 _SERVICE_NAME: str = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 _START_TIMEOUT_S = 900.0
@@ -200,7 +200,7 @@ class _WorkerProcess(Replica):
 
     @override
     async def start(self) -> None:
-        tls = _tls_of_caller(self._tls)
+        tls = tls_of_caller(self._tls)
         await self._process.start_until(wait_until_serving(self._address, _START_TIMEOUT_S, tls))
 
     @override
@@ -212,7 +212,7 @@ class _WorkerProcess(Replica):
         self._process.kill()
 
 
-def _tls_of_caller(tls: TlsConfig) -> ClientTls:
+def tls_of_caller(tls: TlsConfig) -> ClientTls:
     """Returns how this process calls a worker that has the same certificate as itself."""
     if tls.ssl_certfile is None:
         return ClientTls()
