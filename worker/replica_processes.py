@@ -38,7 +38,7 @@ __all__ = ["ReplicaSetConfig", "add_replica_args", "replica_spec", "run_replicas
 
 _SERVICE_NAME: str = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 _START_TIMEOUT_S = 900.0
-_STOP_GRACE_S = 5.0
+_STOP_GRACE_S = 10.0
 """Time to end for a worker that has drained."""
 
 
