@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import AsyncClient, SamplingParams
 from baton.errors import UnavailableError
+from baton.processes.run_folder import embedded_store, sharing_machine
+from baton.processes.supervisor import SupervisedProcess
 from baton.results import Timings
 from baton.up.cluster import start_server, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
-from baton.up.run_folder import embedded_store, sharing_machine
-from baton.up.supervisor import SupervisedProcess
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
@@ -129,8 +129,8 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
     Raises:
         ConfigurationError: a process ended before it served.
     """
-    with sharing_machine(config, turns=True) as with_turns:
-        plan = plan_cluster(with_turns)
+    with sharing_machine(config.engine, turns=config.num_workers > 1) as engine:
+        plan = plan_cluster(replace(config, engine=engine))
         servers = (*plan.workers, plan.router)
         processes = [SupervisedProcess(server.spec, write_line) for server in servers]
         try:

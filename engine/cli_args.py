@@ -26,11 +26,11 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
     Args:
         parser: gets the flags, in a group of their own.
         omit: names of fields that get no flag; pass their values to
-            `engine_config_from_args`.
+            `engine_config_from_args`. Also names of vLLM's flags that the command has itself.
     """
     add_flags(parser, EngineConfig, "engine", omit=omit)
     add_flags(parser, HubFlags, "engine", omit=omit)
-    _add_fixed_args(parser)
+    _add_fixed_args(parser, omit)
 
 
 def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
@@ -65,10 +65,11 @@ _FIXED_ARGS = (
 """Flags of vLLM that are accepted with their usual value, so that its command lines work."""
 
 
-def _add_fixed_args(parser: argparse.ArgumentParser) -> None:
+def _add_fixed_args(parser: argparse.ArgumentParser, omit: Collection[str]) -> None:
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for names, value in _FIXED_ARGS:
-        parser.add_argument(*names, type=_only(value), **hidden)
+        if names[0][2:].replace("-", "_") not in omit:
+            parser.add_argument(*names, type=_only(value), **hidden)
     parser.add_argument("--download-dir", type=_no_download_dir, **hidden)
     parser.add_argument("--trust-remote-code", action=_NoRemoteCode, **hidden)
 

@@ -13,6 +13,7 @@ in their metadata, without a change here:
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PEERS",
     "connector_capabilities",
+    "has_fixed_port",
     "known_stores",
     "open_connector",
     "open_store",
@@ -90,6 +92,19 @@ def _find_store(url: str) -> type[KvStore]:
     if not (isinstance(loaded, type) and issubclass(loaded, KvStore)):
         raise ConfigurationError(f"KV store {point.name}://: {point.value} is no KvStore class")
     return loaded
+
+
+def has_fixed_port(url: str) -> bool:
+    """Returns whether the connector of a URL listens on a port that the URL names."""
+    scheme = scheme_of(url)
+    if scheme.startswith(FAULTY_PREFIX):
+        return has_fixed_port(url[len(FAULTY_PREFIX) :])
+    if scheme == MULTI_SCHEME:
+        return any(map(has_fixed_port, split_members(url)))
+    try:
+        return scheme in PEERS and bool(urlsplit(url).port)
+    except ValueError:  # the connector refuses the URL
+        return False
 
 
 def known_stores() -> set[str]:

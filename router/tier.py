@@ -5,6 +5,9 @@ connects again. An address that left DNS is not tried again, but a connected rep
 stays in use until it is lost, since DNS answers vary. A worker with two addresses is
 used at the first one; the task of the other waits until the worker is lost there.
 
+An address may be a replica set, which has no WorkerService. Its workers are then followed like
+addresses that discovery lists. A set that cannot be reached keeps the workers that it had.
+
 Workers change their role, so each tier follows the addresses of the other one, too. A worker
 of the other tier is asked for its role again every second.
 """
@@ -13,7 +16,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Generic
 
 import grpc
@@ -23,6 +27,7 @@ from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.discovery import Discovery
 from router.replica import Replica, ReplicaT, serves_in, tier_name
+from router.replica_set import watch_replicas
 from rpc.cluster_calls import open_cluster_channel
 from rpc.errors import from_rpc_error
 
@@ -85,6 +90,8 @@ class Tier(Generic[ReplicaT]):
         self._on_change = on_change
         self._on_forget = on_forget
         self._dns_interval_s = dns_interval_s
+        self._found: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+        self._sets: dict[str, frozenset[str]] = {}  # the workers of each replica set
         self._own: frozenset[str] = frozenset()
         self._addresses: frozenset[str] = frozenset()
         self._connected: dict[str, ReplicaT] = {}
@@ -104,7 +111,7 @@ class Tier(Generic[ReplicaT]):
 
     @property
     def problems(self) -> Mapping[str, str]:
-        """Why addresses that discovery lists are not connected."""
+        """Why addresses of the tier are not connected."""
         return {address: self._problems[address] for address in self._own & self._problems.keys()}
 
     async def run(self) -> None:
@@ -130,20 +137,37 @@ class Tier(Generic[ReplicaT]):
         except Exception:
             _LOGGER.exception("%s tier: unexpected failure of discovery", self.name)
             return False
-        self._own, self._addresses = own, own | others
+        self._found = own, others
+        self._follow_all()
+        return True
+
+    def _follow_all(self) -> None:
+        """Follows the addresses that discovery and replica sets list now."""
+        own, others = self._found
+        self._own = self._with_replicas(own)
+        self._addresses = self._own | self._with_replicas(others)
         for address in self._addresses - self._followers.keys():
             follower = _Follower(self.name, address, is_quiet=address not in self._own)
             self._followers[address] = asyncio.create_task(self._follow(follower))
-        return True
+
+    def _with_replicas(self, addresses: frozenset[str]) -> frozenset[str]:
+        return addresses.union(*(self._sets.get(address, ()) for address in addresses))
+
+    def _set_replicas(self, address: str, replicas: frozenset[str]) -> None:
+        """Notes the workers of a replica set; none for an address that is a worker itself."""
+        if replicas != self._sets.get(address, frozenset()):
+            self._sets[address] = replicas
+            self._follow_all()
 
     async def _follow(self, follower: "_Follower") -> None:
-        """Connects repeatedly while discovery lists the address."""
+        """Connects repeatedly while the address is listed."""
         try:
             while follower.address in self._addresses:
                 await self._connect_once(follower)
                 await asyncio.sleep(follower.next_backoff_s())
         finally:
             del self._followers[follower.address]
+            self._sets.pop(follower.address, None)
             self._problems.pop(follower.address, None)
             self._forget(follower.worker_id)
 
@@ -162,20 +186,17 @@ class Tier(Generic[ReplicaT]):
     async def _connect(self, follower: "_Follower") -> None:
         """Follows one connection from GetInfo to its loss.
 
-        Returns only if the worker is in use at another address, once it is lost there.
+        Returns only if the worker is in use at another address, once it is lost there, or if the
+        address has left the tier.
 
         Raises:
             BatonError: the connection failed or was lost.
         """
         address = follower.address
-        name = self._discovery.name_of(address) or self._elsewhere.name_of(address)
-        async with open_cluster_channel(address, self._security, name) as channel:
-            while not serves_in((info := await self._get_info(channel)).role, self.role):
-                self._problems.pop(address, None)
-                follower.log_other_tier()
-                await asyncio.sleep(_ROLE_INTERVAL_S)
-                if address not in self._addresses:
-                    return
+        async with open_cluster_channel(address, self._security, self._name_of(address)) as channel:
+            info = await self._find_worker(follower, channel)
+            if info is None:
+                return
             twin = self._find(info.worker_id)
             if twin is None:
                 await self._use(follower, info, channel)
@@ -184,7 +205,41 @@ class Tier(Generic[ReplicaT]):
             follower.log_standby(twin.address)
             await twin.lost.wait()
 
-    async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
+    def _name_of(self, address: str) -> str | None:
+        """The DNS name of an address, or of the replica set that lists it."""
+        listing = (each for each, replicas in self._sets.items() if address in replicas)
+        found = next(listing, address)
+        return self._discovery.name_of(found) or self._elsewhere.name_of(found)
+
+    async def _find_worker(
+        self, follower: "_Follower", channel: grpc.aio.Channel
+    ) -> worker_pb2.GetInfoResponse | None:
+        """Returns the description of the address's worker once it serves in this tier; None if the
+        address has left first. Follows a replica set until its connection ends.
+
+        Raises:
+            BatonError: the connection failed or was lost.
+        """
+        while (info := await self._get_info(channel)) is not None:
+            self._set_replicas(follower.address, frozenset())
+            if serves_in(info.role, self.role):
+                return info
+            self._problems.pop(follower.address, None)
+            follower.log_other_tier()
+            await asyncio.sleep(_ROLE_INTERVAL_S)
+            if follower.address not in self._addresses:
+                return None
+        host = follower.address.rpartition(":")[0]
+        with follower.connection():
+            async for ports in watch_replicas(channel, self._security):
+                self._problems.pop(follower.address, None)
+                follower.log_replicas(len(ports))
+                replicas = frozenset(f"{host}:{port}" for port in ports)
+                self._set_replicas(follower.address, replicas)
+        return None
+
+    async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse | None:
+        """Returns the description of the worker; None if the address is that of a replica set."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return await stub.GetInfo(
@@ -193,6 +248,8 @@ class Tier(Generic[ReplicaT]):
                 metadata=self._security.call_metadata(),
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return None
             raise from_rpc_error(error) from error
 
     async def _use(
@@ -209,13 +266,11 @@ class Tier(Generic[ReplicaT]):
         self._connected[follower.address] = replica
         self._problems.pop(follower.address, None)
         follower.log_connected()
-        connected_at = time.monotonic()
         try:
-            await replica.run(self._on_change)
+            with follower.connection():
+                await replica.run(self._on_change)
         finally:
             del self._connected[follower.address]
-            if time.monotonic() - connected_at >= _SETTLED_S:
-                follower.reset_backoff()
 
     def _find(self, worker_id: str) -> ReplicaT | None:
         found = (r for r in self._connected.values() if r.replica_id == worker_id)
@@ -246,12 +301,22 @@ class _Follower:
         backoff_s, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, _MAX_BACKOFF_S)
         return backoff_s * random.uniform(0.5, 1.0)
 
-    def reset_backoff(self) -> None:
-        """The connection was good for some time."""
-        self._backoff_s = _FIRST_BACKOFF_S
+    @contextmanager
+    def connection(self) -> Iterator[None]:
+        """Resets the backoff at the end of a block, the connection, that has lasted long enough."""
+        connected_at = time.monotonic()
+        try:
+            yield
+        finally:
+            if time.monotonic() - connected_at >= _SETTLED_S:
+                self._backoff_s = _FIRST_BACKOFF_S
 
     def log_connected(self) -> None:
         self._report(logging.INFO, "connected, worker " + self.worker_id)
+
+    def log_replicas(self, num_replicas: int) -> None:
+        level = logging.DEBUG if self._is_quiet else logging.INFO
+        self._report(level, f"is a replica set; workers: {num_replicas}")
 
     def log_other_tier(self) -> None:
         self._report(logging.DEBUG, "serves in the other tier")

@@ -49,6 +49,7 @@ _QUIET_METHODS = (
     "/baton.v1.WorkerService/GetInfo",
     "/baton.v1.WorkerService/WatchLoad",
     "/baton.v1.WorkerService/WatchKvEvents",
+    "/baton.v1.ReplicaSetService/WatchReplicas",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )

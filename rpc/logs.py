@@ -110,10 +110,13 @@ class JsonStderr(io.TextIOBase):
 
     Args:
         stream: gets the lines.
+
+    Attributes:
+        stream: gets the lines.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
         self._rest = ""
         self._lock = threading.Lock()
 
@@ -126,18 +129,18 @@ class JsonStderr(io.TextIOBase):
             for line in lines:
                 shown = line.rstrip("\r").rpartition("\r")[2]
                 if shown.strip():
-                    self._stream.write(_plain_line("stderr", shown) + "\n")
+                    self.stream.write(_plain_line("stderr", shown) + "\n")
         return len(text)
 
     @override
     def flush(self) -> None:
         """Flushes the stream."""
-        self._stream.flush()
+        self.stream.flush()
 
     @override
     def fileno(self) -> int:
         """The stream's own."""
-        return self._stream.fileno()
+        return self.stream.fileno()
 
     @override
     def writable(self) -> bool:

@@ -25,7 +25,14 @@ from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from rpc.worker_spans import WorkerSpans
 
-__all__ = ["Worker", "WorkerServicer", "WorkerTier", "add_worker_args", "serve_worker"]
+__all__ = [
+    "Worker",
+    "WorkerServicer",
+    "WorkerTier",
+    "add_worker_args",
+    "serve_worker",
+    "worker_server_config",
+]
 
 _DEFAULT_WATCH_INTERVAL_MS = 50
 _DEFAULT_DRAIN_TIMEOUT_MS = 30_000
@@ -69,11 +76,8 @@ async def serve_worker(
         ConfigurationError: a flag is out of range, an address cannot be bound, or the worker
             cannot start.
     """
-    server_config, registry = config_from_args(ServerConfig, args), CollectorRegistry()
-    if server_config.port is None:
-        raise ConfigurationError("--port is none; a worker is called by gRPC alone")
+    (server_config, security), registry = worker_server_config(args), CollectorRegistry()
     files = config_from_args(TlsConfig, args).files
-    security = ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
     access = cluster_access(security, server_config.host)
     metrics = config_from_args(MetricsConfig, args)
     with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
@@ -84,6 +88,22 @@ async def serve_worker(
                 lambda server: start(server, registry, security),
                 access,
             )
+
+
+def worker_server_config(args: argparse.Namespace) -> tuple[ServerConfig, ClusterSecurity]:
+    """Returns where a worker listens, and what it shows to others of its cluster and asks of them.
+
+    Args:
+        args: parsed flags of `add_worker_args`.
+
+    Raises:
+        ConfigurationError: a flag is out of range.
+    """
+    config = config_from_args(ServerConfig, args)
+    if config.port is None:
+        raise ConfigurationError("--port is none; a worker is called by gRPC alone")
+    files = config_from_args(TlsConfig, args).files
+    return config, ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from rpc.server import RpcServer, run_process
 from rpc.tracing import TracingConfig
 from rpc.worker import WorkerTier, add_worker_args, serve_worker
 from rpc.worker_spans import WorkerSpans
+from worker.replica_processes import ReplicaSetConfig, add_replica_args, run_replicas
 
 __all__ = ["SERVICE_NAMES", "add_args", "add_services", "run_worker"]
 
@@ -41,7 +42,8 @@ SERVICE_NAMES: tuple[str, ...] = (
 def add_args(parser: argparse.ArgumentParser, role: Role) -> None:
     """Adds the flags of a worker that starts with a role."""
     add_worker_args(parser, default_port=_DEFAULT_PORTS[role])
-    add_engine_args(parser)
+    add_replica_args(parser)
+    add_engine_args(parser, omit=("data_parallel_size",))
 
 
 def add_services(
@@ -74,6 +76,10 @@ async def _run(args: argparse.Namespace, role: Role) -> None:
         raise ConfigurationError(
             "--kv-connector is not set; a prefill worker needs it to hand KV over"
         )
+    num_replicas = config_from_args(ReplicaSetConfig, args).data_parallel_size
+    if num_replicas is not None:
+        await run_replicas(args, role.label, config, num_replicas)
+        return
 
     place = place_of(config) if config.num_ranks > 1 else None
     if place is not None and place.rank > 0:
@@ -109,6 +115,6 @@ async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPla
 
 
 def run_worker(args: argparse.Namespace, role: Role) -> int:
-    """Runs a worker that starts with a role; returns the exit status."""
+    """Runs a worker that starts with a role, or several of them; returns the exit status."""
     name = f"baton {role.label}"
     return run_process(name, args.log_level, args.log_format, lambda: _run(args, role))

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 from typing_extensions import override
 
 import baton
 from baton.errors import BatonError, ConfigurationError
 from baton.flag_parser import FlagParser
+from baton.processes.output import discard_unread_output
 
-__all__ = ["COMMANDS", "build_parser", "discard_unread_output", "main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 _DESCRIPTION = (
     "Serves large language models with separate prefill and decode workers behind a router."
@@ -44,6 +44,7 @@ COMMANDS = {
     "prefill": _Command(_SERVE, "worker.prefill", "run a prefill worker"),
     "decode": _Command(_SERVE, "worker.decode", "run a decode worker"),
     "role": _Command(_SERVE, "baton.cli.role", "change the tier of a running worker"),
+    "scale": _Command(_SERVE, "baton.cli.scale", "change the number of workers at an address"),
     "api-key": _Command(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
     "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
     "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
@@ -147,18 +148,3 @@ def build_parser(command: str) -> FlagParser:
             subparser.fill(module.main, module.add_args)
             subparser.set_defaults(run=module.main)
     return parser
-
-
-def discard_unread_output() -> None:
-    """Redirects an output stream whose reader has closed the pipe to the null device.
-
-    Call it after a failed write, as in `baton generate ... | head`. The text of that write
-    stays in the stream's buffer, so that without the redirection the next write and the flush
-    at exit would fail again.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            with Path(os.devnull).open("wb") as null_device:
-                os.dup2(null_device.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""Calls of a router's ClusterService: the flags of the commands for operators."""
+"""Calls of operators: to a router's ClusterService and to workers, and the flags of such calls."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,9 +18,18 @@ from baton.v1 import cluster_pb2_grpc
 from rpc.channels import open_blocking_channel
 from rpc.errors import from_rpc_error
 
-__all__ = ["CALL_TIMEOUT_S", "Operator", "add_operator_args", "calling_router"]
+__all__ = [
+    "CALL_TIMEOUT_S",
+    "Operator",
+    "add_credential_args",
+    "add_operator_args",
+    "calling_router",
+    "operator_channel",
+]
 
 CALL_TIMEOUT_S = 10.0
+
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,7 @@ class Operator:
     """
 
     stub: cluster_pb2_grpc.ClusterServiceStub
-    metadata: tuple[tuple[str, str | bytes], ...]
+    metadata: Metadata
 
 
 def add_operator_args(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +67,11 @@ def add_operator_args(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router's gRPC address (default: %(default)s)",
     )
+    add_credential_args(parser)
+
+
+def add_credential_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of what a process of a cluster asks of operators."""
     add_flags(parser, _Token, "security")
     add_flags(parser, ClientTls, "security")
 
@@ -73,16 +87,33 @@ def calling_router(args: argparse.Namespace) -> Iterator[Operator]:
         ConfigurationError: a file cannot be read; names the flag.
         BatonError: a call failed.
     """
+    with operator_channel(args, args.address) as (channel, metadata):
+        yield Operator(cluster_pb2_grpc.ClusterServiceStub(channel), metadata)
+
+
+@contextmanager
+def operator_channel(
+    args: argparse.Namespace, address: str
+) -> Iterator[tuple[grpc.Channel, Metadata]]:
+    """Opens a channel to a process of a cluster, and yields it with the credential for its calls;
+    errors of calls become those of `baton.errors`.
+
+    Args:
+        args: flags that `add_credential_args` added.
+        address: the process's `host:port`.
+
+    Raises:
+        ConfigurationError: a file cannot be read; names the flag.
+        BatonError: a call failed.
+    """
     tls = config_from_args(ClientTls, args)
     token_file = config_from_args(_Token, args).token_file
     if token_file is not None and not Path(token_file).is_file():
         raise ConfigurationError(f"--cluster-token-file {token_file}: there is no such file")
     security = ClusterSecurity.from_environment(ClusterConfig(token_file=token_file))
     credentials, options = tls.channel_credentials(), tls.channel_options()
-    with open_blocking_channel(args.address, credentials, options=options) as channel:
+    with open_blocking_channel(address, credentials, options=options) as channel:
         try:
-            yield Operator(
-                cluster_pb2_grpc.ClusterServiceStub(channel), tuple(security.call_metadata())
-            )
+            yield channel, tuple(security.call_metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

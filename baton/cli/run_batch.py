@@ -22,9 +22,9 @@ from baton.cli.openai_endpoint import (
     parse_base_url,
 )
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import log_writer
 from baton.errors import ConfigurationError
 from baton.flags import add_flags, config_from_args
+from baton.processes.output import log_writer
 from baton.security.client import ClientTls
 from baton.up.background import background_cluster
 from baton.up.plan import plan_cluster

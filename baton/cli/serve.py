@@ -7,21 +7,21 @@ import shlex
 import sys
 from functools import partial
 
-from baton.cli import discard_unread_output
 from baton.cli.chat import ChatSession, converse
 from baton.cli.generate import print_stream
 from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.cli.terminal import Terminal, log_writer
+from baton.cli.terminal import Terminal
 from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
+from baton.processes.output import discard_unread_output, log_writer
+from baton.processes.supervisor import Spawn, spawn_here
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from baton.up.ray_nodes import RayNodes
-from baton.up.supervisor import Spawn, spawn_here
 from router.chat.template import ChatTemplate
 
 __all__ = ["add_args", "example_command", "main"]

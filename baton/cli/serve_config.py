@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from baton.processes.run_folder import embedded_store, new_token, run_folder, sharing_machine
 from baton.up.plan import ClusterConfig, worker_targets
-from baton.up.run_folder import embedded_store, run_folder, sharing_machine, with_token
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
@@ -103,12 +103,15 @@ def running_config(
             folder = folders.enter_context(run_folder())
             connector = args.kv_connector or _PEERS_OF_MACHINES
             config = cluster_config_from_args(args, connector, folder)
-            yield folders.enter_context(with_token(config))
+            token, token_file = folders.enter_context(new_token())
+            yield replace(config, token=token, token_file=token_file)
             return
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
-        config = folders.enter_context(with_token(config))
-        yield folders.enter_context(sharing_machine(config, turns=args.turns))
+        token, token_file = folders.enter_context(new_token())
+        takes_turns = args.turns and config.num_workers > 1
+        engine = folders.enter_context(sharing_machine(config.engine, turns=takes_turns))
+        yield replace(config, engine=engine, token=token, token_file=token_file)
 
 
 def cluster_config_from_args(

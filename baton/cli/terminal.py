@@ -2,14 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import TextIOWrapper
 from typing import Any, TextIO
 
-from baton.cli import discard_unread_output
-from rpc.logs import json_line_of_process
-
-__all__ = ["Terminal", "end_of", "format_usage", "has_colors", "log_writer", "write_log_line"]
+__all__ = ["Terminal", "end_of", "format_usage", "has_colors"]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -83,30 +80,6 @@ def format_usage(finish_reason: str | None, usage: Mapping[str, Any] | None) -> 
     )
     known = ", ".join(f"{count} {name}" for count, name in counts if count is not None)
     return f"[{finish_reason}; tokens: {known}]"
-
-
-def log_writer(log_format: str) -> Callable[[str], None]:
-    """Returns what writes the lines of a cluster's processes, each "process | text", to the log.
-
-    Args:
-        log_format: text or json.
-    """
-    if log_format == "text":
-        return write_log_line
-
-    def write_json(line: str) -> None:
-        process, _, text = line.partition(" | ")
-        write_log_line(json_line_of_process(process, text))
-
-    return write_json
-
-
-def write_log_line(line: str) -> None:
-    """Writes to the log. If the reader has closed the pipe, the cluster keeps running."""
-    try:
-        sys.stderr.write(f"{line}\n")
-    except OSError:
-        discard_unread_output()
 
 
 def has_colors(stream: TextIO) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
+from baton.processes.supervisor import Spawn, spawn_here
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterPlan
-from baton.up.supervisor import Spawn, spawn_here
 
 __all__ = ["background_cluster"]
 

@@ -9,10 +9,9 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from baton.errors import ConfigurationError, UnavailableError
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
+from baton.processes.supervisor import Spawn, SupervisedProcess, spawn_here
 from baton.up.plan import ClusterPlan, Server
-from baton.up.supervisor import Spawn, SupervisedProcess, spawn_here
 
 __all__ = ["run_cluster", "start_server", "stop_in_order", "stop_on_signal"]
 
@@ -96,26 +95,10 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
     """Starts a server's process; returns when the server is serving.
 
     Raises:
-        ConfigurationError: the process ended first. It is not restarted at this point.
+        ConfigurationError: the process ended first.
         UnavailableError: the machine could not start the process.
     """
-    process.start()
-    ready = asyncio.create_task(_wait_until_serving(server, process))
-    died = asyncio.create_task(process.died.wait())
-    try:
-        await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            if process.start_error is not None:
-                raise UnavailableError(
-                    f"{server.spec.name} could not be started: {process.start_error}"
-                )
-            raise ConfigurationError(
-                f"{server.spec.name} could not start; its last log lines have the reason"
-            )
-        await ready
-    finally:
-        ready.cancel()
-        died.cancel()
+    await process.start_until(_wait_until_serving(server, process))
 
 
 async def _wait_until_serving(server: Server, process: SupervisedProcess) -> None:

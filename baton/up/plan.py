@@ -1,30 +1,26 @@
 """The plan of a one-machine cluster: its processes, their ports and their flags."""
 
-import errno
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baton.errors import ConfigurationError
-from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
+from baton.processes.ports import bound_ports, local_address
+from baton.processes.supervisor import ProcessSpec
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
-from baton.up.supervisor import ProcessSpec
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.discovery import FILE_PREFIX
 from router.http.config import HttpConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
+from worker.process_spec import worker_spec
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
 
 _LOOPBACK = "127.0.0.1"
-_LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
-"""The address at which this machine reaches a router that listens on all addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +157,7 @@ def worker_targets(
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
     count = num_prefill + num_decode
     if address_folder is None:
-        ports = _bound_ports([(_LOOPBACK, 0, "--port")] * count)
+        ports = bound_ports([(_LOOPBACK, 0, "--port")] * count)
         targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
     else:
         targets = tuple((address_folder / f"worker-{index}").as_uri() for index in range(count))
@@ -225,25 +221,12 @@ def _worker_server(
 ) -> Server:
     if target.startswith(FILE_PREFIX):
         metrics = MetricsConfig()  # the ports were chosen on this machine
-    own = (*flags, *flags_of_config(metrics))
-    spec = _worker_spec(config, tier, number, target, own)
-    return Server(spec, target, metrics_address=_reached(metrics))
-
-
-def _worker_spec(
-    config: ClusterConfig, tier: str, number: int, target: str, flags: Iterable[str]
-) -> ProcessSpec:
     host, _, port = target.rpartition(":")
     file = Path(target.removeprefix(FILE_PREFIX)) if target.startswith(FILE_PREFIX) else None
     address = ("--host", host, "--port", port) if file is None else ()
-    omitted, environment = set[str](), dict(config.environment)
-    connector = config.engine.kv_connector
-    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
-        omitted.add("kv_connector")
-        environment[variable_of("kv-connector")] = connector
-    own = flags_of_config(config.engine, omit=omitted)
-    arguments = (*address, *own, *flags)
-    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, environment, file)
+    own = (*address, *flags, *flags_of_config(metrics))
+    spec = worker_spec(tier, number, config.engine, own, config.environment)
+    return Server(replace(spec, address_file=file), target, metrics_address=_reached(metrics))
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:
@@ -263,7 +246,7 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
         wanted.append((host, int(port), "--port"))
     metrics = _metrics_of(config)
     wanted += [(one.host, one.port, "--metrics-port") for one in metrics if one.port is not None]
-    ports = iter(_bound_ports(wanted))
+    ports = iter(bound_ports(wanted))
     http, grpc = router.http, router.grpc
     if http.port is not None:
         http = replace(http, port=next(ports))
@@ -290,40 +273,6 @@ def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
     ]
 
 
-def _bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
-    """Returns free ports, all different.
-
-    The sockets are closed before the servers bind, so another process may take a port in
-    between. The server then fails with that error and the cluster does not start.
-
-    Args:
-        wanted: host, port and flag of each; port 0 is any free one.
-    """
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(_bind(*one)) for one in wanted]
-        return [bound.getsockname()[1] for bound in sockets]
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        reason = getattr(error, "strerror", None) or "not a valid host name"
-        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        remedy = f"choose another {flag if is_port else '--host'}"
-        if is_port:
-            remedy += " (0 picks a free one)"
-        raise ConfigurationError(
-            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
-        ) from None
-    return bound
-
-
 def _reached(server: ServerConfig | HttpConfig | MetricsConfig) -> str:
     """Returns the address at which this machine reaches a server; empty if it is off."""
-    if server.port is None:
-        return ""
-    return join_host_port(_LOOPBACK_OF_ALL.get(server.host, server.host), server.port)
+    return "" if server.port is None else local_address(server.host, server.port)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.processes.child import end_with_parent
+from baton.processes.supervisor import ProcessSpec, RunningProcess, spawn_here
 from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
-from baton.up.child import end_with_parent
 from baton.up.plan import ClusterConfig
-from baton.up.supervisor import ProcessSpec, RunningProcess, spawn_here
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities

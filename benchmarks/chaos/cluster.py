@@ -10,10 +10,10 @@ from pathlib import Path
 
 from baton.errors import UnavailableError
 from baton.health import wait_until_serving
+from baton.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
+from baton.processes.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 from baton.up.cluster import start_server, stop_in_order
 from baton.up.plan import ClusterConfig, Server, plan_cluster
-from baton.up.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
-from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from benchmarks.chaos.events import Event
 from benchmarks.cluster import free_ports
@@ -163,7 +163,9 @@ async def running_chaos_cluster(
         grpc = replace(config.router.grpc, drain_timeout_s=_DRAIN_TIMEOUT_S)
         router = replace(config.router, grpc=grpc, metrics=MetricsConfig(port=0))
         config = replace(config, router=router)
-        config = stack.enter_context(sharing_machine(config, turns=True))
+        takes_turns = config.num_workers > 1
+        engine = stack.enter_context(sharing_machine(config.engine, turns=takes_turns))
+        config = replace(config, engine=engine)
         plan = plan_cluster(config)
         routers = [plan.router, *(plan_cluster(config).router for _ in range(num_routers - 1))]
         routers = [_named(server, f"router-{i}") for i, server in enumerate(routers)]

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
+from baton.processes.run_folder import embedded_store
 from baton.up.plan import ClusterConfig
-from baton.up.run_folder import embedded_store
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.cluster import running_cluster
 from benchmarks.goodput import ServiceLevel

@@ -22,7 +22,7 @@ from baton import Client, SamplingParams
 from baton.cli import main
 from baton.errors import UnavailableError
 from baton.health import wait_until_serving
-from baton.up.run_folder import SHARED_MEMORY
+from baton.processes.run_folder import SHARED_MEMORY
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.certificates import Authority, write_files
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint

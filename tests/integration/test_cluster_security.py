@@ -21,6 +21,7 @@ from router.security_config import RouterSecurityConfig, WorkerTlsConfig
 from rpc.cluster_calls import cluster_access, open_cluster_channel
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import Changes, FakeDecode, FakePrefill, running_workers
+from tests.support.replica_sets import running_set
 from tests.support.running_router import (
     request,
     running_router,
@@ -37,6 +38,8 @@ METHODS_TO_SEE = {
     "/baton.v1.WorkerService/ResetPrefixCache",
     "/baton.v1.PrefillService/Prefill",
     "/baton.v1.DecodeService/Connect",
+    "/baton.v1.ReplicaSetService/WatchReplicas",
+    "/baton.v1.ReplicaSetService/Scale",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 }
 
@@ -103,8 +106,8 @@ async def test_no_method_of_a_worker_answers_without_the_token():
     security = ClusterSecurity(token=TOKEN)
     workers = FakePrefill(SCRIPT, security=security), FakeDecode(SCRIPT, security=security)
     seen = set()
-    async with running_workers(*workers):
-        for worker in workers:
+    async with running_workers(*workers), running_set(SCRIPT, 0, security) as replicas:
+        for worker in (*workers, replicas):
             async with open_cluster_channel(worker.address, security) as channel:
                 methods = await methods_of(channel, security.call_metadata())
                 closed = {method for method in methods if not method.startswith(f"/{HEALTH}/")}

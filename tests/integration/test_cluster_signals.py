@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.up.run_folder import SHARED_MEMORY
+from baton.processes.run_folder import SHARED_MEMORY
 
 COMMAND = """
 import argparse

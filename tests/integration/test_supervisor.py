@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from baton.errors import UnavailableError
-from baton.up.cluster import start_server, stop_on_signal
-from baton.up.plan import Server
-from baton.up.supervisor import (
+from baton.processes.supervisor import (
     ProcessSpec,
     RestartPolicy,
     RunningProcess,
     SupervisedProcess,
     spawn_here,
 )
+from baton.up.cluster import start_server, stop_on_signal
+from baton.up.plan import Server
 
 pytestmark = pytest.mark.alone
 

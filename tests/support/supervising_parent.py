@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from baton.up.supervisor import ProcessSpec, SupervisedProcess
+from baton.processes.supervisor import ProcessSpec, SupervisedProcess
 
 
 async def main(num_children: int) -> None:

@@ -17,8 +17,8 @@ from baton.cli.serve_config import cluster_config_from_args, running_config
 from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flags import config_from_args, flags_of_config
+from baton.processes.run_folder import embedded_store, sharing_machine
 from baton.up.plan import ClusterConfig, plan_cluster
-from baton.up.run_folder import embedded_store, sharing_machine
 from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
 from router.config import add_args as add_router_args
@@ -238,7 +238,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def use_as_shared_memory(monkeypatch, folder):
-    monkeypatch.setattr("baton.up.run_folder.SHARED_MEMORY", folder)
+    monkeypatch.setattr("baton.processes.run_folder.SHARED_MEMORY", folder)
 
 
 def test_the_embedded_store_is_removed_with_the_cluster(shared_memory):
@@ -263,7 +263,7 @@ def test_the_embedded_store_lies_in_a_temporary_folder_if_shared_memory_is_small
 
 def test_folders_left_by_a_killed_cluster_are_removed(shared_memory):
     hold = (
-        "import sys; from pathlib import Path; from baton.up import run_folder as module\n"
+        "import sys; from pathlib import Path; from baton.processes import run_folder as module\n"
         "module.SHARED_MEMORY = Path(sys.argv[1])\n"
         "with module.run_folder() as folder: print(folder, flush=True); sys.stdin.read()"
     )
@@ -296,9 +296,8 @@ def test_the_embedded_store_is_a_temporary_folder_without_shared_memory(tmp_path
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_all_workers_on_the_cpu_share_one_folder(device, shared_memory):
     given = config(engine=replace(ENGINE, device=device))
-    with sharing_machine(given, turns=True) as taking:
-        assert replace(taking, engine=given.engine) == given
-        plan = plan_cluster(taking)
+    with sharing_machine(given.engine, turns=True) as sharing:
+        plan = plan_cluster(replace(given, engine=sharing))
         decode = [
             engine_config_from_args(parse(add_decode_args, server.spec.arguments))
             for server in plan.decode
@@ -315,16 +314,23 @@ def test_all_workers_on_the_cpu_share_one_folder(device, shared_memory):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_workers_on_gpus_share_no_folder(device, shared_memory):
-    given = config(engine=replace(ENGINE, device=device))
-    with sharing_machine(given, turns=True) as taking:
-        assert taking is given
+    given = replace(ENGINE, device=device)
+    with sharing_machine(given, turns=True) as sharing:
+        assert sharing is given
         assert list(shared_memory.iterdir()) == []
 
 
 def test_a_single_worker_does_not_take_turns(shared_memory):
-    with sharing_machine(config(num_prefill=0, num_decode=1), turns=True) as taking:
-        assert taking.engine.turns_folder is None
-        assert taking.engine.weights_folder is not None
+    flags = ("--prefill-workers=0", "--decode-workers=1")
+    with running_config(parse(serve.add_args, flags)) as running:
+        assert running.engine.turns_folder is None
+        assert running.engine.weights_folder is not None
+
+
+def test_folders_that_flags_name_are_kept(tmp_path, shared_memory):
+    given = replace(ENGINE, weights_folder=str(tmp_path), turns_folder=str(tmp_path))
+    with sharing_machine(given, turns=True) as sharing:
+        assert sharing == given
 
 
 @pytest.mark.parametrize(("flags", "takes_turns"), [((), True), (("--no-turns",), False)])

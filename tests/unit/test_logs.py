@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from baton.cli.terminal import log_writer
+from baton.processes.output import log_writer
 from baton.traceparent import TraceContext
 from rpc.logs import JsonFormatter, JsonStderr, json_line_of_process, log_fields, logging_request
 

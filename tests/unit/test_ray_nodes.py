@@ -9,10 +9,10 @@ import pytest
 
 from baton.cli import main
 from baton.errors import ConfigurationError
+from baton.processes.supervisor import ProcessSpec
 from baton.up import ray_nodes
 from baton.up.plan import ClusterConfig
 from baton.up.ray_nodes import RayNodes, RemoteProcess, check_connector, worker_resources
-from baton.up.supervisor import ProcessSpec
 from engine.config import EngineConfig
 
 ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")

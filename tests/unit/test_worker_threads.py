@@ -60,7 +60,7 @@ def test_child_processes_have_the_same_wait_policy(given, policy):
 def variable_of_child(name, environment):
     module = "tests.support.print_variable"
     result = subprocess.run(
-        [sys.executable, "-m", "baton.up.child", str(os.getpid()), module, name],
+        [sys.executable, "-m", "baton.processes.child", str(os.getpid()), module, name],
         env=environment,
         capture_output=True,
         text=True,
@@ -75,7 +75,7 @@ def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path)
     project = str(Path(__file__).parents[2])
     # An empty entry would be the working folder.
     paths = [path for path in (project, os.environ.get("PYTHONPATH")) if path]
-    child = ["baton.up.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
+    child = ["baton.processes.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
     result = subprocess.run(
         [sys.executable, "-P", "-m", *child],
         cwd=tmp_path,

@@ -1,5 +1,5 @@
-"""`python -m baton.up.child PARENT_PID MODULE ARGUMENTS...`: runs a module as a child process
-that ends with its parent, even when the parent is killed.
+"""`python -m baton.processes.child PARENT_PID MODULE ARGUMENTS...`: runs a module as a child
+process that ends with its parent, even when the parent is killed.
 
 The child asks the kernel to kill it when the parent dies (Linux's PR_SET_PDEATHSIG, which
 survives an exec), then replaces itself with `python -P -m MODULE ARGUMENTS...`. The child does

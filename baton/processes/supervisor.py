@@ -4,11 +4,12 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from baton.errors import ConfigurationError, UnavailableError
 from baton.flag_sources import without_flag_variables
 
 __all__ = [
@@ -129,6 +130,32 @@ class SupervisedProcess:
         """Starts the process and its supervision."""
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
 
+    async def start_until(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Starts the process and its supervision; returns when `serving` has returned.
+
+        Args:
+            serving: waits until the process is serving.
+
+        Raises:
+            ConfigurationError: the process ended first. It is restarted until `stop` is called.
+            UnavailableError: the machine could not start the process.
+        """
+        self.start()
+        ready, died = asyncio.create_task(serving), asyncio.create_task(self.died.wait())
+        try:
+            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+            elif self.start_error is not None:
+                raise UnavailableError(f"{self.spec.name} could not be started: {self.start_error}")
+            else:
+                raise ConfigurationError(
+                    f"{self.spec.name} could not start; its last log lines have the reason"
+                )
+        finally:
+            ready.cancel()
+            died.cancel()
+
     async def stop(self) -> None:
         """Ends the process with SIGTERM, and with SIGKILL after the grace period. Idempotent."""
         self._stopping.set()
@@ -238,7 +265,7 @@ async def spawn_here(spec: ProcessSpec) -> asyncio.subprocess.Process:
         sys.executable,
         "-P",  # files of the working folder must not shadow the packages of the cluster
         "-m",
-        "baton.up.child",
+        "baton.processes.child",
         str(os.getpid()),
         spec.module,
         *spec.arguments,

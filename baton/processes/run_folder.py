@@ -1,4 +1,4 @@
-"""Temporary folders of a one-machine cluster, removed with it.
+"""Temporary folders of processes that run together on this machine, removed with them.
 
 One folder holds the default KV store, which needs no server. Another holds what workers on the CPU
 share: their weights (`engine/runtime/shared_weights.py`) and the lock files by which they take
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from baton.security import config as security_config
 from baton.security.cluster import ClusterSecurity
-from baton.up.plan import ClusterConfig
+from engine.config import EngineConfig
 
-__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "sharing_machine", "with_token"]
+__all__ = ["SHARED_MEMORY", "embedded_store", "new_token", "run_folder", "sharing_machine"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes private folders
 _PREFIX = "baton-up-"
@@ -89,32 +89,36 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def sharing_machine(config: ClusterConfig, *, turns: bool) -> Iterator[ClusterConfig]:
-    """Yields the config with a folder through which workers on the CPU share weights and, if there
-    are several, take turns.
+def sharing_machine(engine: EngineConfig, *, turns: bool) -> Iterator[EngineConfig]:
+    """Yields the config of workers with a folder through which they share weights and, if they are
+    several, take turns. A folder that the config has already is kept.
 
     `--device auto` may choose a GPU; workers on a GPU do not use the folder.
 
     Args:
-        config: the cluster.
-        turns: whether several workers take turns.
+        engine: the workers' config.
+        turns: whether they take turns.
     """
-    if config.engine.device not in ("auto", "cpu"):
-        yield config
+    if engine.device not in ("auto", "cpu"):
+        yield engine
         return
     with run_folder() as folder:
-        turns_folder = str(folder) if turns and config.num_workers > 1 else None
-        engine = replace(config.engine, weights_folder=str(folder), turns_folder=turns_folder)
-        yield replace(config, engine=engine)
+        own = str(folder)
+        yield replace(
+            engine,
+            weights_folder=engine.weights_folder or own,
+            turns_folder=engine.turns_folder or (own if turns else None),
+        )
 
 
 @contextmanager
-def with_token(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """Yields the config with a new token, whose file only this user may read."""
+def new_token() -> Iterator[tuple[str, str]]:
+    """Yields a new token of a cluster, and the path of its file, which only this user may read."""
     with run_folder() as folder:
         path = str(folder / "token")
-        security = ClusterSecurity(security_config.ClusterConfig(token_file=path))
-        yield replace(config, token=security.token, token_file=path)
+        token = ClusterSecurity(security_config.ClusterConfig(token_file=path)).token
+        assert token is not None
+        yield token, path
 
 
 @contextmanager

@@ -1,0 +1,50 @@
+"""Free ports for servers that are about to start, and how this machine reaches them."""
+
+import errno
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from baton.errors import ConfigurationError
+from rpc.server_config import join_host_port
+
+__all__ = ["bound_ports", "local_address"]
+
+_LOOPBACK_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
+    """Returns free ports, all different.
+
+    The sockets are closed before the servers bind, so another process may take a port in
+    between. The server then fails with that error and the cluster does not start.
+
+    Args:
+        wanted: host, port and flag of each; port 0 is any free one.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(_bind(*one)) for one in wanted]
+        return [bound.getsockname()[1] for bound in sockets]
+
+
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or "not a valid host name"
+        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        remedy = f"choose another {flag if is_port else '--host'}"
+        if is_port:
+            remedy += " (0 picks a free one)"
+        raise ConfigurationError(
+            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
+        ) from None
+    return bound
+
+
+def local_address(host: str, port: int) -> str:
+    """Returns the address at which this machine reaches a server that listens on `host`."""
+    return join_host_port(_LOOPBACK_OF_ALL.get(host, host), port)

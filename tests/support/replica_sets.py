@@ -1,0 +1,130 @@
+"""Replica sets in this process: replicas that tests control, and fake workers as replicas."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.errors import BatonError
+from baton.security.cluster import ClusterSecurity
+from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from rpc.cluster_calls import cluster_access
+from rpc.server import RpcServer
+from rpc.server_config import ServerConfig
+from tests.support.fake_workers import FakeDecode
+from worker.replica_set import Replica, ReplicaSet, ReplicaSetServicer
+
+SERVICE_NAME = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
+
+
+class HeldReplica(Replica):
+    """Starts and stops when the test lets it.
+
+    Attributes:
+        calls: names of the methods called.
+        refusal: why it cannot start; None if it can.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls: list[str] = []
+        self.refusal: BatonError | None = None
+        self.may_start, self.may_end = asyncio.Event(), asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        return 1000 + self.number
+
+    async def start(self) -> None:
+        self.calls.append("start")
+        await self.may_start.wait()
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+        await self.may_end.wait()
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+        self.may_end.set()
+
+
+class FakeReplica(Replica):
+    """A fake decode worker, whose server ends at once when it stops."""
+
+    def __init__(self, worker: FakeDecode) -> None:
+        self.worker = worker
+
+    @property
+    def port(self) -> int:
+        return self.worker.port
+
+    async def start(self) -> None:
+        await self.worker.start()
+
+    async def stop(self) -> None:
+        await self.worker.stop()
+
+    def kill(self) -> None:
+        pass
+
+
+class FakeSet:
+    """A replica set of fake decode workers, on a server that the test can stop and start.
+
+    Attributes:
+        workers: all workers that it has ever started.
+        port: of its server; the same after each start.
+    """
+
+    def __init__(self, script: list[int], security: ClusterSecurity | None = None) -> None:
+        self.workers: list[FakeDecode] = []
+        self.port = 0
+        self._script = script
+        self._security = security or ClusterSecurity()
+        self._server: RpcServer | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def _make(self, number: int) -> Replica:
+        worker = FakeDecode(self._script, security=self._security)
+        self.workers.append(worker)
+        return FakeReplica(worker)
+
+    async def start(self, num_replicas: int) -> None:
+        """Starts the server, and a new set behind it."""
+        self.replicas = ReplicaSet(self._make)
+        access = cluster_access(self._security, "127.0.0.1")
+        self._server = RpcServer(ServerConfig(port=self.port), (SERVICE_NAME,), access)
+        self._server.add_servicer(
+            replica_set_pb2_grpc.add_ReplicaSetServiceServicer_to_server,
+            ReplicaSetServicer(self.replicas),
+        )
+        await self.replicas.scale(num_replicas)
+        await self._server.listen()
+        self._server.set_serving(True)
+        self.port = self._server.port
+
+    async def stop_server(self) -> None:
+        """Ends the server; its workers stay."""
+        assert self._server is not None
+        await self._server.stop(0)
+
+    async def close(self) -> None:
+        await self.stop_server()
+        for worker in self.workers:
+            await worker.stop()
+
+
+@asynccontextmanager
+async def running_set(
+    script: list[int], num_replicas: int, security: ClusterSecurity | None = None
+) -> AsyncIterator[FakeSet]:
+    replica_set = FakeSet(script, security)
+    await replica_set.start(num_replicas)
+    try:
+        yield replica_set
+    finally:
+        await replica_set.close()

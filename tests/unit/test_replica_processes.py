@@ -1,0 +1,142 @@
+"""`--data-parallel-size`: the flags of its workers, and what it does not work with."""
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from baton import cli
+from baton.flags import config_from_args
+from baton.health import check_health
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig, TlsConfig
+from engine.cli_args import engine_config_from_args
+from kvstore.registry import has_fixed_port
+from rpc.metrics_config import MetricsConfig
+from rpc.server_config import ServerConfig
+from rpc.tracing import TracingConfig
+from tests.support.certificates import Authority, write_files
+from tests.support.fake_workers import FakeDecode
+from worker.decode import add_args as add_decode_args
+from worker.decode import main as decode_main
+from worker.replica_processes import replica_spec, tls_of_caller
+from worker.replica_set import MOST_REPLICAS
+
+FLAGS = (
+    *("m", "--data-parallel-size=3", "--host=0.0.0.0", "--port=7000", "--port-file=p"),
+    *("--metrics-port=9000", "--metrics-host=127.0.0.2", "--drain-timeout-s=7"),
+    *("--log-format=json", "--ssl-certfile=c", "--ssl-keyfile=k", "--cluster-token-file=t"),
+    *("--otlp-traces-endpoint=http://traces:4317", "--revision=v2", "--tensor-parallel-size=2"),
+    *("--kv-connector=redis://:secret@host:1/0", "--num-threads=2", "--no-enable-prefix-caching"),
+)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    add_decode_args(parser)
+    return parser.parse_args(arguments)
+
+
+def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", "t" * 32)
+    given = parse(*FLAGS)
+    engine = engine_config_from_args(given)
+    spec = replica_spec(given, "decode", engine, 2, 7123)
+    assert (spec.name, spec.module) == ("decode-2", "worker.decode")
+    assert spec.environment == {
+        "BATON_CLUSTER_TOKEN": "t" * 32,
+        "BATON_KV_CONNECTOR": "redis://:secret@host:1/0",
+    }
+    assert "secret" not in " ".join(spec.arguments)
+    own = parse(*spec.arguments, "--kv-connector=redis://:secret@host:1/0")
+    assert own.data_parallel_size is None
+    assert engine_config_from_args(own) == engine
+    for config in (TlsConfig, ClusterConfig, TracingConfig):
+        assert config_from_args(config, own) == config_from_args(config, given)
+    server = config_from_args(ServerConfig, given)
+    assert config_from_args(ServerConfig, own) == replace(server, port=7123, port_file=None)
+    metrics = config_from_args(MetricsConfig, given)
+    assert config_from_args(MetricsConfig, own) == replace(metrics, port=9002)
+
+
+@pytest.mark.parametrize("port", ["0", "none"])
+def test_metrics_ports_that_are_free_or_off_stay_so(port):
+    given = parse("m", f"--metrics-port={port}", "--port=7000")
+    own = parse(*replica_spec(given, "decode", engine_config_from_args(given), 3, 7123).arguments)
+    assert config_from_args(MetricsConfig, own) == config_from_args(MetricsConfig, given)
+
+
+@pytest.mark.parametrize("asks_for_certificates", [True, False])
+async def test_a_set_calls_its_workers_with_their_own_certificate(tmp_path, asks_for_certificates):
+    authority = Authority()
+    leaf = authority.issue("worker", dns=["worker.test"], addresses=[])
+    ca_certs = authority.certificate if asks_for_certificates else None
+    files = write_files(tmp_path, leaf, ca_certs)
+    tls = TlsConfig(
+        ssl_certfile=files.certfile, ssl_keyfile=files.keyfile, ssl_ca_certs=files.ca_certs
+    )
+    async with FakeDecode([1], security=ClusterSecurity(files=tls.files)) as worker:
+        assert await check_health(worker.address, tls=tls_of_caller(tls)) == "SERVING"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["-dp", "0"], ["--data-parallel-size is 0"]),
+        (["-dp", f"{MOST_REPLICAS + 1}"], ["--data-parallel-size is 257"]),
+        (["-dp", "2", "-tp", "2", "--nnodes", "2"], ["--data-parallel-size", "--nnodes is 2"]),
+        (
+            ["-dp", "2", "-tp", "2", "--distributed-executor-backend", "external_launcher"],
+            ["--data-parallel-size", "--distributed-executor-backend"],
+        ),
+        (
+            ["-dp", "2", "--kv-connector", "grpc://:7000"],
+            ["--data-parallel-size", "--kv-connector"],
+        ),
+        (["-dp", "2", "--port", "none"], ["--port is none"]),
+        (["-dp", "2", "--host", "0.0.0.0"], ["--host is 0.0.0.0", "--cluster-token-file"]),
+    ],
+)
+def test_what_does_not_work_with_several_workers_is_named(flags, named, monkeypatch, capfd):
+    monkeypatch.delenv("BATON_CLUSTER_TOKEN", raising=False)
+    monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
+    assert decode_main(parse("demo", "--port=0", *flags)) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("baton decode: error: ")
+    assert [text for text in named if text not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "is_fixed"),
+    [
+        ("grpc://", False),
+        ("grpc://0.0.0.0?lease_s=3", False),
+        ("grpc://0.0.0.0:7000", True),
+        ("nixl://:7000", True),
+        ("faulty+grpc://:7000?loss=0.1", True),
+        ("multi://shm://kv,grpc://:7000", True),
+        ("multi://shm://kv,grpc://", False),
+        ("redis://host:6379/0", False),
+        ("grpc://:port", False),
+    ],
+)
+def test_fixed_ports_are_found_in_urls(url, is_fixed):
+    assert has_fixed_port(url) is is_fixed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-parallel-size=-1"], "--data-parallel-size is -1; it must be >= 0"),
+        (["-dp", "1", "--timeout-s=-1"], "--timeout-s is -1; it must be in"),
+        (["-dp", "1", "--cluster-token-file=absent"], "--cluster-token-file absent"),
+    ],
+)
+def test_baton_scale_refuses_bad_flags(flags, message, capsys):
+    assert cli.main(["scale", "127.0.0.1:1", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_size_is_no_flag_of_other_commands():
+    with pytest.raises(SystemExit):
+        cli.build_parser("serve").parse_args(["serve", "--data-parallel-size", "2"])

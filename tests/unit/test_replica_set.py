@@ -1,0 +1,209 @@
+"""`ReplicaSet` and its service: workers come, go, fail and are listed."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from baton.errors import ConfigurationError, UnavailableError
+from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from tests.support.replica_sets import SERVICE_NAME, HeldReplica
+from tests.support.rpc_servers import running_server
+from tests.support.running_router import failed_call
+from worker.replica_set import ReplicaSet, ReplicaSetServicer
+
+
+class Held:
+    """A set of held replicas.
+
+    Attributes:
+        made: all replicas that the set has made.
+        has_made: set once there is one.
+    """
+
+    def __init__(self):
+        self.made = []
+        self.has_made = asyncio.Event()
+        self.set = ReplicaSet(self._make)
+
+    def _make(self, number):
+        self.has_made.set()
+        self.made.append(replica := HeldReplica(number))
+        return replica
+
+    async def scaled(self, number):
+        """Scales; lets all replicas start and end."""
+        scaling = asyncio.create_task(self.set.scale(number))
+        await asyncio.sleep(0)
+        for replica in self.made:
+            replica.may_start.set()
+            replica.may_end.set()
+        await scaling
+
+    async def scaling(self, number):
+        """Starts to scale; returns the task once it waits."""
+        task = asyncio.create_task(self.set.scale(number))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return task
+
+
+@pytest.fixture
+async def held():
+    return Held()
+
+
+async def listed(replicas, count):
+    """The first lists that a watcher gets."""
+    seen = []
+    async with asyncio.timeout(10):
+        async for ports in replicas.watch():
+            seen.append(list(ports))
+            if len(seen) == count:
+                return seen
+    return seen
+
+
+async def test_a_replica_is_listed_once_it_serves(held):
+    watching = asyncio.create_task(listed(held.set, 3))
+    scaling = await held.scaling(2)
+    assert (held.set.ports, held.set.num_changing) == ([], 2)
+    first = asyncio.create_task(listed(held.set, 2))
+    held.made[1].may_start.set()
+    assert await first == [[], [1001]]
+    assert not scaling.done()
+    held.made[0].may_start.set()
+    await scaling
+    assert await watching == [[], [1001], [1000, 1001]]
+    assert held.set.num_changing == 0
+
+
+async def test_the_youngest_leave_the_list_before_they_end(held):
+    await held.scaled(3)
+    held.made[1].may_end.clear()
+    held.made[2].may_end.clear()
+    scaling = asyncio.create_task(held.set.scale(1))
+    await asyncio.sleep(0)
+    assert held.set.ports == [1000]
+    assert [replica.calls for replica in held.made] == [["start"]] * 3
+    for replica in held.made[1:]:
+        replica.may_end.set()
+    await scaling
+    assert [replica.calls for replica in held.made] == [["start"], *[["start", "stop"]] * 2]
+
+
+async def test_a_number_is_free_once_its_replica_has_ended(held):
+    await held.scaled(2)
+    held.made[1].may_end.clear()
+    scaling = await held.scaling(1)
+    again = await held.scaling(2)
+    assert [replica.number for replica in held.made] == [0, 1, 2]
+    held.made[1].may_end.set()
+    held.made[2].may_start.set()
+    await asyncio.gather(scaling, again)
+    assert held.set.ports == [1000, 1002]
+    await held.scaled(3)
+    assert [replica.number for replica in held.made] == [0, 1, 2, 1]
+
+
+async def test_a_replica_that_cannot_start_is_removed_and_reported(held):
+    await held.scaled(1)
+    scaling = await held.scaling(3)
+    held.made[1].refusal = ConfigurationError("it could not start")
+    for replica in held.made:
+        replica.may_start.set()
+    with pytest.raises(ConfigurationError, match="it could not start"):
+        await scaling
+    assert held.set.ports == [1000, 1002]
+    assert held.made[1].calls == ["start", "stop"]
+
+
+async def test_a_start_that_is_taken_back_is_no_error(held):
+    scaling = await held.scaling(2)
+    held.made[0].may_start.set()
+    held.made[1].may_end.set()
+    await held.set.scale(1)
+    await scaling
+    assert held.set.ports == [1000]
+    assert held.made[1].calls == ["start", "stop"]
+
+
+async def test_a_change_goes_on_if_its_caller_leaves(held):
+    scaling = await held.scaling(1)
+    scaling.cancel()
+    await asyncio.gather(scaling, return_exceptions=True)
+    held.made[0].may_start.set()
+    await held.set.scale(1)
+    assert held.set.ports == [1000]
+    assert len(held.made) == 1
+
+
+async def test_a_drained_set_ends_its_lists_and_grows_no_more(held):
+    await held.scaled(2)
+    watching = asyncio.create_task(listed(held.set, 9))
+    await asyncio.sleep(0)
+    await held.set.drain(1.0)
+    assert await watching == [[1000, 1001], []]
+    assert [replica.calls for replica in held.made] == [["start", "stop"]] * 2
+    with pytest.raises(UnavailableError):
+        await held.set.scale(1)
+
+
+async def test_close_kills_what_does_not_end(held):
+    await held.scaled(2)
+    for replica in held.made:
+        replica.may_end.clear()
+    async with asyncio.timeout(10):
+        await held.set.close()
+    assert [replica.calls for replica in held.made] == [["start", "stop", "kill"]] * 2
+
+
+@asynccontextmanager
+async def serving(replicas):
+    """A server with the set's service; yields a stub."""
+
+    def start(server):
+        server.add_servicer(
+            replica_set_pb2_grpc.add_ReplicaSetServiceServicer_to_server,
+            ReplicaSetServicer(replicas),
+        )
+        return replicas
+
+    async with running_server((SERVICE_NAME,), start) as (_, channel):
+        yield replica_set_pb2_grpc.ReplicaSetServiceStub(channel)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_replicas": 257}])
+async def test_bad_numbers_name_the_field(given, held):
+    async with serving(held.set) as stub:
+        error = await failed_call(stub.Scale(replica_set_pb2.ScaleRequest(**given), timeout=10))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    value = given.get("num_replicas")
+    assert error.details() == f"num_replicas is {value}; it must be in [0, 256]"
+    assert held.made == []
+
+
+async def test_scale_answers_at_its_timeout_and_goes_on(held):
+    async with serving(held.set) as stub:
+        request = replica_set_pb2.ScaleRequest(num_replicas=1, timeout_ms=0)
+        response = await stub.Scale(request, timeout=10)
+        assert (list(response.ports), response.num_changing) == ([], 1)
+        held.made[0].may_start.set()
+        held.made[0].may_end.set()
+        response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=1), timeout=10)
+        assert (list(response.ports), response.num_changing) == ([1000], 0)
+        response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=0), timeout=10)
+        assert (list(response.ports), response.num_changing) == ([], 0)
+
+
+async def test_a_failed_start_has_a_status_of_its_own(held):
+    async with serving(held.set) as stub:
+        call = stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=1), timeout=10)
+        await held.has_made.wait()
+        held.made[0].refusal = ConfigurationError("decode-0 could not start")
+        held.made[0].may_start.set()
+        held.made[0].may_end.set()
+        error = await failed_call(call)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.details() == "decode-0 could not start"

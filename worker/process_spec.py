@@ -1,0 +1,35 @@
+"""`worker_spec`: how another process starts a worker on this machine."""
+
+from collections.abc import Iterable, Mapping
+
+from baton.flag_sources import variable_of
+from baton.flags import flags_of_config
+from baton.processes.supervisor import ProcessSpec
+from engine.config import EngineConfig
+
+__all__ = ["worker_spec"]
+
+
+def worker_spec(
+    tier: str,
+    number: int,
+    engine: EngineConfig,
+    flags: Iterable[str],
+    environment: Mapping[str, str],
+) -> ProcessSpec:
+    """Returns the process of a worker.
+
+    Args:
+        tier: prefill or decode.
+        number: the worker's number in its tier.
+        engine: config of its engine.
+        flags: its other flags, among them the address to listen on.
+        environment: variables with the cluster's secrets.
+    """
+    omitted, variables = set[str](), dict(environment)
+    connector = engine.kv_connector
+    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
+        omitted.add("kv_connector")
+        variables[variable_of("kv-connector")] = connector
+    arguments = (*flags_of_config(engine, omit=omitted), *flags)
+    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, variables)

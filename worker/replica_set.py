@@ -1,0 +1,227 @@
+"""`ReplicaSet`: workers behind one address, whose number changes; and its gRPC service."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from rpc.server import Service
+
+__all__ = ["MOST_REPLICAS", "Replica", "ReplicaSet", "ReplicaSetServicer"]
+
+MOST_REPLICAS = 256
+
+_LOGGER = logging.getLogger("baton.worker")
+_DEFAULT_SCALE_TIMEOUT_MS = 600_000
+
+
+class Replica(Protocol):
+    """One worker of a set. It is started again when it dies, at the same port."""
+
+    @property
+    def port(self) -> int:
+        """The port of its gRPC server."""
+
+    async def start(self) -> None:
+        """Starts the worker; returns when it is serving.
+
+        Raises:
+            BatonError: it could not start.
+        """
+
+    async def stop(self) -> None:
+        """Drains the worker and ends its process."""
+
+    def kill(self) -> None:
+        """Ends the process at once. Called after `stop`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A replica's state: it starts, then serves, until it is removed.
+
+    Attributes:
+        number: the lowest one that no other replica has.
+        starting: the task that starts it.
+        error: why it could not start; None if it has started or still starts.
+    """
+
+    number: int
+    replica: Replica
+    is_serving: bool = False
+    error: BatonError | None = None
+    starting: "asyncio.Task[None]" = field(init=False)
+
+
+class ReplicaSet(Service):
+    """Starts and ends replicas.
+
+    Args:
+        make_replica: makes the replica with a number.
+    """
+
+    def __init__(self, make_replica: Callable[[int], Replica]) -> None:
+        self._make_replica = make_replica
+        self._members: list[_Member] = []  # the oldest first
+        self._ending: dict[_Member, asyncio.Task[None]] = {}
+        self._is_draining = False
+        self._changed = asyncio.Event()
+
+    @property
+    def ports(self) -> Sequence[int]:
+        """The ports of the replicas that have started and are to stay."""
+        return [member.replica.port for member in self._members if member.is_serving]
+
+    @property
+    def num_changing(self) -> int:
+        """How many replicas start or drain."""
+        return len(self._members) - len(self.ports) + len(self._ending)
+
+    async def scale(self, num_replicas: int) -> None:
+        """Starts replicas, or drains and ends the youngest ones; returns when that is done.
+
+        The change continues if the caller is cancelled.
+
+        Raises:
+            BatonError: a replica could not start. The others are not affected.
+            UnavailableError: the set has begun to drain.
+        """
+        if self._is_draining:
+            raise UnavailableError("the workers of this address are ending")
+        self._resize(num_replicas)
+        await self._settle()
+
+    async def watch(self) -> AsyncIterator[Sequence[int]]:
+        """Yields `ports`: now and after each change, until the set has drained."""
+        sent = None
+        while True:
+            # All are read at one moment, so that a change while the caller runs is not missed.
+            changed, ports = self._changed, self.ports
+            has_ended = self._is_draining and not self._ending
+            if ports != sent:
+                yield ports
+                sent = ports
+            if has_ended:
+                return
+            await changed.wait()
+
+    @override
+    async def drain(self, timeout_s: float) -> None:
+        """Ends all replicas. They have this time limit themselves."""
+        self._is_draining = True
+        self._resize(0)
+        await self._settle()
+
+    @override
+    async def close(self) -> None:
+        """Kills the replicas that have not ended."""
+        self._is_draining = True
+        self._resize(0)
+        await asyncio.sleep(0)  # so that `stop` is called before `kill`
+        for member in self._ending:
+            member.replica.kill()
+        await self._settle()
+
+    def _resize(self, num_replicas: int) -> None:
+        """Begins to start or to end replicas."""
+        while len(self._members) < num_replicas:
+            self._add()
+        while len(self._members) > num_replicas:
+            member = self._members[-1]
+            member.starting.cancel()
+            self._remove(member)
+
+    async def _settle(self) -> None:
+        """Waits for the replicas that start or end.
+
+        Raises:
+            BatonError: a replica could not start.
+        """
+        members = list(self._members)
+        changes = [*(member.starting for member in members), *self._ending.values()]
+        if changes:
+            await asyncio.wait(changes)
+        for member in members:
+            if member.error is not None:
+                raise member.error
+
+    def _add(self) -> None:
+        taken = {member.number for member in (*self._members, *self._ending)}
+        number = min(set(range(len(taken) + 1)) - taken)
+        member = _Member(number, self._make_replica(number))
+        member.starting = asyncio.create_task(self._start(member))
+        self._members.append(member)
+
+    async def _start(self, member: _Member) -> None:
+        try:
+            await member.replica.start()
+        except BatonError as error:
+            _LOGGER.error("replica %d: %s", member.number, error.message)
+            member.error = error
+            self._remove(member)
+        else:
+            member.is_serving = True
+            self._notify()
+
+    def _remove(self, member: _Member) -> None:
+        """Makes watchers forget a replica, then ends it."""
+        self._members.remove(member)
+        self._ending[member] = asyncio.create_task(self._end(member))
+        self._notify()
+
+    async def _end(self, member: _Member) -> None:
+        try:
+            await member.replica.stop()
+        finally:
+            del self._ending[member]
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wakes all watchers. Each change has an event of its own, so no watcher misses one."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class ReplicaSetServicer(replica_set_pb2_grpc.ReplicaSetServiceServicer):
+    """Lists and scales a set; `protos/baton/v1/replica_set.proto` documents the methods.
+
+    Args:
+        replicas: the set.
+    """
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    @override
+    async def WatchReplicas(
+        self, request: replica_set_pb2.WatchReplicasRequest, context: Any
+    ) -> AsyncIterator[replica_set_pb2.WatchReplicasResponse]:
+        """Streams the ports of the workers."""
+        async for ports in self._replicas.watch():
+            yield replica_set_pb2.WatchReplicasResponse(ports=ports)
+
+    @override
+    async def Scale(
+        self, request: replica_set_pb2.ScaleRequest, context: Any
+    ) -> replica_set_pb2.ScaleResponse:
+        """Starts or ends workers."""
+        has_number, number = request.HasField("num_replicas"), request.num_replicas
+        if not has_number or number > MOST_REPLICAS:
+            value = number if has_number else None
+            raise InvalidArgumentError.for_field("num_replicas", value, f"in [0, {MOST_REPLICAS}]")
+        is_set = request.HasField("timeout_ms")
+        timeout_ms = request.timeout_ms if is_set else _DEFAULT_SCALE_TIMEOUT_MS
+        _LOGGER.info("scaling num_replicas=%d", number)
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await self._replicas.scale(number)
+        except TimeoutError:
+            _LOGGER.warning("scaling takes longer than timeout_ms=%d", timeout_ms)
+        return replica_set_pb2.ScaleResponse(
+            ports=self._replicas.ports, num_changing=self._replicas.num_changing
+        )
