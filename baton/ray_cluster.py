@@ -1,8 +1,9 @@
-"""Joins a Ray cluster and reserves room in it. Ray is imported here alone: the extra `ray`."""
+"""Joins a Ray cluster and reserves room in it. Outside of actors, Ray is imported here alone."""
 
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,9 @@ PLACING_S = 300.0
 """How long the cluster may take to have room: an autoscaler may add nodes."""
 _ACTOR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Variables of an actor's process, which are read when torch is imported. Ray shows them."""
+_ADDRESS = "RAY_ADDRESS"
 _USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
+_ANSWER_S = 10.0
 
 _logger = logging.getLogger("baton.ray")
 
@@ -43,20 +46,31 @@ def join_cluster() -> Any:
         raise ConfigurationError("Ray is not installed: pip install 'baton-llm[ray]'") from None
     if ray.is_initialized():  # by the program that uses Baton
         return ray
+    _check_address(os.environ.get(_ADDRESS, ""))
     os.environ.setdefault(_USAGE_REPORTS, "0")
-    is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     # Ray warns that it sets no signal handler in other threads; none is wanted.
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        address = os.environ.get("RAY_ADDRESS", "of this machine")
-        raise ConfigurationError(f"the Ray cluster {address} cannot be joined: {error}") from error
+        raise ConfigurationError(f"the Ray cluster cannot be joined: {error}") from error
     finally:
-        if is_main:
+        # In the main thread Ray has set a handler that would end this process without a drain.
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
     return ray
+
+
+def _check_address(address: str) -> None:
+    """Refuses an address where nothing listens, for which Ray would wait a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():  # a word such as auto, which Ray understands
+        return
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise ConfigurationError(f"{_ADDRESS} is {address}: {error.strerror or error}") from error
 
 
 def reserve(

@@ -1,5 +1,6 @@
 """Ranks on Ray without Ray: what is reserved, and what is refused."""
 
+import socket
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -53,6 +54,24 @@ def test_an_engine_without_ray_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'baton-llm\[ray\]'"):
         RayRanks(config(), None)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch):
+    module = ModuleType("ray")
+    module.is_initialized = lambda: False
+    monkeypatch.setitem(sys.modules, "ray", module)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigurationError, match=f"RAY_ADDRESS is {address}: Connection refused"):
+        ray_cluster.join_cluster()
+
+
+def test_a_program_that_uses_ray_stays_connected(monkeypatch):
+    module = ModuleType("ray")
+    module.is_initialized = lambda: True
+    monkeypatch.setitem(sys.modules, "ray", module)
+    assert ray_cluster.join_cluster() is module
 
 
 def test_a_reservation_names_the_nodes(fake_ray):
