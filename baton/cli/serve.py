@@ -47,7 +47,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         choices=("machine", "ray"),
         default="machine",
         help="where the workers run: on this machine, or on the nodes of a Ray cluster "
-        "(RAY_ADDRESS; needs the extra ray) (default: %(default)s)",
+        "(RAY_ADDRESS; needs the extra ray), where --kv-connector is grpc://0.0.0.0 by default "
+        "(default: %(default)s)",
     )
     add_cluster_args(parser)
 

@@ -15,7 +15,7 @@ from tests.support.ray_nodes import RayNodes, running_ray
 from tests.support.redis_server import RedisServer
 from tests.support.serve_process import read_until, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
