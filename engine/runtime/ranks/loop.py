@@ -57,7 +57,7 @@ def compute_batches(
             connector[1].close()
 
 
-def follow(config: EngineConfig, ranks: HostRanks, security: ClusterSecurity) -> None:
+def follow(config: EngineConfig, ranks: HostRanks, security: ClusterSecurity | None) -> None:
     """Runs a rank other than 0 that was started by itself, until rank 0 has closed the group.
 
     Args:

@@ -36,16 +36,23 @@ _END_TIMEOUT_S = 5.0
 class RankActor:
     """A rank other than 0. Nodes import this class, so they need Baton's packages."""
 
-    def follow(self, place: RankPlace, config: EngineConfig, token: str) -> str:
+    def follow(
+        self, place: RankPlace, config: EngineConfig, token: str, security: ClusterSecurity | None
+    ) -> str:
         """Computes batches until rank 0 has ended.
+
+        Args:
+            place: the rank's place.
+            config: of the engine.
+            token: what the ranks prove to each other.
+            security: for the connector's calls to other processes.
 
         Returns:
             Why this rank has failed; empty if rank 0 has closed the group.
         """
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
         try:
-            security = ClusterSecurity(token=token)
-            follow(config, HostRanks(place, config, security), security)
+            follow(config, HostRanks(place, config, ClusterSecurity(token=token)), security)
         except (RanksLostError, ConfigurationError) as error:
             logging.getLogger("baton.engine").error("rank %d: %s", place.rank, error)
             return str(error)
@@ -80,7 +87,7 @@ class RayRanks(HostRanks):
                 self._ray.remote(RankActor)
                 .options(**actor_options(bundle, in_bundle(self._group, place.rank - 1)))
                 .remote()
-                .follow.remote(place, theirs, token)
+                .follow.remote(place, theirs, token, security)
                 for place in others
             ]
             super().__init__(own, config, ClusterSecurity(token=token))
@@ -144,5 +151,6 @@ def check_reach(connector: str | None, nodes: Sequence[str]) -> None:
     if connector and count > 1 and not connector_capabilities(connector).shared_between_hosts:
         raise ConfigurationError(
             f"--kv-connector {connector_name(connector)}:// reaches the processes of one machine; "
-            f"Ray has placed the ranks on {count}: use redis://host:port/db"
+            f"Ray has placed the ranks on {count}: use redis://host:port/db or "
+            "grpc://0.0.0.0"
         )
