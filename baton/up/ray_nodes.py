@@ -183,7 +183,7 @@ def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
     if engine.device.startswith("cuda"):
         return {"CPU": 1, "GPU": 1}
     has_processes = engine.distributed_executor_backend == "mp"
-    num_ranks = engine.tensor_parallel_size if has_processes else 1
+    num_ranks = engine.num_ranks if has_processes else 1
     return {"CPU": (engine.num_threads or 1) * num_ranks}
 
 
