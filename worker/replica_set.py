@@ -46,7 +46,9 @@ class _Member:
     """A replica's state: it starts, then serves, until it is removed.
 
     Attributes:
-        number: the lowest one that no other replica has.
+        number: the lowest one that no other replica had when this one was made.
+        replica: the worker.
+        is_serving: whether it has started.
         starting: the task that starts it.
         error: why it could not start; None if it has started or still starts.
     """
@@ -54,7 +56,7 @@ class _Member:
     number: int
     replica: Replica
     is_serving: bool = False
-    error: BatonError | None = None
+    error: Exception | None = None
     starting: "asyncio.Task[None]" = field(init=False)
 
 
@@ -160,8 +162,9 @@ class ReplicaSet(Service):
     async def _start(self, member: _Member) -> None:
         try:
             await member.replica.start()
-        except BatonError as error:
-            _LOGGER.error("replica %d: %s", member.number, error.message)
+        except Exception as error:
+            is_bug = not isinstance(error, BatonError)
+            _LOGGER.error("replica %d: %s", member.number, error, exc_info=is_bug)
             member.error = error
             self._remove(member)
         else:

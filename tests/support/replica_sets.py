@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.errors import BatonError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.cluster_calls import cluster_access
@@ -27,7 +26,7 @@ class HeldReplica(Replica):
     def __init__(self, number: int) -> None:
         self.number = number
         self.calls: list[str] = []
-        self.refusal: BatonError | None = None
+        self.refusal: Exception | None = None
         self.may_start, self.may_end = asyncio.Event(), asyncio.Event()
 
     @property

@@ -107,13 +107,14 @@ async def test_a_number_is_free_once_its_replica_has_ended(held):
     assert [replica.number for replica in held.made] == [0, 1, 2, 1]
 
 
-async def test_a_replica_that_cannot_start_is_removed_and_reported(held):
+@pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
+async def test_a_replica_that_cannot_start_is_removed_and_reported(error, held):
     await held.scaled(1)
     scaling = await held.scaling(3)
-    held.made[1].refusal = ConfigurationError("it could not start")
+    held.made[1].refusal = error("it could not start")
     for replica in held.made:
         replica.may_start.set()
-    with pytest.raises(ConfigurationError, match="it could not start"):
+    with pytest.raises(error, match="it could not start"):
         await scaling
     assert held.set.ports == [1000, 1002]
     assert held.made[1].calls == ["start", "stop"]
