@@ -34,7 +34,7 @@ from kernels.ranks import RanksLostError
 from kvstore.connector import Connector, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.transfer_form import BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from baton.security.cluster import ClusterSecurity
@@ -502,7 +502,7 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.transfer_block_size,
         info.layout.dtype if is_auto else config.kv_transfer_dtype,
         config.kv_transfer_head_slices
-        or HeadShare.of(0, config.tensor_parallel_size, info.layout.num_kv_heads).degree,
+        or PoolShare.of(0, config.tensor_parallel_size, info.layout.num_kv_heads).degree,
         config.transfer_layer_slices,
     )
     return BlockSlicing(info.layout, form).form

@@ -87,7 +87,7 @@ from kvstore.jobs import (
 )
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = [
     "Connector",
@@ -310,7 +310,7 @@ class KvConnectorWorker(ABC):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         """Receives the KV pool. Called once, before the first job.
 
@@ -400,7 +400,7 @@ class _NullWorker(KvConnectorWorker):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         pass
 

@@ -14,7 +14,7 @@ from kvstore.connector import Connector
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = ["ConnectorDriver", "ContractError"]
 
@@ -63,7 +63,7 @@ class ConnectorDriver:
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
         *,
         timeout_s: float = 30.0,
     ) -> None:

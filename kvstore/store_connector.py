@@ -29,7 +29,7 @@ from kvstore.mover.backend import Backend
 from kvstore.mover.io_threads import IoThreads
 from kvstore.mover.mover import BlockMover
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -92,7 +92,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         self._slicing = BlockSlicing.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)

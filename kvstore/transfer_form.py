@@ -21,7 +21,7 @@ from baton.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
 from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
 
-__all__ = ["WHOLE", "BlockSlicing", "HeadShare", "RangeError", "TransferForm", "object_runs"]
+__all__ = ["WHOLE", "BlockSlicing", "PoolShare", "RangeError", "TransferForm", "object_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TransferForm:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShare:
+class PoolShare:
     """The KV heads and the layers of a model that a pool has, each one of several equal parts.
 
     Attributes:
@@ -89,7 +89,7 @@ class HeadShare:
     @classmethod
     def of(
         cls, rank: int, num_ranks: int, num_kv_heads: int, stage: int = 0, num_stages: int = 1
-    ) -> "HeadShare":
+    ) -> "PoolShare":
         """Returns what one of several ranks has; several may have the same heads.
 
         Args:
@@ -112,7 +112,7 @@ class HeadShare:
         )
 
 
-WHOLE = HeadShare()
+WHOLE = PoolShare()
 
 
 class RangeError(RuntimeError):
@@ -140,11 +140,11 @@ class BlockSlicing:
 
     layout: KvLayout
     form: TransferForm
-    share: HeadShare = WHOLE
+    share: PoolShare = WHOLE
 
     @classmethod
     def of(
-        cls, layout: KvLayout, form: TransferForm | None = None, share: HeadShare = WHOLE
+        cls, layout: KvLayout, form: TransferForm | None = None, share: PoolShare = WHOLE
     ) -> "BlockSlicing":
         """The slicing into `form`; if None, blocks are objects, and each share is a slice."""
         native = TransferForm(layout.block_size, layout.dtype, share.degree, share.num_stages)

@@ -20,7 +20,7 @@ from engine.models.linear import Embedding, Linear, PackedModule, TensorPart, cu
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
-from kvstore.transfer_form import HeadShare
+from kvstore.transfer_form import PoolShare
 
 __all__ = [
     "CausalModel",
@@ -181,7 +181,7 @@ class HeadCuts:
                 f"--tensor-parallel-size is {size}; it must divide the model's {num_heads} "
                 f"attention heads, and divide its {num_kv_heads} KV heads or be a multiple of them"
             )
-        share = HeadShare.of(ranks.rank, size, num_kv_heads)
+        share = PoolShare.of(ranks.rank, size, num_kv_heads)
         count = num_kv_heads // share.degree
         first = share.rank * count
         return cls(ranks.cut(num_heads), Cut(num_kv_heads, first, first + count))

@@ -13,7 +13,7 @@ from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.loader import LoadedModel
 from kernels import EngineRanks
 from kvstore.layout import FP8, SCALE_BYTES, KvLayout
-from kvstore.transfer_form import HeadShare
+from kvstore.transfer_form import PoolShare
 
 __all__ = [
     "DeviceMemory",
@@ -101,7 +101,7 @@ def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: i
     )
 
 
-def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
+def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> PoolShare:
     """Returns the heads and layers that a rank has.
 
     Args:
@@ -111,7 +111,7 @@ def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> HeadShare:
     """
     width = ranks.size // ranks.num_stages
     stage = ranks.stage_of(rank)
-    return HeadShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
+    return PoolShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
 
 
 def decide_num_blocks(

@@ -40,7 +40,7 @@ from kvstore.mover.pieces import (
 )
 from kvstore.mover.waiting_pieces import AheadPieces, DoubtfulPieces
 from kvstore.store import DEFAULT_TIMEOUT_S
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -115,7 +115,7 @@ class BlockMover:
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         """Receives the pool; see `KvConnectorWorker.register_pool`."""
         from kvstore.mover.staging import StagingBuffers

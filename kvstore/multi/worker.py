@@ -22,7 +22,7 @@ from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 from kvstore.url import split_members
 
 __all__ = ["MultiFactory", "MultiWorker"]
@@ -54,7 +54,7 @@ class MultiWorker(KvConnectorWorker):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         for member in self._members:
             member.register_pool(pool, layout, form, share)

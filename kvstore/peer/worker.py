@@ -29,7 +29,7 @@ from kvstore.peer.peers import Peers
 from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.transport import PeerTransport, SettlementWatch
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -106,7 +106,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         cut = BlockSlicing.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)

@@ -11,7 +11,7 @@ from kvstore.connector import SavedSlices
 from kvstore.layout import KvLayout
 from kvstore.peer.peers import Peer
 from kvstore.peer.worker import PeerConnectorScheduler
-from kvstore.transfer_form import BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 from tests.support.pairs import pairs
 from tests.support.peer_rig import MemoryTransport, PeerRig, random_pool
 
@@ -60,8 +60,8 @@ class Engine:
         return torch.cat([rig.pool for rig in self.ranks], dim=3)
 
 
-def shares(num_ranks: int) -> list[HeadShare]:
-    return [HeadShare(rank, num_ranks) for rank in range(num_ranks)]
+def shares(num_ranks: int) -> list[PoolShare]:
+    return [PoolShare(rank, num_ranks) for rank in range(num_ranks)]
 
 
 MakeEngine = Callable[..., Engine]

@@ -13,7 +13,7 @@ from kvstore.layout import KvLayout
 from kvstore.mover import mover, staging
 from kvstore.mover.piece_io import PieceIo
 from kvstore.registry import open_store
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=8, head_dim=4, dtype="float32")
@@ -29,7 +29,7 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRi
     rigs: list[ConnectorRig] = []
 
     def make(
-        form: TransferForm, layout: KvLayout = LAYOUT, share: HeadShare = WHOLE
+        form: TransferForm, layout: KvLayout = LAYOUT, share: PoolShare = WHOLE
     ) -> ConnectorRig:
         pool = torch.randn(NUM_BLOCKS, *layout.block_shape).to(getattr(torch, layout.dtype))
         store = open_store(f"memory://{tmp_path.name}")
@@ -82,7 +82,7 @@ def test_jobs_of_many_pieces_report_their_number_of_blocks(
 
 def test_one_rank_loads_what_two_ranks_saved(make_rig: MakeRig) -> None:
     form, half = TransferForm(4, "float32", 2), replace(LAYOUT, num_kv_heads=2)
-    first, second = (make_rig(form, half, HeadShare(rank, 2)) for rank in (0, 1))
+    first, second = (make_rig(form, half, PoolShare(rank, 2)) for rank in (0, 1))
     reader = make_rig(form)
     first.save(range(6))
     reader.start(lookups=(LookupJob(7, keys(6)),))
@@ -100,7 +100,7 @@ def test_two_ranks_load_what_one_rank_saved(make_rig: MakeRig) -> None:
     whole = make_rig(form)
     whole.save(range(6))
     for rank in (0, 1):
-        reader = make_rig(form, half, HeadShare(rank, 2))
+        reader = make_rig(form, half, PoolShare(rank, 2))
         assert reader.load(range(9, 15)) == LoadResult(1, 6)
         assert torch.equal(reader.pool[9:15], whole.pool[:6].chunk(2, dim=3)[rank])
 

@@ -18,7 +18,7 @@ from kvstore.mover.copies import ConvertingCopier, HostCopier
 from kvstore.mover.mover import copier_for
 from kvstore.mover.pool_objects import ConvertedObjects, view_blocks
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import BlockSlicing, HeadShare, RangeError, TransferForm, object_runs
+from kvstore.transfer_form import BlockSlicing, PoolShare, RangeError, TransferForm, object_runs
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)
 NUM_POOL_BLOCKS = 5
@@ -51,7 +51,7 @@ class Pool:
 
 
 def make_pool(
-    form: TransferForm, num_parts: int, share: HeadShare, dtype: str, seed: int = 0
+    form: TransferForm, num_parts: int, share: PoolShare, dtype: str, seed: int = 0
 ) -> Pool:
     """A pool of random numbers."""
     layout = KvLayout(LAYERS, HEADS // share.degree, num_parts * form.block_size, HEAD_DIM, dtype)
@@ -124,7 +124,7 @@ def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[lis
         num_parts, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(DTYPES))
         sides.append(
             [
-                make_pool(form, num_parts, HeadShare(rank, degree), dtype, 10 * side + rank)
+                make_pool(form, num_parts, PoolShare(rank, degree), dtype, 10 * side + rank)
                 for rank in range(degree)
             ]
         )
@@ -199,7 +199,7 @@ def test_only_the_valid_tokens_of_a_partial_tail_are_sent(
     dtype: str, num_parts: int, num_slices: int, num_tokens: int, seed: int
 ) -> None:
     form = TransferForm(4, dtype, num_slices)
-    pool = make_pool(form, num_parts, HeadShare(), "bfloat16", seed)
+    pool = make_pool(form, num_parts, PoolShare(), "bfloat16", seed)
     segment = Segment(pool.slicing.object_layout, pinned=False)
     ids = pool.slicing.object_ids([2])
     copy = copier_for(pool.blocks, pool.slicing).gather(ids, segment)
@@ -207,7 +207,7 @@ def test_only_the_valid_tokens_of_a_partial_tail_are_sent(
         copy.wait()
     for slot in range(len(ids)):
         segment.clear_after(slot, num_tokens)
-    other = make_pool(form, num_parts, HeadShare(), "float32", seed + 1)
+    other = make_pool(form, num_parts, PoolShare(), "float32", seed + 1)
     copy = copier_for(other.blocks, other.slicing).scatter(segment, ids)
     if copy is not None:
         copy.wait()
@@ -219,8 +219,8 @@ def test_only_the_valid_tokens_of_a_partial_tail_are_sent(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype: str) -> None:
     form = TransferForm(4, dtype)
-    source = make_pool(form, 1, HeadShare(), dtype)
-    target = make_pool(form, 2, HeadShare(), FP8, seed=1)
+    source = make_pool(form, 1, PoolShare(), dtype)
+    target = make_pool(form, 2, PoolShare(), FP8, seed=1)
     expected = target.blocks.clone()
     views = view_blocks(expected, target.slicing.layout)
     states = view_blocks(source.blocks, source.slicing.layout).states
@@ -238,7 +238,7 @@ def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathering_a_block_reads_no_neighbouring_block(dtype: str, poison: int) -> None:
     form = TransferForm(4, "float16", 2)
-    source = make_pool(form, 3, HeadShare(), dtype)
+    source = make_pool(form, 3, PoolShare(), dtype)
     clean = gather(source, [4])
     for number in range(NUM_POOL_BLOCKS * 3):
         if number != 4:
@@ -261,7 +261,7 @@ def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
     pool_dtype: str, number: float
 ) -> None:
     form = TransferForm(4, "float16")
-    pool = make_pool(form, 2, HeadShare(), pool_dtype)
+    pool = make_pool(form, 2, PoolShare(), pool_dtype)
     states = torch.full((1, HEAD_DIM), number)
     views = view_blocks(pool.blocks, pool.slicing.layout)
     if views.scales is None:
@@ -277,9 +277,9 @@ def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
 
 def test_non_finite_numbers_stay_non_finite() -> None:
     form = TransferForm(4, "float16")
-    pool = make_pool(form, 1, HeadShare(), "bfloat16")
+    pool = make_pool(form, 1, PoolShare(), "bfloat16")
     pool.blocks[1, 0, 0, 0, 0, :2] = torch.tensor([torch.inf, torch.nan])
-    other = make_pool(form, 1, HeadShare(), FP8)
+    other = make_pool(form, 1, PoolShare(), FP8)
     scatter(other, gather(pool, [1]), [2])
     assert not other.tokens[0, 0, 0, 8].isfinite().any()
     assert other.tokens[0, 0, 1, 8].isfinite().all()

@@ -14,7 +14,7 @@ from kvstore.mover.copies import BlockCopier
 from kvstore.mover.mover import copier_for
 from kvstore.store import KvStore
 from kvstore.store_connector import StoreConnectorWorker
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]
 
@@ -53,7 +53,7 @@ class ConnectorRig:
         pool: torch.Tensor | None = None,
         layout: KvLayout = LAYOUT,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store

@@ -22,7 +22,7 @@ from kvstore.jobs import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 Job = LookupJob | LoadJob | SaveJob
 
@@ -95,7 +95,7 @@ class FakeWorker(KvConnectorWorker):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         self._pool = SlicedPool(pool, BlockSlicing.of(layout, form, share).form.block_size)
         self._num_layers = layout.num_layers

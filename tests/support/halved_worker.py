@@ -19,7 +19,7 @@ from kvstore.jobs import (
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.store_connector import StoreConnectorWorker
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = ["HalvedWorker"]
 
@@ -47,7 +47,7 @@ class HalvedWorker(KvConnectorWorker):
         pool: torch.Tensor,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         assert form is not None
         assert share == WHOLE
@@ -56,7 +56,7 @@ class HalvedWorker(KvConnectorWorker):
         half = replace(layout, num_kv_heads=layout.num_kv_heads // _NUM_RANKS)
         self._halves = [torch.full_like(heads, torch.nan) for heads in self._heads(pool)]
         for rank, (worker, own) in enumerate(zip(self.ranks, self._halves, strict=True)):
-            worker.register_pool(own, half, form, HeadShare(rank, _NUM_RANKS))
+            worker.register_pool(own, half, form, PoolShare(rank, _NUM_RANKS))
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         for worker in self.ranks:

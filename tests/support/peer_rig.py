@@ -18,7 +18,7 @@ from kvstore.peer.transport import (
     UnreadablePeerError,
 )
 from kvstore.peer.worker import PeerConnectorWorker, open_peer_connector
-from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 from tests.support.connector_rig import keys
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "MemoryTransport", "PeerRig", "random_pool"]
@@ -49,7 +49,7 @@ class PeerRig(ConnectorDriver):
         form: TransferForm | None = None,
         pool: torch.Tensor | None = None,
         security: ClusterSecurity | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         opened = open_peer_connector(url, security) if transport is None else _open(url, transport)
         if pool is None:

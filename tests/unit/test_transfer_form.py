@@ -5,7 +5,7 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore.block_key import BlockKeyChain, derive_namespace
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import BlockSlicing, HeadShare, TransferForm, object_runs
+from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm, object_runs
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=6, dtype="bfloat16")
 
@@ -40,7 +40,7 @@ def test_blocks_are_not_sliced_without_a_form() -> None:
 
 
 def test_a_share_of_the_heads_is_one_slice() -> None:
-    first, second = (BlockSlicing.of(LAYOUT, share=HeadShare(rank, 2)) for rank in (0, 1))
+    first, second = (BlockSlicing.of(LAYOUT, share=PoolShare(rank, 2)) for rank in (0, 1))
     assert first.is_native
     assert second.is_native
     assert first.form == second.form == TransferForm(16, "bfloat16", 2)
@@ -54,7 +54,7 @@ def test_the_keys_of_all_shares_are_those_of_the_whole_model() -> None:
     keys = [b"a", b"b", b"c"]
     whole = BlockSlicing(LAYOUT, form)
     half = KvLayout(2, 2, 16, 6, "bfloat16")
-    parts = [BlockSlicing(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    parts = [BlockSlicing(half, form, PoolShare(rank, 2)) for rank in (0, 1)]
     assert whole.object_layout == parts[0].object_layout == parts[1].object_layout
     assert len(set(whole.object_keys(keys))) == 12
     for index in range(len(keys)):
@@ -70,7 +70,7 @@ def test_slices_of_layers_are_numbered_before_those_of_heads() -> None:
     whole = BlockSlicing(LAYOUT, form)
     assert whole.objects_per_block == 4
     half = KvLayout(2, 2, 16, 6, "bfloat16")
-    parts = [BlockSlicing(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    parts = [BlockSlicing(half, form, PoolShare(rank, 2)) for rank in (0, 1)]
     assert all(part.is_native for part in parts)
     assert whole.object_layout == parts[0].object_layout == KvLayout(1, 2, 16, 6, "bfloat16")
     first, second, third, fourth = whole.object_keys([b"a"])
@@ -90,18 +90,18 @@ def test_layer_slices_of_a_block_are_in_order() -> None:
 @pytest.mark.parametrize(
     ("form", "share", "message"),
     [
-        (TransferForm(12, "bfloat16"), HeadShare(), "--kv-transfer-block-size is 12"),
-        (TransferForm(32, "bfloat16"), HeadShare(), "divisor of --block-size 16"),
-        (TransferForm(0, "bfloat16"), HeadShare(), "--kv-transfer-block-size is 0"),
-        (TransferForm(16, "bfloat16", 3), HeadShare(), "divisor of the model's 4 KV heads"),
-        (TransferForm(16, "bfloat16", 16), HeadShare(0, 2), "divisor of the model's 8 KV heads"),
-        (TransferForm(16, "bfloat16", 1), HeadShare(1, 2), "multiple of the 2 ranks"),
-        (TransferForm(16, "bfloat16", 1, 3), HeadShare(), "layer-slices is 3.*2 layers of a block"),
-        (TransferForm(16, "bfloat16", 1, 0), HeadShare(), "--kv-transfer-layer-slices is 0"),
-        (TransferForm(1, "fp8_e4m3"), HeadShare(), "multiple of 2 for fp8_e4m3"),
+        (TransferForm(12, "bfloat16"), PoolShare(), "--kv-transfer-block-size is 12"),
+        (TransferForm(32, "bfloat16"), PoolShare(), "divisor of --block-size 16"),
+        (TransferForm(0, "bfloat16"), PoolShare(), "--kv-transfer-block-size is 0"),
+        (TransferForm(16, "bfloat16", 3), PoolShare(), "divisor of the model's 4 KV heads"),
+        (TransferForm(16, "bfloat16", 16), PoolShare(0, 2), "divisor of the model's 8 KV heads"),
+        (TransferForm(16, "bfloat16", 1), PoolShare(1, 2), "multiple of the 2 ranks"),
+        (TransferForm(16, "bfloat16", 1, 3), PoolShare(), "layer-slices is 3.*2 layers of a block"),
+        (TransferForm(16, "bfloat16", 1, 0), PoolShare(), "--kv-transfer-layer-slices is 0"),
+        (TransferForm(1, "fp8_e4m3"), PoolShare(), "multiple of 2 for fp8_e4m3"),
     ],
 )
-def test_impossible_slices_are_refused(form: TransferForm, share: HeadShare, message: str) -> None:
+def test_impossible_slices_are_refused(form: TransferForm, share: PoolShare, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BlockSlicing(LAYOUT, form, share)
 

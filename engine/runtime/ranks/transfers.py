@@ -34,7 +34,7 @@ from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
 from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
-from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
@@ -105,7 +105,7 @@ class RanksConnectorWorker(KvConnectorWorker):
         pool: Any,
         layout: KvLayout,
         form: TransferForm | None = None,
-        share: HeadShare = WHOLE,
+        share: PoolShare = WHOLE,
     ) -> None:
         """Receives rank 0's part of the pool, and the layout of whole blocks.
 
