@@ -241,8 +241,8 @@ async def test_the_tokenizer_and_the_defaults_are_those_of_the_model(llm):
 
 
 async def test_bad_arguments_are_refused(path):
-    with pytest.raises(ConfigurationError, match="pipeline_parallel_size is 2; it must be 1"):
-        AsyncLLM(str(path), pipeline_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="data_parallel_size is 2; it must be 1"):
+        AsyncLLM(str(path), data_parallel_size=2)
 
 
 async def test_an_output_that_cannot_be_read_ends_its_request_alone(llm, monkeypatch, caplog):

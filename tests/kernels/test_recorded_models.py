@@ -46,6 +46,7 @@ class CountingModel:
 
     def __init__(self, model):
         self._model, self.num_runs, self.logits = model, 0, model.logits
+        self.part = model.part
 
     def __call__(self, *inputs):
         self.num_runs += 1
