@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
 from engine.core import EngineCore
 from kernels.native.commands import library
 from kernels.ranks import RanksLostError
@@ -49,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize(("variant", "width", "num_stages", "flags"), CASES)
 def test_tokens_are_those_of_one_rank_and_of_transformers(
     variant: str, width: int, num_stages: int, flags: dict[str, object]
@@ -84,7 +83,7 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert tokens("llama_tied_biased", pipeline_parallel_size=3, **flags) == expected
 
 
-@pytest.mark.sampled(one_in=15)
+@pytest.mark.sampled(one_in=30)
 @pytest.mark.parametrize(
     ("sizes", "scheme", "flags"),
     pairs(
@@ -125,6 +124,7 @@ def test_tiers_of_any_numbers_of_stages_hand_over(
         check_handed_over(path, split)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_pipeline_ends_when_a_stage_does(rank: int) -> None:
     with closing(three_stages()) as core:
@@ -136,6 +136,7 @@ def test_a_pipeline_ends_when_a_stage_does(rank: int) -> None:
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_stage_that_does_not_answer_ends_the_pipeline(rank: int) -> None:
     with closing(three_stages(step_timeout_s=0.5)) as core:
@@ -156,30 +157,6 @@ def test_a_failed_step_of_the_last_stage_ends_the_pipeline(monkeypatch: pytest.M
             run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
         for pid in pids:
             wait_until_ended(pid)
-
-
-@pytest.mark.parametrize(
-    ("variant", "flags", "message"),
-    [
-        ("llama", {}, "--pipeline-parallel-size is 2; it must divide the model's 3 layers"),
-        ("qwen3_mostly_sliding", {}, "--pipeline-parallel-size is 2; it must divide"),
-        (
-            "qwen2_sliding_four_layers",
-            {},
-            "--pipeline-parallel-size is 2; its stages need equally many layers of each",
-        ),
-        (
-            "llama_four_layers",
-            {"kv_connector": "file:///tmp", "kv_transfer_layer_slices": 1},
-            "--kv-transfer-layer-slices is 1; it must be a multiple of the 2 stages",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(
-    variant: str, flags: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        build_core(tiny_checkpoint(variant), "both", pipeline_parallel_size=2, **flags)
 
 
 def three_stages(**flags: object) -> EngineCore:

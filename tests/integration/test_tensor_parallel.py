@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=13)
 @pytest.mark.parametrize(("variant", "num_ranks"), CASES)
 def test_tokens_are_those_of_one_rank_and_of_transformers(variant: str, num_ranks: int) -> None:
     found = tokens(variant, tensor_parallel_size=num_ranks, block_size=8)
@@ -126,7 +126,7 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert len(list(tmp_path.glob("weights-*[0-9a-f]"))) >= num_files
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=35)
 @pytest.mark.parametrize(
     ("num_ranks", "variant", "scheme", "flags"),
     pairs(
