@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -242,10 +243,13 @@ def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
     assert split.outputs["a"][0].cached_tokens == 43
 
 
+_namespaces = count()
+
+
 @contextmanager
 def other_host() -> Iterator[tuple[str, str]]:
     """A network namespace; yields this host's address on the cable, and the namespace's name."""
-    name, subnet = f"rank{os.getpid()}", f"198.18.{os.getpid() % 250}"
+    name, subnet = f"rank{os.getpid()}-{next(_namespaces)}", f"198.18.{os.getpid() % 250}"
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
@@ -259,6 +263,7 @@ def other_host() -> Iterator[tuple[str, str]]:
         for device in ("there", "lo"):
             ip("-n", name, "link", "set", device, "up")
         yield f"{subnet}.1", name
+        ip("link", "delete", name)  # at once: a namespace ends with the last of its sockets
     finally:
         ip("netns", "delete", name)
 
