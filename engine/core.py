@@ -407,15 +407,19 @@ class EngineCore:
         """The overlapped loop: submit this step, then commit the oldest one, unless there may be
         more in flight.
         """
-        is_full = len(self._submitted) == self.config.max_open_steps - 1
-        before = self._submitted[0] if is_full or (self._submitted and batch is None) else None
-        if before is not None:  # its result is waited for
-            self.step_watch.compute(max(before.batch.num_tokens, batch.num_tokens if batch else 0))
+        num_open = len(self._submitted)
+        is_full = num_open == self.config.max_open_steps - 1
+        num_due = min(num_open, int(is_full or batch is None))
+        if num_due:  # its result is waited for
+            num_tokens = self._submitted[0].batch.num_tokens
+            self.step_watch.compute(max(num_tokens, batch.num_tokens if batch else 0))
         error = self._submit(batch) if batch is not None else None
         self._timer.end_phase("execute")
         outputs = []
-        if before is not None:
-            outputs = self._finish(before.batch, before.output.result)
+        # Steps end in order, so all earlier ones before one that could not be submitted.
+        for _ in range(num_due if error is None else num_open):
+            before = self._submitted[0]
+            outputs += self._finish(before.batch, before.output.result)
             del self._submitted[0]
         if batch is not None and error is not None:
             # Now, as the next step must not build on KV that this one has not computed.
