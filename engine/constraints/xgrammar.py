@@ -85,7 +85,7 @@ class XGrammarBackend:
                 _checked(schema)
             return lambda: compiler.compile_structural_tag(json.dumps(tag))
         if outputs.form == "regex":
-            if refusal := regex_refusal(text):
+            if (refusal := regex_refusal(text)) is not None:
                 raise RefusedError(refusal)
             return lambda: compiler.compile_regex(text)
         if outputs.form == "choice":
@@ -144,7 +144,7 @@ class _XGrammarState:
 def _checked(schema: Any) -> str:
     """Returns a schema's text; refuses what xgrammar would not enforce."""
     for path, node in subschemas(schema):
-        if refusal := schema_refusal(node):
+        if (refusal := schema_refusal(node)) is not None:
             raise RefusedError(f"{refusal} at {path}")
     return json.dumps(close_objects(schema), ensure_ascii=False)
 

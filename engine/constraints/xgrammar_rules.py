@@ -67,7 +67,7 @@ def schema_refusal(node: Mapping[str, Any]) -> str | None:
         return "type"
     unknown = keywords - {"type"} - frozenset().union(*(_KEYWORDS[kind] for kind in kinds))
     if unknown:
-        return min(unknown)
+        return min(unknown) or "an empty keyword"
     return _value_refusal(node, "integer" in kinds)
 
 

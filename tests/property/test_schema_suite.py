@@ -5,6 +5,7 @@ Each schema is compiled as `auto` does. Some are refused; none may be enforced i
 
 import itertools
 import json
+import os
 import random
 from collections import Counter
 
@@ -171,7 +172,8 @@ def test_malformed_schemas_are_refused_with_a_typed_error():
 
 @pytest.mark.slow
 def test_many_mixed_schemas():
-    seed = random.randrange(10**9, 10**10)
+    # On CI the same each time, as those of hypothesis.
+    seed = 10**9 if os.environ.get("CI") else random.randrange(10**9, 10**10)
     assert check_mixed(range(seed, seed + 4_000)) > 500
     check_malformed(range(seed, seed + 8_000))
 

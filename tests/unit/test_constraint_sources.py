@@ -111,6 +111,7 @@ def test_objects_that_others_may_add_to_stay_open(schema):
         ({"type": "bogus"}, "type"),
         ({"type": "object", "required": ["a"]}, "required properties that are not listed"),
         ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"": {}, "type": "object", "required": ["a"]}, "an empty keyword"),
     ],
 )
 def test_xgrammar_gets_only_what_it_enforces(schema, refusal):
