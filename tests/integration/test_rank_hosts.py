@@ -262,6 +262,9 @@ def other_host() -> Iterator[tuple[str, str]]:
         ip("-n", name, "address", "add", f"{subnet}.2/30", "dev", "there")
         for device in ("there", "lo"):
             ip("-n", name, "link", "set", device, "up")
+        # UCX reads the host's routes once in a process: of later ones it knows only the default
+        # one, and sends from its device's address.
+        ip("-n", name, "route", "add", "default", "via", f"{subnet}.1")
         yield f"{subnet}.1", name
         ip("link", "delete", name)  # at once: a namespace ends with the last of its sockets
     finally:
