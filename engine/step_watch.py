@@ -6,12 +6,13 @@ nor enforce deadlines. So the thread notes when a step begins, and another threa
 
 from collections.abc import Callable
 
-__all__ = ["StepWatch"]
+__all__ = ["SLOW_FACTOR", "StepWatch"]
 
 _SHORTEST_S = 1.0
 _FIRST_S = 10.0
 """For the first step of a size, which may compile kernels, capture a graph or record commands."""
-_FACTOR = 8
+SLOW_FACTOR = 8
+"""How many times longer than expected a step may take."""
 _DECAY = 0.9
 """Per step: one that was slow by chance is forgotten after some tens of steps."""
 
@@ -93,5 +94,5 @@ class StepWatch:
     def _limit_s(self, num_tokens: int) -> float:
         longest_s = self._longest_s.get(num_tokens.bit_length())
         if longest_s is None:
-            return max(_FIRST_S, _FACTOR * num_tokens * self._prompt_token_s)
-        return max(_SHORTEST_S, _FACTOR * longest_s)
+            return max(_FIRST_S, SLOW_FACTOR * num_tokens * self._prompt_token_s)
+        return max(_SHORTEST_S, SLOW_FACTOR * longest_s)

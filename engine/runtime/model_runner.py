@@ -48,6 +48,7 @@ from engine.runtime.ranks.batches import BatchSender, check_same_engine
 from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
+from engine.step_watch import SLOW_FACTOR
 from kernels import EngineRanks, RanksLostError
 from kvstore.mover.pool_objects import view_blocks
 
@@ -158,7 +159,10 @@ class ModelRunner:
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it
         if ranks is not None:
-            ranks.limit_waits(config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT)
+            longest_step_s = config.max_num_batched_tokens * prompt_token_s * part.num_stages
+            ranks.limit_waits(
+                max(config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT, longest_step_s * SLOW_FACTOR)
+            )
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -177,9 +181,13 @@ class ModelRunner:
 
         If that is interrupted, it waits for the device, as `_launch` does.
         """
-        if self._sends_early:
-            self._pass_on(batch)
-        return self._execute(batch)
+        try:
+            if self._sends_early:
+                self._pass_on(batch)
+            return self._execute(batch)
+        except BaseException:
+            self._abort_ranks()
+            raise
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
         """Submits one step, which runs after those submitted before it.
@@ -190,9 +198,13 @@ class ModelRunner:
             return self._launch(batch)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "model-runner")
-        if self._sends_early:
-            self._pass_on(batch)
-        return self._thread.submit(self._execute, batch)
+        try:
+            if self._sends_early:
+                self._pass_on(batch)
+            return self._thread.submit(self._execute, batch)
+        except BaseException:
+            self._abort_ranks()
+            raise
 
     def count_work(self, num_work_messages: Callable[[], int]) -> None:
         """Registers a function whose value rank 0 sends with each batch, as `BatchSender` does."""
@@ -238,7 +250,7 @@ class ModelRunner:
             wait_for(self._device)
             if self._ranks is None:
                 raise
-            self._ranks.abort()  # the others may wait for what this one has not computed
+            self._abort_ranks()
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 raise
             raise RanksLostError(f"rank {self._ranks.rank} has failed: {error}") from error
@@ -262,6 +274,13 @@ class ModelRunner:
         """Sends a batch from rank 0 to the other ranks, if there are any."""
         if self._sender is not None:
             self._sender.send(batch)
+
+    def _abort_ranks(self) -> None:
+        """Ends the other ranks, which compute a step or wait for one that this rank did not compute.
+        Their next step would not be this one's.
+        """
+        if self._ranks is not None:
+            self._ranks.abort()
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.batch import ScheduledBatch
 from engine.core import EngineCore
 from kernels.native.commands import library
 from kernels.ranks import RanksLostError
@@ -154,6 +155,27 @@ def test_a_failed_step_of_the_last_stage_ends_the_pipeline(monkeypatch: pytest.M
         pids = pids_of(core)
         monkeypatch.setattr(core._runner._steps, "launch", lambda batch: 1 / 0)
         with pytest.raises(RanksLostError, match="rank 0 has failed: division by zero"):
+            run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
+        for pid in pids:
+            wait_until_ended(pid)
+
+
+def test_an_interrupt_between_sending_and_computing_ends_the_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the stages before would be one step ahead from then on."""
+    with closing(three_stages()) as core:
+        run_all(core, all_kinds()[:1])
+        pids = pids_of(core)
+        sender = core._runner._sender
+        send = sender.send
+
+        def send_and_interrupt(batch: ScheduledBatch) -> None:
+            send(batch)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sender, "send", send_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
             run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
         for pid in pids:
             wait_until_ended(pid)

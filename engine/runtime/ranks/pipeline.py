@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 
 import torch
@@ -74,9 +75,11 @@ class PipelineRanks(EngineRanks):
         self.stage = self.stage_of(rank)
         self._group, self._links = group, links
         first = range(self.size - config.tensor_parallel_size, self.size)
-        self._embedding = [links.steps[each] for each in first if rank == 0]
+        self._embedding = tuple(first) if rank == 0 else ()
         self._limit_s: float | None = None
-        self._sending = threading.Lock()  # of batches and tokens, which two threads send
+        # Two threads send batches and tokens. A lock for all connections would let tokens wait for
+        # a rank whose buffer of batches is full, and which computes on only with these tokens.
+        self._sending = {each: threading.Lock() for each in links.steps}
         self._batches: deque[bytes] = deque()
         self._tokens: deque[bytes] = deque()
         self._is_lost = False
@@ -100,7 +103,7 @@ class PipelineRanks(EngineRanks):
 
     @override
     def send(self, data: bytes) -> None:
-        self._send_to(self._links.steps.values(), _BATCH + data)
+        self._send_to(self._links.steps, _BATCH + data)
 
     @override
     def send_tokens(self, data: bytes) -> None:
@@ -138,9 +141,11 @@ class PipelineRanks(EngineRanks):
         assert link is not None, "the first stage reads tokens"
         try:
             self._wait_for(link, "the stage before")
-            link.recv_bytes_into(_bytes_of(hidden))
-        except (OSError, EOFError) as error:
+            num_bytes = link.recv_bytes_into(_bytes_of(hidden))
+        except (OSError, EOFError, BufferTooShort) as error:
             raise self._lost(f"the stage before is lost: {error}") from error
+        if num_bytes != hidden.nbytes:
+            raise self._lost(f"the stage before sent {num_bytes} bytes instead of {hidden.nbytes}")
 
     @override
     def abort(self) -> None:
@@ -167,11 +172,11 @@ class PipelineRanks(EngineRanks):
         if self._group is not None:
             self._group.close()
 
-    def _send_to(self, links: Iterable[Connection], data: bytes) -> None:
+    def _send_to(self, ranks: Iterable[int], data: bytes) -> None:
         try:
-            with self._sending:
-                for link in links:
-                    link.send_bytes(data)
+            for rank in ranks:
+                with self._sending[rank]:
+                    self._links.steps[rank].send_bytes(data)
         except OSError as error:
             raise self._lost(f"a rank has ended: {error}") from error
 
@@ -199,13 +204,12 @@ class PipelineRanks(EngineRanks):
     def _send_all(self, link: Connection) -> None:
         """Sends hidden states until the ranks close or another one ends."""
         while (hidden := self._unsent.get()) is not None:
+            if self._is_lost:  # `send_hidden` and `close` may wait for room
+                continue
             try:
                 link.send_bytes(_bytes_of(hidden))
             except OSError:
                 self.abort()
-                with suppress(queue.Empty):
-                    while True:  # `send_hidden` may wait for room
-                        self._unsent.get_nowait()
 
     def _lost(self, message: str) -> RanksLostError:
         self.abort()
