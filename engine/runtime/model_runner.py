@@ -276,8 +276,8 @@ class ModelRunner:
             self._sender.send(batch)
 
     def _abort_ranks(self) -> None:
-        """Ends the other ranks, which compute a step or wait for one that this rank did not compute.
-        Their next step would not be this one's.
+        """Ends the other ranks, which may be in a step that this rank has not computed. Their next
+        step would not be this one's.
         """
         if self._ranks is not None:
             self._ranks.abort()

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -19,7 +19,7 @@ LARGE = bytes(8_000_000)  # more than a socket's buffer
 
 @contextmanager
 def last_stage() -> Iterator[tuple[PipelineRanks, dict[int, Connection], Connection]]:
-    """Yields rank 0, the others' ends of its connections for steps, and that of the stage before."""
+    """Yields rank 0, the others' ends of its links for steps, and that of the stage before."""
     with ExitStack() as stack:
         own, theirs = {}, {}
         for rank in (1, 2):
@@ -67,9 +67,11 @@ def test_hidden_states_of_another_step_are_refused(num_rows: int) -> None:
 def test_a_stage_whose_successor_is_lost_fails_and_closes() -> None:
     with first_stage() as (ranks, next_stage):
         next_stage.close()
-        with pytest.raises(RanksLostError):
+        with suppress(RanksLostError):  # which of these fails is a race
             for _ in range(10):
                 ranks.send_hidden(torch.zeros(2, 4))
+        with pytest.raises(RanksLostError):
+            ranks.send_hidden(torch.zeros(2, 4))
         closing = threading.Thread(target=ranks.close)
         closing.start()
         closing.join(10)
