@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import closing
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -9,7 +11,15 @@ from kvstore.driver import ConnectorDriver
 from kvstore.layout import FP8, KvLayout
 from kvstore.registry import open_connector
 
-__all__ = ["DEADLINE_S", "LAYOUTS", "NUM_BLOCKS", "Prompt", "TinyEngine", "random_prompt"]
+__all__ = [
+    "DEADLINE_S",
+    "LAYOUTS",
+    "NUM_BLOCKS",
+    "Prompt",
+    "TinyEngine",
+    "publish_and_wait",
+    "random_prompt",
+]
 
 DEADLINE_S = 30.0
 NUM_BLOCKS = 96
@@ -58,6 +68,15 @@ class TinyEngine(ConnectorDriver):
         """Steps for a while."""
         end = time.monotonic() + seconds
         self.run_until(lambda: time.monotonic() >= end, "waiting")
+
+
+def publish_and_wait(url: str, keys: Prompt, pipe: Connection) -> None:
+    """Hands a prompt over, sends its handoff and bytes through the pipe, and steps until killed."""
+    with closing(TinyEngine(url)) as engine:
+        handoff = engine.hand_over(keys, range(len(keys)))
+        pipe.send((handoff, engine.block_bytes[: len(keys)].numpy().tobytes()))
+        while not pipe.poll(0.02):
+            engine.step()
 
 
 def _random_pool(layout: KvLayout, num_blocks: int) -> torch.Tensor:

@@ -9,8 +9,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from kvstore.conformance.engines import DEADLINE_S, TinyEngine, random_prompt
-from kvstore.conformance.workers import publish_and_wait
+from kvstore.conformance.engines import DEADLINE_S, TinyEngine, publish_and_wait, random_prompt
 from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import KvHandoff
 

@@ -1,16 +1,17 @@
-"""Functions that the conformance suite runs in other processes, which import this module."""
+"""Functions on stores that the conformance suite runs in other processes.
+
+They import this module, which does not import torch: that takes seconds.
+"""
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
-from multiprocessing.connection import Connection
 
-from kvstore.conformance.engines import Prompt, TinyEngine
 from kvstore.conformance.objects import filled, read_uniform
 from kvstore.registry import open_store
 
-__all__ = ["numbered_keys", "publish_and_wait", "write_and_read", "write_until_killed"]
+__all__ = ["numbered_keys", "write_and_read", "write_until_killed"]
 
 
 def write_and_read(url: str, keys: list[bytes], byte: int, num_bytes: int) -> list[int | None]:
@@ -31,12 +32,3 @@ def write_until_killed(url: str, seed: bytes, num_bytes: int) -> None:
     with closing(open_store(url)) as store:
         for number, key in enumerate(numbered_keys(seed)):
             store.put([key], [filled(number % 256, num_bytes)])
-
-
-def publish_and_wait(url: str, keys: Prompt, pipe: Connection) -> None:
-    """Hands a prompt over, sends its handoff and bytes through the pipe, and steps until killed."""
-    with closing(TinyEngine(url)) as engine:
-        handoff = engine.hand_over(keys, range(len(keys)))
-        pipe.send((handoff, engine.block_bytes[: len(keys)].numpy().tobytes()))
-        while not pipe.poll(0.02):
-            engine.step()

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.redis_server import RedisServer
-from tests.support.routes import ROUTES, open_route
+from tests.support.routes import open_route
 from tests.support.scene import NUM_JOBS, await_started, first_of, running_scene
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", ["shm", "grpc"])  # the other routes are below
 async def test_no_token_is_lost_when_prefill_is_killed_around_a_transfer(
     name: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:

@@ -27,7 +27,6 @@ SOON = 20
 @pytest.mark.parametrize(
     ("number", "connector"),
     [
-        (signal.SIGKILL, "file://{tmp_path}/kv"),
         (signal.SIGSTOP, "file://{tmp_path}/kv"),
         (signal.SIGKILL, "grpc://"),
     ],

@@ -12,9 +12,8 @@ from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.tcp_proxy import TcpProxy, running_proxy
 
-__all__ = ["HELD_S", "LEASE_S", "ROUTES", "Route", "open_route"]
+__all__ = ["HELD_S", "LEASE_S", "Route", "open_route"]
 
-ROUTES = ("redis", "shm", "grpc", "nixl")
 LEASE_S = 5
 HELD_S = 30.0
 """A `timeout_s` so long that a blocked transfer waits until the test releases it."""
@@ -138,7 +137,7 @@ async def _holds_blocks(worker: ServerProcess) -> bool:
 async def open_route(
     name: str, redis_server: RedisServer, timeout_s: float = HELD_S
 ) -> AsyncIterator[Route]:
-    """Opens one of `ROUTES`; unblocks its transfers at the end."""
+    """Opens the route "redis", "shm", "grpc" or "nixl"; unblocks its transfers at the end."""
     options = f"timeout_s={timeout_s:g}"
     if name == "redis":
         server = ("127.0.0.1", redis_server.port)
