@@ -10,6 +10,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ class ClusterSecurity:
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
+
+    def without_token_file(self) -> "ClusterSecurity":
+        """Returns the same with the present token instead of its file, for another machine."""
+        config, files, _ = self._arguments
+        if config is not None:
+            config = replace(config, token_file=None)
+        return ClusterSecurity(config, files, self.token)
 
     @classmethod
     def from_environment(

@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,17 @@ from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 
-__all__ = ["RayNodes", "RemoteProcess", "ServerActor", "check_connector", "worker_resources"]
+__all__ = [
+    "RayNodes",
+    "RemoteProcess",
+    "ServerActor",
+    "check_connector",
+    "check_device",
+    "worker_resources",
+]
 
 _LOST = -signal.SIGKILL
+_RETRY_S = 0.5
 
 
 class ServerActor:
@@ -45,6 +53,8 @@ class ServerActor:
         end_with_parent()  # Ray's process for the node, whose actors would outlive it
         # A worker whose ranks are actors joins this cluster, too.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        if not ray.get_gpu_ids():  # then Ray hides no GPU, not even those that others reserved
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         host = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as server:
             port = server.getsockname()[1]
@@ -89,7 +99,7 @@ class RemoteProcess:
     async def read(self, num_bytes: int) -> bytes:
         """Returns output of the process; nothing at its end, or if its node is lost."""
         try:
-            chunk: bytes = await self._actor.read.remote(num_bytes)
+            chunk: bytes = await self._call(lambda: self._actor.read.remote(num_bytes))
         except self._ray.exceptions.RayError:
             chunk = b""
         if not chunk:
@@ -100,7 +110,7 @@ class RemoteProcess:
     async def wait(self) -> int:
         """Returns how the process ended, as if killed if its node is lost."""
         try:
-            self.returncode = int(await self._actor.wait.remote())
+            self.returncode = int(await self._call(lambda: self._actor.wait.remote()))
         except self._ray.exceptions.RayError:
             self.returncode = _LOST
         self._release()
@@ -113,6 +123,18 @@ class RemoteProcess:
     def kill(self) -> None:
         """Kills the process by killing its actor."""
         self._ray.kill(self._actor)
+
+    async def _call(self, start: Callable[[], Any]) -> Any:
+        """Calls the actor, again if only the connection to it was lost.
+
+        Raises:
+            RayError: the actor or its node is lost.
+        """
+        while True:
+            try:
+                return await start()
+            except self._ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(_RETRY_S)
 
     def _release(self) -> None:
         """Gives the actor's room back once the process has ended and its output was read."""
@@ -127,12 +149,13 @@ class RayNodes:
         config: of the cluster whose workers run there.
 
     Raises:
-        ConfigurationError: Ray is not installed, the cluster cannot be reached, or the connector
-            does not reach other machines.
+        ConfigurationError: Ray is not installed, the cluster cannot be reached, the connector does
+            not reach other machines, or a GPU has a number.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
         check_connector(config.engine.kv_connector)
+        check_device(config.engine.device)
         self._resources = worker_resources(config.engine)
         self._ray = join_cluster()
 
@@ -142,22 +165,29 @@ class RayNodes:
         Raises:
             OSError: no node had room in time, or the node could not start it.
         """
-        assert spec.address_file is not None
         options = actor_options(self._resources, "SPREAD")
-        actor = self._ray.remote(ServerActor).options(**options).remote()
         try:
-            # As an argument of a call, the token in it does not appear in Ray's dashboard.
-            starting = asyncio.wrap_future(actor.start.remote(spec).future())
-            address, pid = await asyncio.wait_for(starting, PLACING_S)
-        except TimeoutError:
-            self._ray.kill(actor)
-            wanted = f"{spec.name}: {described(self._resources)}"
-            raise OSError(lack_of_room(self._ray, wanted, PLACING_S)) from None
-        except self._ray.exceptions.RayError as error:
+            actor = self._ray.remote(ServerActor).options(**options).remote()
+            try:
+                return await self._start(spec, actor)
+            except BaseException:
+                self._ray.kill(actor)
+                raise
+        except self._ray.exceptions.RayError as error:  # also if Ray's head is starting again
             raise OSError(str(error)) from error
-        except asyncio.CancelledError:
-            self._ray.kill(actor)
-            raise
+
+    async def _start(self, spec: ProcessSpec, actor: Any) -> RunningProcess:
+        assert spec.address_file is not None
+        # As an argument of a call, the token in it does not appear in Ray's dashboard.
+        starting = asyncio.wrap_future(actor.start.remote(spec).future())
+        try:
+            await asyncio.wait({starting}, timeout=PLACING_S)
+        finally:
+            starting.cancel()  # changes nothing if it is done
+        if starting.cancelled():
+            wanted = f"{spec.name}: {described(self._resources)}"
+            raise OSError(lack_of_room(self._ray, wanted, PLACING_S))
+        address, pid = starting.result()
         _write(spec.address_file, address)
         return RemoteProcess(self._ray, actor, pid)
 
@@ -173,6 +203,16 @@ def check_connector(url: str | None) -> None:
             f"--kv-connector {connector_name(url)}:// reaches the processes of one machine; with "
             "--on ray use grpc://0.0.0.0, nixl://0.0.0.0 or redis://host:port/db"
         )
+
+
+def check_device(device: str) -> None:
+    """Refuses a certain GPU: Ray assigns one, which is then the only one that its worker sees.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    if device.startswith("cuda:"):
+        raise ConfigurationError(f"--device is {device}; with --on ray use cuda, cpu or auto (cpu)")
 
 
 def worker_resources(engine: EngineConfig) -> Mapping[str, float]:

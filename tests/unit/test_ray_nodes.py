@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,13 @@ from baton.errors import ConfigurationError
 from baton.processes.supervisor import ProcessSpec
 from baton.up import ray_nodes
 from baton.up.plan import ClusterConfig
-from baton.up.ray_nodes import RayNodes, RemoteProcess, check_connector, worker_resources
+from baton.up.ray_nodes import (
+    RayNodes,
+    RemoteProcess,
+    check_connector,
+    check_device,
+    worker_resources,
+)
 from engine.config import EngineConfig
 
 ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")
@@ -22,8 +29,14 @@ class RayError(Exception):
     """What Ray raises when an actor or a node is lost."""
 
 
+class ActorUnavailableError(RayError):
+    """What Ray raises when the connection to an actor is lost."""
+
+
 class FakeActor:
-    """The handle of a `ServerActor`: `answers` has the result of each call, by method."""
+    """The handle of a `ServerActor`: `answers` has the result of each call, by method, or a list of
+    results.
+    """
 
     def __init__(self, **answers):
         self.answers, self.calls = answers, []
@@ -40,7 +53,8 @@ class FakeActor:
 
     def _call(self, method, *arguments):
         self.calls.append((method, *arguments))
-        return FakeResult(self.answers.get(method))
+        answer = self.answers.get(method)
+        return FakeResult(answer.pop(0) if isinstance(answer, list) else answer)
 
 
 class FakeResult:
@@ -63,7 +77,7 @@ class FakeResult:
 class FakeRay:
     """The module."""
 
-    exceptions = SimpleNamespace(RayError=RayError)
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
 
     def __init__(self, actor):
         self.actor, self.killed = actor, []
@@ -114,7 +128,7 @@ async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, spec, monkey
     nodes, ray = nodes_of(start=answer)
     with pytest.raises(OSError, match=r"no room .* for decode-0: 1 CPU|the node died"):
         await nodes.spawn(spec)
-    assert bool(ray.killed) == (answer is None)
+    assert ray.killed == [ray.actor]
     assert not spec.address_file.exists()
 
 
@@ -136,6 +150,27 @@ async def test_an_actor_ends_when_its_process_has_and_its_output_was_read():
     assert ray.killed == []
     assert await process.read(10) == b""
     assert ray.killed == [ray.actor]
+
+
+async def test_a_worker_whose_address_cannot_be_written_is_ended(nodes_of, spec):
+    nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
+    with pytest.raises(FileNotFoundError):
+        await nodes.spawn(replace(spec, address_file=spec.address_file / "missing" / "address"))
+    assert ray.killed == [ray.actor]
+
+
+async def test_a_lost_connection_to_an_actor_does_not_end_its_worker(monkeypatch):
+    monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.0)
+    ray = FakeRay(FakeActor(wait=[ActorUnavailableError(), ActorUnavailableError(), 0]))
+    process = RemoteProcess(ray, ray.actor, 42)
+    assert await process.wait() == 0
+    assert ray.actor.calls == [("wait",)] * 3
+
+
+def test_a_numbered_gpu_is_refused():
+    check_device("cuda")
+    with pytest.raises(ConfigurationError, match="--device is cuda:1"):
+        check_device("cuda:1")
 
 
 async def test_a_process_on_a_node_that_is_lost_counts_as_killed():

@@ -87,7 +87,7 @@ class RayRanks(HostRanks):
                 self._ray.remote(RankActor)
                 .options(**actor_options(bundle, in_bundle(self._group, place.rank - 1)))
                 .remote()
-                .follow.remote(place, theirs, token, security)
+                .follow.remote(place, theirs, token, security and security.without_token_file())
                 for place in others
             ]
             super().__init__(own, config, ClusterSecurity(token=token))
