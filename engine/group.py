@@ -172,6 +172,8 @@ class SequenceGroup:
         beam_tops: most likely next tokens of beams that have reported in this round.
         finished: ranked candidates that have ended.
         num_held_seats: seats that it occupies since admission.
+        stopped_at: the newest step when it was last stopped; until that step has reported, steps
+            in flight draw tokens for it.
         num_overtaken: groups that were admitted before it because it lacked seats.
         swapped: its KV on the host, in state SWAPPED.
         is_returning: whether a step in flight copies its KV back from the host.
@@ -197,6 +199,7 @@ class SequenceGroup:
     beam_tops: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
     finished: list[FinishedCandidate] = field(default_factory=list)
     num_held_seats: int = 0
+    stopped_at: int = 0
     num_overtaken: int = 0
     swapped: SwappedTables | None = None
     is_returning: bool = False

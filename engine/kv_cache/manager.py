@@ -83,6 +83,15 @@ class KvCacheManager:
         """Host blocks in use."""
         return self._host.num_blocks - self._host.num_free
 
+    @property
+    def newest_step(self) -> int:
+        """Number of the step started last; 0 before the first."""
+        return self._blocks.fence.newest_step
+
+    def is_pending(self, step: int) -> bool:
+        """Whether `step` has started but not reported."""
+        return self._blocks.fence.is_pending(step)
+
     # Prefix cache.
 
     def match_prefix(self, keys: Sequence[bytes], num_tokens: int) -> PrefixMatch:
@@ -319,7 +328,7 @@ class KvCacheManager:
         """
         num_blocks = len(swapped.host_blocks) + num_extra
         answer = self.pool.can_allocate(num_blocks, 0 if alone else self._watermark)
-        if answer is Allocation.OK and swapped.step > self._blocks.fence.newest_step:
+        if answer is Allocation.OK and swapped.step > self.newest_step:
             return Allocation.LATER
         return answer
 

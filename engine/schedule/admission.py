@@ -156,6 +156,7 @@ class Admission:
             False if the group must wait for blocks, or was preempted itself.
         """
         while not self._kv.can_append(table, start, end):
+            plan.admits_none = True
             num_missing = self._kv.num_missing(table, start, end)
             num_coming = self._kv.pool.num_free + self._kv.num_fenced
             if num_missing <= num_coming:
@@ -174,7 +175,6 @@ class Admission:
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Frees all blocks of a running group and puts it back into the queue."""
         self.num_preemptions += 1
-        plan.has_preempted = True
         plan.drop(group)
         self._queues.stop_running(group)
         tables = [sequence.table for sequence in group.running if sequence.table is not None]
@@ -194,9 +194,10 @@ class Admission:
     def admit_waiting(self, plan: StepPlan) -> None:
         """Admits waiting groups in order of importance.
 
-        It stops at the first group that lacks blocks. A group that lacks seats, as it has many
-        candidates, lets as many others overtake it as the engine has seats; then it stops there.
-        It passes over groups that wait for anything else.
+        It stops at the first group that lacks blocks, or that steps in flight still compute, as it
+        was preempted a moment ago. A group that lacks seats, as it has many candidates, lets as
+        many others overtake it as the engine has seats; then it stops there. It passes over groups
+        that wait for anything else.
         """
         loads = self._transfers.loads
         first = self._queues.waiting[: self._config.max_running]
@@ -205,6 +206,8 @@ class Admission:
                 loads.num_loadable(group)  # starts look-ups, so that they run during this step
         wide: SequenceGroup | None = None
         for group in first:
+            if self._kv.is_pending(group.stopped_at):
+                break  # steps in flight still draw tokens for it, which must not count
             if wide is not None and not self._may_overtake(group, wide):
                 break
             if not self._has_seats(group):

@@ -26,8 +26,7 @@ class _Lane:
         sequences: the members as a tuple.
         rows: their rows.
         num_ruled: members whose tokens are drawn by logit rules.
-        committed_at: clock time at which its newest step was committed; all members have a token
-            of that step.
+        committed: its newest step that was committed, None before; and the clock time of that.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,7 +36,7 @@ class _Lane:
         self.sequences: tuple[Sequence, ...] = ()
         self.rows: tuple[int, ...] = ()
         self.num_ruled = 0
-        self.committed_at = 0.0
+        self.committed: tuple[int | None, float] = None, 0.0
 
 
 class DecodeSet:
@@ -98,7 +97,7 @@ class DecodeSet:
         del lane.members[sequence]
         lane.has_changed = True
         lane.num_ruled -= sequence.has_rules
-        sequence.token_at = lane.committed_at
+        sequence.token_at = max(sequence.token_at or 0.0, lane.committed[1])
         return True
 
     def position(self, sequence: Sequence, step: int) -> int:
@@ -142,9 +141,12 @@ class DecodeSet:
         return self._lane(step).num_ruled
 
     def commit(self, step: int, now: float) -> float:
-        """Notes when a step is committed; returns when the last one of its lane was."""
+        """Notes when a step is committed; returns when its sequences got the token before."""
         lane = self._lane(step)
-        before, lane.committed_at = lane.committed_at, now
+        last, before = lane.committed
+        if last != step - self.num_lanes:  # it had no members; their tokens are of other steps
+            before = max(other.committed[1] for other in self._lanes)
+        lane.committed = step, now
         return before
 
     def _lane(self, step: int) -> _Lane:

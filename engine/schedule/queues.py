@@ -142,6 +142,7 @@ class GroupQueues:
         """Stops a group: its sequences lose their rows and their tokens in flight."""
         _remove(self._running, group)
         self.chunking.pop(group, None)
+        group.stopped_at = self._kv.newest_step
         self._transfers.loads.forget(group)
         self._transfers.saves.take_back(group)
         for sequence in group.running:

@@ -58,7 +58,8 @@ class StepPlan:
     Attributes:
         step: the batch's number.
         budget: tokens that may still be added.
-        has_preempted: whether a group was preempted; then no group is admitted.
+        admits_none: whether a running group lacks blocks, or was preempted for one that did; then
+            no group is admitted, which would take these blocks.
         num_partial: prompts of which the step computes a part.
         entering: sequences that decode after this step.
         swapped: groups whose KV the step copies to or from the host.
@@ -66,7 +67,7 @@ class StepPlan:
 
     step: int
     budget: int
-    has_preempted: bool = False
+    admits_none: bool = False
     num_partial: int = 0
     entering: list[Sequence] = field(default_factory=list)
     swapped: list[SequenceGroup] = field(default_factory=list)

@@ -40,6 +40,7 @@ PREEMPTING = {
     "recompute, overlap": (CROWDED | OVERLAPPED, 0),
     "swap, overlap": (SWAPPING | OVERLAPPED, 200),
     "swap, overlap, chunks": (SWAPPING | OVERLAPPED | CHUNKED, 200),
+    "recompute, lanes": (CROWDED | LANES, 0),
     "swap, lanes, chunks": (SWAPPING | LANES | CHUNKED, 200),
 }
 WINDOWS = [(None,), (3,), (5, None), (2, 6, None)]
@@ -165,6 +166,7 @@ def test_batch_neighbours_change_no_output(batch: list[EngineRequest]) -> None:
                 "auto",
                 "recompute, overlap",
                 "swap, overlap",
+                "recompute, lanes",
                 "swap, lanes, chunks",
             )
         ),

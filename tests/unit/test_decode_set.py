@@ -127,3 +127,16 @@ def test_the_position_between_the_steps_of_a_lane_is_that_of_the_next_one() -> N
     one = sequence(6)
     decoding.enter(one, step=9)
     assert [decoding.position(one, step) for step in range(10, 17)] == [6, 6, 6, 7, 7, 7, 8]
+
+
+def test_a_lane_that_was_empty_counts_the_time_since_the_newest_step() -> None:
+    decoding = DecodeSet(4, num_lanes=2)
+    assert decoding.commit(1, 100.0) == 0.0  # of no row: nothing has decoded before
+    assert decoding.commit(2, 100.5) == 100.0
+    assert decoding.commit(3, 101.0) == 100.0
+    assert decoding.commit(7, 105.0) == 101.0  # 5 had no members
+    one = sequence(6)
+    decoding.enter(one, step=7)
+    one.token_at = 105.0
+    decoding.leave(one)
+    assert one.token_at == 105.0
