@@ -32,6 +32,8 @@ def make_rig() -> Iterator[MakeRig]:
             transport = arguments.setdefault("transport", MemoryTransport())
             transport.obstacle = "a wall" if way == "unreadable" else ""
         scheme = "grpc" if way == "grpc" else "nixl"
+        if "timeout_s" not in options:  # the default is short for a busy machine
+            options = f"timeout_s={TIMEOUT_S:g}&{options}".rstrip("&")
         rigs.append(PeerRig(f"{scheme}://?{options}", **arguments))
         return rigs[-1]
 
