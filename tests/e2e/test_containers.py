@@ -1,10 +1,11 @@
 """Real containers of `docker-compose.yml` under steady load, while they come, go and fail."""
 
 import asyncio
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,12 @@ from baton import AsyncClient, SamplingParams
 from baton.demo import demo_model_path
 from baton.errors import BatonError
 from tests.support.checkpoints import prompt_of, reference_greedy
-from tests.support.containers import ComposeProject, NoContainersError, container_engine
+from tests.support.containers import (
+    RANK_1,
+    ComposeProject,
+    NoContainersError,
+    container_engine,
+)
 
 REQUESTS_PER_S = 4.0
 NUM_TOKENS = 48
@@ -135,16 +141,62 @@ def jobs() -> Iterator[list[tuple[list[int], list[int]]]]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeProject]:
-    """The image, built; no container yet."""
+def open_project(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., ComposeProject]]:
+    """Makes projects without containers, whose image is built."""
     try:
         with container_engine() as variables:
             folder: Path = tmp_path_factory.mktemp("containers")
-            with ComposeProject(folder, variables) as project:
-                project.compose("build", timeout_s=1500)
-                yield project
+            opened = functools.partial(ComposeProject, folder, variables)
+            opened().compose("build", timeout_s=1500)
+            yield opened
     except NoContainersError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def project(open_project: Callable[..., ComposeProject]) -> Iterator[ComposeProject]:
+    with open_project() as project:
+        yield project
+
+
+@pytest.fixture
+def ranks(open_project: Callable[..., ComposeProject]) -> Iterator[ComposeProject]:
+    """Decode's engine has two ranks, each in a container."""
+    with open_project(ranks=True) as project:
+        yield project
+
+
+async def lose_rank(project: ComposeProject, event: str) -> None:
+    """Kills rank 1, or pauses its container for a while, or cuts it off."""
+    (rank,) = project.containers(RANK_1)
+    if event == "kill":
+        project.kill(rank)
+        return
+    with project.paused(rank) if event == "pause" else project.cut_off(rank, RANK_1):
+        await asyncio.sleep(FAULT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+async def test_a_stream_outlives_a_rank_in_another_container(ranks: ComposeProject) -> None:
+    prompt, params = prompt_of(90), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    expected = reference_greedy(demo_model_path(), prompt, 400)
+    await ranks.scale(prefill=1, decode=1)
+    async with AsyncClient(ranks.router_address()) as client:
+        try:
+            for event in ("kill", "pause", "cut"):
+                tokens: list[int] = []
+                async for output in client.stream(prompt, params, timeout_s=120):
+                    if not tokens:
+                        await lose_rank(ranks, event)
+                    tokens += output.token_ids
+                assert tokens == expected, event
+        except BaseException:
+            print(ranks.logs())
+            raise
 
 
 async def break_things(project: ComposeProject, load: Load) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.prefill_core import core_of
 from tests.support.real_engines import SplitRun, run_all, tokens_of
 from tests.support.requests import engine_request
+from tests.support.two_hosts import other_host
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -241,34 +241,6 @@ def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
     found = [*handed.progress[0].output_token_ids, *tokens_of(split.outputs["a"])]
     assert found == reference_greedy(path, prompt_of(43), NUM_TOKENS)
     assert split.outputs["a"][0].cached_tokens == 43
-
-
-_namespaces = count()
-
-
-@contextmanager
-def other_host() -> Iterator[tuple[str, str]]:
-    """A network namespace; yields this host's address on the cable, and the namespace's name."""
-    name, subnet = f"rank{os.getpid()}-{next(_namespaces)}", f"198.18.{os.getpid() % 250}"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", name, "type", "veth", "peer", "name", "there", "netns", name)
-        ip("address", "add", f"{subnet}.1/30", "dev", name)
-        ip("link", "set", name, "up")
-        ip("-n", name, "address", "add", f"{subnet}.2/30", "dev", "there")
-        for device in ("there", "lo"):
-            ip("-n", name, "link", "set", device, "up")
-        # UCX reads the host's routes once in a process: of later ones it knows only the default
-        # one, and sends from its device's address.
-        ip("-n", name, "route", "add", "default", "via", f"{subnet}.1")
-        yield f"{subnet}.1", name
-        ip("link", "delete", name)  # at once: a namespace ends with the last of its sockets
-    finally:
-        ip("netns", "delete", name)
 
 
 def test_the_other_process_ends_with_rank_0_and_not_by_sigterm() -> None:

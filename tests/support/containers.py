@@ -15,14 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Programs of the distribution first: others of their names may lack the engine.
 PATH = f"/usr/bin:{os.environ['PATH']}"
 CANNOT_RUN_CONTAINERS = 3
+RANK_1 = "decode-rank-1"
 _PREPARE = ROOT / "scripts" / "prepare_containers.sh"
 
-_OVERRIDES = """
-services:
-  router: {image: baton-test}
-  prefill: {image: baton-test}
-  decode: {image: baton-test}
-"""
+_SERVICES = ("router", "prefill", "decode")
 
 
 class NoContainersError(Exception):
@@ -57,23 +53,27 @@ class ComposeProject:
     Args:
         folder: for files of this object.
         variables: for docker-compose.
+        ranks: whether decode has a second rank, in a container of its own.
     """
 
-    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
-        self._name = f"baton-test-{os.getpid()}"
+    def __init__(self, folder: Path, variables: dict[str, str], *, ranks: bool = False) -> None:
+        self._name = f"baton-test-{os.getpid()}{'-ranks' if ranks else ''}"
         self._environment = {
             **variables,
             "BATON_PORT": "127.0.0.1:",  # a free port
             "BATON_GRPC_PORT": "127.0.0.1:",
         }
-        overrides = folder / "overrides.yml"
-        overrides.write_text(_OVERRIDES)
+        services = (*_SERVICES, *([RANK_1] if ranks else []))
+        overrides = folder / f"{self._name}.yml"
+        images = [f"  {service}: {{image: baton-test}}" for service in services]
+        overrides.write_text("\n".join(["services:", *images]))
         program = ["docker-compose"] if shutil.which("docker-compose", path=PATH) else []
         self._command = [
             *(program or ["docker", "compose"]),
             f"--project-name={self._name}",
             f"--project-directory={ROOT}",
             f"--file={ROOT / 'docker-compose.yml'}",
+            *([f"--file={ROOT / 'deploy/compose/ranks.yml'}"] if ranks else []),
             f"--file={overrides}",
         ]
 

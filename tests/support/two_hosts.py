@@ -6,13 +6,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 
 from tests.support.cluster import Cluster, Place
 from tests.support.routes import LEASE_S, Route
 
-__all__ = ["TwoHosts", "running_two_hosts", "why_unavailable"]
+__all__ = ["TwoHosts", "other_host", "running_two_hosts", "why_unavailable"]
 
 _PEER_PORT = 7100
+_namespaces = count()
 _STARTED_BYTES = (
     10_000  # more than the bytes before a transfer's blocks, less than a whole transfer
 )
@@ -121,6 +123,29 @@ def running_two_hosts(scheme: str, options: str) -> Iterator[TwoHosts]:
     with ExitStack() as stack:
         hosts.set_up(stack)
         yield hosts
+
+
+@contextmanager
+def other_host() -> Iterator[tuple[str, str]]:
+    """Makes a host beside this one; yields this host's address on the cable, which ends in 1 while
+    the other's ends in 2, and the name of the other's namespace.
+    """
+    name, subnet = f"rank{os.getpid()}-{next(_namespaces)}", f"198.18.{os.getpid() % 250}"
+    _run("ip", "netns", "add", name)
+    try:
+        _run("ip", "link", "add", name, "type", "veth", "peer", "name", "there", "netns", name)
+        _run("ip", "address", "add", f"{subnet}.1/30", "dev", name)
+        _run("ip", "link", "set", name, "up")
+        _run("ip", "-n", name, "address", "add", f"{subnet}.2/30", "dev", "there")
+        for device in ("there", "lo"):
+            _run("ip", "-n", name, "link", "set", device, "up")
+        # UCX reads the host's routes once in a process: of later ones it knows only the default
+        # one, and sends from its device's address.
+        _run("ip", "-n", name, "route", "add", "default", "via", f"{subnet}.1")
+        yield f"{subnet}.1", name
+        _run("ip", "link", "delete", name)  # a namespace ends with the last of its sockets
+    finally:
+        _run("ip", "netns", "delete", name)
 
 
 def _run(*command: str) -> str:
