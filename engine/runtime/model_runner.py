@@ -1,6 +1,7 @@
 """`ModelRunner`: executes scheduled batches on a model with a paged KV pool."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -159,10 +160,10 @@ class ModelRunner:
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it
         if ranks is not None:
-            longest_step_s = config.max_num_batched_tokens * prompt_token_s * part.num_stages
-            ranks.limit_waits(
-                max(config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT, longest_step_s * SLOW_FACTOR)
-            )
+            self._wait_limit_s = config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT
+            ranks.limit_waits(self._wait_limit_s)
+            # Of the steps that may be in flight in all stages: a wait may be for the oldest one.
+            self._recent_tokens = deque([0], part.num_stages + 1)
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -256,6 +257,8 @@ class ModelRunner:
             raise RanksLostError(f"rank {self._ranks.rank} has failed: {error}") from error
 
     def _launch_on_current_device(self, batch: ScheduledBatch) -> PendingOutput:
+        if self._ranks is not None:
+            self._limit_waits(batch.num_tokens)
         self._steps.update(batch)
         kernels.swap_blocks(self._host_pool, self.kv_pool, batch.swap_ins)
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
@@ -269,6 +272,19 @@ class ModelRunner:
             if not self._sends_early:
                 self._pass_on(batch)  # now, as the other ranks wait for this one's part
             return self._steps.launch(batch)
+
+    def _limit_waits(self, num_tokens: int) -> None:
+        """Sets how long a step of so many tokens waits for other ranks: as `StepWatch` does,
+        longer for many tokens than `--step-timeout-s`.
+        """
+        assert self._ranks is not None
+        self._recent_tokens.append(num_tokens)
+        most, num_stages = max(self._recent_tokens), self._ranks.num_stages
+        slow_s = SLOW_FACTOR * num_stages * most * self.costs.prompt_token_s
+        limit_s = max(self._config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT, slow_s)
+        if limit_s != self._wait_limit_s:
+            self._wait_limit_s = limit_s
+            self._ranks.limit_waits(limit_s)
 
     def _pass_on(self, batch: ScheduledBatch) -> None:
         """Sends a batch from rank 0 to the other ranks, if there are any."""

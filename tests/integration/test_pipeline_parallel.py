@@ -9,6 +9,8 @@ import pytest
 
 from engine.batch import ScheduledBatch
 from engine.core import EngineCore
+from engine.runner import StepCosts
+from engine.step_watch import SLOW_FACTOR
 from kernels.native.commands import library
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
@@ -158,6 +160,17 @@ def test_a_failed_step_of_the_last_stage_ends_the_pipeline(monkeypatch: pytest.M
             run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
         for pid in pids:
             wait_until_ended(pid)
+
+
+def test_waits_for_other_stages_are_as_long_as_steps_in_flight_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(three_stages(step_timeout_s=10.0)) as core:
+        limits: list[float] = []
+        monkeypatch.setattr(core._runner._ranks, "limit_waits", limits.append)
+        monkeypatch.setattr(core._runner, "costs", StepCosts(1.0, 0.0))
+        run_all(core, [engine_request("one", tuple(prompt_of(9)), max_tokens=12)])
+    assert limits == [9 * 3 * SLOW_FACTOR, 3 * SLOW_FACTOR]
 
 
 def test_an_interrupt_between_sending_and_computing_ends_the_pipeline(
