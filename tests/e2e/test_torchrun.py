@@ -27,7 +27,10 @@ pytestmark = [
 NUM_TOKENS = 300
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SOON = 20
-LAUNCHER = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d")
+LAUNCHER = (
+    *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"),
+    "--shutdown-timeout=5",  # for a rank that is frozen
+)
 WORKER = (
     *("worker.decode", "--distributed-executor-backend=external_launcher"),
     *("--tensor-parallel-size=2", "--step-timeout-s=3", "--host=0.0.0.0", "--dtype=float32"),
@@ -48,7 +51,11 @@ def torchrun(
         worker: further flags of the worker.
         log: file for the output.
     """
-    places = (f"--local-addr={address}", f"--rdzv-endpoint={rendezvous}")
+    is_host = rendezvous.startswith(f"{address}:")
+    places = (
+        *(f"--local-addr={address}", f"--rdzv-endpoint={rendezvous}"),
+        f"--rdzv-conf=is_host={int(is_host)}",  # it would compare with the machine's name
+    )
     arguments = [*LAUNCHER, *places, "--module", *WORKER, *worker]
     token = WORKER_CALL[0][1].removeprefix("Bearer ")
     with log.open("wb") as output:
@@ -68,24 +75,19 @@ def torchrun(
         psutil.wait_procs(everyone, timeout=20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_stream_outlives_a_rank_on_another_host(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+async def test_streams_outlive_a_rank_on_another_host(tmp_path: Path) -> None:
     model, prompt = tiny_checkpoint("llama"), prompt_of(40)
     expected = reference_greedy(model, prompt, NUM_TOKENS)
     rendezvous, port = free_ports(2)
     with other_host() as (here, namespace), ExitStack() as started:
         there = here.removesuffix("1") + "2"
         flags = (f"--model={model}", f"--port={port}")
+        hosts: dict[str, Sequence[str]] = {here: (), there: ("ip", "netns", "exec", namespace)}
         nodes = [
             started.enter_context(
                 torchrun(address, prefix, f"{here}:{rendezvous}", flags, tmp_path / address)
             )
-            for address, prefix in (
-                (here, ()),
-                (there, ("ip", "netns", "exec", namespace)),
-            )
+            for address, prefix in hosts.items()
         ]
         router = ServerProcess(
             "router",
@@ -93,20 +95,20 @@ async def test_a_stream_outlives_a_rank_on_another_host(
             "router",
             [
                 f"--model={model}",
-                f"--decode={here}:{port}",
-                f"--decode={there}:{port}",  # torchrun chooses the host of rank 0
-                "--queue-timeout-s=120",
+                *(f"--decode={host}:{port}" for host in hosts),  # torchrun chooses that of rank 0
+                *("--queue-timeout-s=120", "--resume-timeout-s=120"),
             ],
         )
         started.callback(router.kill)
         await router.wait_listening()
         async with AsyncClient(router.address) as client:
-            tokens, is_lost = [], False
-            async for output in client.stream(prompt, PARAMS, timeout_s=200):
-                tokens += output.token_ids
-                if not is_lost and len(tokens) >= SOON:
-                    is_lost = True
-                    (rank,) = nodes[1].children()
-                    os.kill(rank.pid, number)
-        assert is_lost
-        assert tokens == expected
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                tokens, is_lost = [], False
+                async for output in client.stream(prompt, PARAMS, timeout_s=200):
+                    tokens += output.token_ids
+                    if not is_lost and len(tokens) >= SOON:
+                        is_lost = True
+                        (rank,) = nodes[1].children()
+                        os.kill(rank.pid, number)
+                assert is_lost
+                assert tokens == expected, number
