@@ -10,10 +10,12 @@ in their metadata, without a change here:
     otherscheme = "my_package.other_module:MyConnector"
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PEERS",
     "connector_capabilities",
+    "has_fixed_host",
     "has_fixed_port",
     "known_stores",
     "open_connector",
@@ -53,6 +56,7 @@ _STORES = {
 
 PEERS = frozenset({"grpc", "nixl"})
 """The schemes of connectors whose processes lend each other their blocks."""
+_ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 def open_store(url: str) -> KvStore:
@@ -96,15 +100,30 @@ def _find_store(url: str) -> type[KvStore]:
 
 def has_fixed_port(url: str) -> bool:
     """Returns whether the connector of a URL listens on a port that the URL names."""
+    return any(port for _, port, _ in _peers_in(url))
+
+
+def has_fixed_host(url: str) -> bool:
+    """Returns whether the connector of a URL is reached at an address that the URL names, which
+    one machine has. Without a host, peers listen on this machine only.
+    """
+    return any(
+        host not in _ALL_INTERFACES or "advertise" in options for host, _, options in _peers_in(url)
+    )
+
+
+def _peers_in(url: str) -> Iterator[tuple[str | None, int | None, Collection[str]]]:
+    """Yields host, port and options of each peer connector in a URL, unless that is malformed."""
     scheme = scheme_of(url)
     if scheme.startswith(FAULTY_PREFIX):
-        return has_fixed_port(url[len(FAULTY_PREFIX) :])
-    if scheme == MULTI_SCHEME:
-        return any(map(has_fixed_port, split_members(url)))
-    try:
-        return scheme in PEERS and bool(urlsplit(url).port)
-    except ValueError:  # the connector refuses the URL
-        return False
+        yield from _peers_in(url[len(FAULTY_PREFIX) :])
+    elif scheme == MULTI_SCHEME:
+        for member in split_members(url):
+            yield from _peers_in(member)
+    elif scheme in PEERS:
+        with suppress(ValueError):
+            parts = urlsplit(url)
+            yield parts.hostname, parts.port, parse_qs(parts.query)
 
 
 def known_stores() -> set[str]:

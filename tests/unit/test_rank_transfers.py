@@ -1,12 +1,89 @@
-"""Ranks that register their parts of the pool."""
+"""Ranks that register their parts of the pool, and move blocks of them."""
 
+import threading
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.runtime.ranks import transfers
+from engine.runtime.ranks.transfers import RankTransfers, _Pool, _Work
 from kernels.ranks import RanksLostError
 from kvstore.connector import SavedSlices
+from kvstore.jobs import ConnectorWork, TransferResults
+
+WAIT_S = 20
+
+
+class Worker:
+    """The worker half of a rank's connector."""
+
+    def __init__(self) -> None:
+        self.is_polled = threading.Event()
+        self.started: list[ConnectorWork] = []
+        self.ended: list[int] = []
+
+    def set_waker(self, wake: Any) -> None: ...
+
+    def poll(self) -> TransferResults:
+        self.is_polled.set()
+        return TransferResults()
+
+    def start(self, work: ConnectorWork) -> None:
+        self.started.append(work)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        self.ended.append(step)
+
+
+def open_transfers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[RankTransfers, Worker, Connection]:
+    """Returns the transfers of a rank that has registered its pool, its connector, and rank 0's
+    end of the link.
+    """
+    monkeypatch.setattr(transfers, "_register", lambda *_: SavedSlices(b"", ()))
+    own, theirs = Pipe()
+    rank, worker = RankTransfers(theirs, ends_process=False), Worker()
+    runner: Any = SimpleNamespace(kv_pool=None, watch_layers=lambda _: None)
+    ranks: Any = SimpleNamespace(rank=1)
+    connector: Any = (None, worker)
+    rank.open(connector, runner, ranks)
+    layout: Any = None
+    own.send(_Pool(layout, None))
+    assert own.poll(WAIT_S)
+    own.recv()
+    return rank, worker, own
+
+
+def join_mover() -> None:
+    """Waits until the thread that moves blocks has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "baton-rank-kv":
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def test_a_rank_without_work_polls_its_connector_which_keeps_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_POLL_INTERVAL_S", 0.01)
+    rank, worker, _own = open_transfers(monkeypatch)
+    assert worker.is_polled.wait(WAIT_S)
+    rank.close()
+    join_mover()
+
+
+def test_work_that_waits_for_a_step_ends_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, worker, own = open_transfers(monkeypatch)
+    own.send(_Work(1, 5, ConnectorWork(deletes=[b"key"])))  # starts after step 5
+    rank.close()
+    join_mover()
+    rank.end_step(5)
+    assert worker.started == []
+    assert worker.ended == []
 
 
 def test_a_rank_reports_what_it_saves() -> None:

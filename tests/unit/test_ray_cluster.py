@@ -100,8 +100,10 @@ def test_a_store_of_one_machine_is_refused_for_ranks_on_several():
     check_reach("shm://kv", ["a", "a"])
     check_reach("redis://host:1/0", ["a", "b"])
     check_reach(None, ["a", "b"])
-    with pytest.raises(ConfigurationError, match=r"shm:// reaches .* placed the ranks on 2"):
-        check_reach("shm://kv", ["a", "b", "a"])
+    check_reach("grpc://0.0.0.0", ["a", "b"])
+    for of_one_machine in ("shm://kv", "grpc://", "nixl://0.0.0.0?advertise=a"):
+        with pytest.raises(ConfigurationError, match=r"reaches .* placed the ranks on 2"):
+            check_reach(of_one_machine, ["a", "b", "a"])
 
 
 def test_ray_chooses_the_machines():

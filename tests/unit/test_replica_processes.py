@@ -11,7 +11,7 @@ from baton.health import check_health
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from engine.cli_args import engine_config_from_args
-from kvstore.registry import has_fixed_port
+from kvstore.registry import has_fixed_host, has_fixed_port
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
@@ -122,6 +122,21 @@ def test_what_does_not_work_with_several_workers_is_named(flags, named, monkeypa
 )
 def test_fixed_ports_are_found_in_urls(url, is_fixed):
     assert has_fixed_port(url) is is_fixed
+
+
+@pytest.mark.parametrize(
+    ("url", "is_fixed"),
+    [
+        ("grpc://", True),  # 127.0.0.1
+        ("nixl://0.0.0.0:7000", False),
+        ("grpc://[::]", False),
+        ("grpc://0.0.0.0?advertise=a", True),
+        ("multi://redis://host:6379/0,grpc://10.0.0.1", True),
+        ("redis://host:6379/0", False),
+    ],
+)
+def test_fixed_hosts_are_found_in_urls(url, is_fixed):
+    assert has_fixed_host(url) is is_fixed
 
 
 @pytest.mark.parametrize(

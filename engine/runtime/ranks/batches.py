@@ -21,7 +21,8 @@ from kernels import EngineRanks
 __all__ = ["BatchReceiver", "BatchSender", "check_same_engine"]
 
 _SAME_FLAGS = (
-    *("max_num_seqs", "max_num_batched_tokens"),
+    *("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
+    "async_scheduling",
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
 )
 _DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -190,6 +190,8 @@ class Meeting:
                 address, port = store.get(f"{_HIDDEN}{rank - width}").decode().split()
                 self.after = self._open_link(address, int(port), _HIDDEN)
                 _limit_answers(self.after, 0)
+                # A stage reads when it has computed its step, which may take long.
+                _limit_unsent(self.after, 0)
             if rank + width < self.place.size:
                 name = _HIDDEN, rank + width
                 self.before = self._accept(server, {name})[name]
@@ -244,11 +246,12 @@ def _connection(opened: socket.socket) -> Connection:
     opened.setblocking(True)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", _UNSENT_MS)):
+    for name, value in _KEEPALIVE:
         if hasattr(socket, name):  # not on all systems
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     link = Connection(opened.detach())
     _limit_answers(link, _ANSWER_S)
+    _limit_unsent(link, _UNSENT_MS)
     return link
 
 
@@ -256,6 +259,13 @@ def _limit_answers(link: Connection, seconds: int) -> None:
     """Sets the longest wait for a message; 0 for no limit."""
     with socket.socket(fileno=os.dup(link.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def _limit_unsent(link: Connection, milliseconds: int) -> None:
+    """Sets how long the other side may not take what was sent; 0 for the system's default."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with socket.socket(fileno=os.dup(link.fileno())) as end:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _own_address(link: Connection) -> str:

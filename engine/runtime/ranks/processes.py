@@ -170,6 +170,8 @@ class RankProcesses(StartedRanks):
     @override
     def abort(self) -> None:
         """Ends the other processes too: one that is frozen would stay."""
+        if self._is_closing:
+            return
         self._opened.abort()
         for process in self._processes:
             process.kill()

@@ -26,7 +26,7 @@ from engine.runtime.ranks.loop import follow
 from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
 from kvstore.handoff import connector_name
-from kvstore.registry import connector_capabilities
+from kvstore.registry import connector_capabilities, has_fixed_host
 
 __all__ = ["RankActor", "RayRanks"]
 
@@ -148,9 +148,11 @@ def check_reach(connector: str | None, nodes: Sequence[str]) -> None:
         ConfigurationError: names the flag.
     """
     count = len(set(nodes))
-    if connector and count > 1 and not connector_capabilities(connector).shared_between_hosts:
+    if not connector or count == 1:
+        return
+    if not connector_capabilities(connector).shared_between_hosts or has_fixed_host(connector):
         raise ConfigurationError(
-            f"--kv-connector {connector_name(connector)}:// reaches the processes of one machine; "
-            f"Ray has placed the ranks on {count}: use redis://host:port/db or "
-            "grpc://0.0.0.0"
+            f"--kv-connector {connector_name(connector)} reaches the processes of one machine; "
+            f"Ray has placed the ranks on {count}: use redis://host:port/db, or grpc://0.0.0.0 "
+            "without advertise"
         )

@@ -45,6 +45,8 @@ _logger = logging.getLogger("baton.engine")
 
 _REGISTRATION_S = 300.0
 """How long rank 0 waits for another to register its pool: a transport may pin all of it."""
+_POLL_INTERVAL_S = 1.0
+"""Longest time between two polls of a rank's connector, which keeps leases when it is polled."""
 _id_of = attrgetter("job_id")
 
 
@@ -253,12 +255,16 @@ class RankTransfers:
         self._connector.set_waker(lambda: self._messages.put(_POLL))
         runner.watch_layers(self._layers_computed)
         arguments = connector, runner, ranks
-        threading.Thread(target=self._move, args=arguments, daemon=True).start()
+        threading.Thread(
+            target=self._move, args=arguments, name="baton-rank-kv", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Ends the moves: no call of the connector follows."""
         with self._lock:
             self._is_over = True
+        with self._progress:
+            self._progress.notify_all()
 
     def begin_step(self, num_work_messages: int) -> None:
         """Waits until the work that rank 0 has sent before a batch has started.
@@ -279,7 +285,8 @@ class RankTransfers:
         """Notes that a step has computed its blocks."""
         if self._connector is not None:
             with self._lock:
-                self._connector.step_ended(step, computed=True)
+                if not self._is_over:
+                    self._connector.step_ended(step, computed=True)
             with self._progress:
                 self._ended_step = step
                 self._progress.notify_all()
@@ -287,29 +294,39 @@ class RankTransfers:
     def _layers_computed(self, step: int, num_layers: int) -> None:
         assert self._connector is not None
         with self._lock:
-            self._connector.layers_computed(step, num_layers)
+            if not self._is_over:
+                self._connector.layers_computed(step, num_layers)
 
     def _read(self) -> None:
         try:
             while True:
                 self._messages.put(self._link.recv())
         except (EOFError, OSError):
+            self.close()
             if self._ends_process:
-                os._exit(0)
-            with self._progress:
-                self._is_over = True
-                self._progress.notify_all()
+                try:
+                    if self._connector is not None:
+                        self._connector.close()
+                finally:
+                    os._exit(0)
 
     def _move(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
         try:
-            while True:
-                self._handle(self._messages.get(), connector, runner, ranks)
+            self._handle(self._messages.get(), connector, runner, ranks)  # registers the pool
+            while not self._is_over:
+                self._handle(self._next_message(), connector, runner, ranks)
         except Exception:
             if self._is_over:
                 return
             _logger.exception("rank %d cannot move KV", ranks.rank)
             ranks.abort()
             os._exit(1)  # the thread that computes may wait for this one
+
+    def _next_message(self) -> Any:
+        try:
+            return self._messages.get(timeout=_POLL_INTERVAL_S)
+        except queue.Empty:
+            return _POLL
 
     def _handle(
         self, message: Any, connector: Connector, runner: "ModelRunner", ranks: EngineRanks
@@ -331,7 +348,7 @@ class RankTransfers:
     def _start(self, message: _Work, connector: KvConnectorWorker) -> None:
         """Starts work once the step before it has ended here, too."""
         with self._progress:
-            self._progress.wait_for(lambda: self._ended_step >= message.after_step)
+            self._progress.wait_for(lambda: self._ended_step >= message.after_step or self._is_over)
         with self._lock:
             if message.work and not self._is_over:
                 connector.start(message.work)
