@@ -45,7 +45,7 @@ from engine.runtime.logits_processors import (
     load_processors,
     make_processors,
 )
-from engine.runtime.ranks.batches import BatchSender, check_same_engine
+from engine.runtime.ranks.batches import BatchSender, check_same_engine, check_same_pools
 from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
@@ -411,6 +411,8 @@ class ModelRunner:
         self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
         num_spare = self._steps_type.num_spare_blocks
+        if self._ranks is not None:
+            check_same_pools(self._ranks, self.num_blocks, self.num_host_blocks)
         self._whole_pool = allocate_pool(self.num_blocks + num_spare, layout, self._device)
         self._kv_pool = self._whole_pool[: self.num_blocks]
         kernels.copy_blocks(self._kv_pool, ((0, self.num_blocks - 1),))  # compiles it

@@ -1,12 +1,15 @@
 """Batches on their way to other ranks arrive as they were sent, without parameters of draws."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.runtime.ranks.batches import BatchReceiver, BatchSender
+from engine.runtime.ranks.batches import BatchReceiver, BatchSender, check_same_pools
 
 SMALL = st.integers(0, 2**31 - 1)
 NUMBERS = st.lists(SMALL, max_size=5).map(tuple)
@@ -40,6 +43,8 @@ BATCHES = st.builds(
 class Link:
     """Gives back what was sent."""
 
+    rank = 0
+
     def send(self, data: bytes) -> None:
         self._data = data
 
@@ -67,3 +72,12 @@ def test_what_arrives_is_what_was_sent(batches: list[tuple[ScheduledBatch, bool]
         if keeps_rows:
             assert received.decode_rows is received_before
         rows_before, received_before = batch.decode_rows, received.decode_rows
+
+
+def test_a_rank_with_another_pool_than_rank_0_is_refused() -> None:
+    link: Any = Link()
+    check_same_pools(link, 64, 0)
+    link.rank = 1
+    check_same_pools(link, 64, 0)
+    with pytest.raises(ConfigurationError, match="number of KV blocks of rank 1 is 63, of rank 0"):
+        check_same_pools(link, 63, 0)

@@ -7,7 +7,7 @@ tokens, so they get no parameters of draws. Messages are pickled: the ranks are 
 import json
 import pickle
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,11 +18,10 @@ from engine.config import EngineConfig
 from engine.runner import ModelInfo
 from kernels import EngineRanks
 
-__all__ = ["BatchReceiver", "BatchSender", "check_same_engine"]
+__all__ = ["BatchReceiver", "BatchSender", "check_same_engine", "check_same_pools"]
 
 _SAME_FLAGS = (
-    *("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
-    "async_scheduling",
+    *("max_num_seqs", "max_num_batched_tokens"),
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
 )
 _DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -34,13 +33,27 @@ def check_same_engine(ranks: EngineRanks, config: EngineConfig, info: ModelInfo)
     Raises:
         ConfigurationError: this rank differs from rank 0; names in what.
     """
-    own = {
+    limits = {
         "Baton": __version__,
         "the checkpoint": info.fingerprint.hex(),
         "the KV cache": str(info.layout),
         "--max-model-len": str(info.max_model_len),
         **{f"--{name.replace('_', '-')}": str(getattr(config, name)) for name in _SAME_FLAGS},
     }
+    _check_same(ranks, limits)
+
+
+def check_same_pools(ranks: EngineRanks, num_blocks: int, num_host_blocks: int) -> None:
+    """Checks that all ranks have the blocks that rank 0 schedules.
+
+    Raises:
+        ConfigurationError: this rank has more or fewer of them than rank 0.
+    """
+    counts = {"the number of KV blocks": num_blocks, "the number of host blocks": num_host_blocks}
+    _check_same(ranks, {name: str(count) for name, count in counts.items()})
+
+
+def _check_same(ranks: EngineRanks, own: Mapping[str, str]) -> None:
     if ranks.rank == 0:
         ranks.send(json.dumps(own).encode())
         return
