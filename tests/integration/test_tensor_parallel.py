@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -197,6 +199,22 @@ def test_a_rank_that_does_not_answer_ends_the_group() -> None:
         with pytest.raises(RanksLostError):
             run_all(core, [engine_request("late", tuple(prompt_of(9)), max_tokens=50)])
     assert not is_running(pid)
+
+
+def test_a_frozen_rank_ends_with_the_process_of_rank_0() -> None:
+    code = (
+        "from tests.integration.test_tensor_parallel import pids_of, two_ranks\n"
+        "core = two_ranks()\n"
+        "print(*pids_of(core), flush=True)\n"
+        "input()"
+    )
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        process.kill()
+    wait_until_ended(pid)
 
 
 def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

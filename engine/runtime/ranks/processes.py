@@ -195,13 +195,18 @@ class RankProcesses(StartedRanks):
         self._opened.close()
 
     def _start(self, task: RankTask) -> None:
-        """Starts a rank's process, which ends when its connection does."""
+        """Starts a rank's process. It ends when its connection does and, also while it is frozen,
+        with this process.
+        """
         own, theirs = socket.socketpair()
         link = Connection(own.detach())
         self.transfers.append(link)
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-P", "-m", "engine.runtime.ranks", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-P", "-m", "baton.processes.child", str(os.getpid())),
+                    *("engine.runtime.ranks", str(theirs.fileno())),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*task.files, theirs.fileno()),
                 # Signals of a terminal are for rank 0, which drains while the others compute.
