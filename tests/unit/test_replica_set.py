@@ -19,16 +19,19 @@ class Held:
 
     Attributes:
         made: all replicas that the set has made.
+        taken_ports: the ports that each of them could not have.
         has_made: set once there is one.
     """
 
     def __init__(self):
         self.made = []
+        self.taken_ports = []
         self.has_made = asyncio.Event()
         self.set = ReplicaSet(self._make)
 
-    def _make(self, number):
+    def _make(self, number, taken_ports):
         self.has_made.set()
+        self.taken_ports.append(list(taken_ports))
         self.made.append(replica := HeldReplica(number))
         return replica
 
@@ -105,6 +108,18 @@ async def test_a_number_is_free_once_its_replica_has_ended(held):
     assert held.set.ports == [1000, 1002]
     await held.scaled(3)
     assert [replica.number for replica in held.made] == [0, 1, 2, 1]
+
+
+async def test_a_port_is_free_once_its_replica_has_ended(held):
+    await held.scaled(2)
+    held.made[1].may_end.clear()
+    scaling = await held.scaling(1)
+    again = await held.scaling(2)
+    held.made[1].may_end.set()
+    held.made[2].may_start.set()
+    await asyncio.gather(scaling, again)
+    await held.scaled(3)
+    assert held.taken_ports == [[], [1000], [1000, 1001], [1000, 1002]]
 
 
 @pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
