@@ -115,19 +115,23 @@ class ReplicaSet(Service):
     @override
     async def drain(self, timeout_s: float) -> None:
         """Ends all replicas. They have this time limit themselves."""
-        self._is_draining = True
-        self._resize(0)
+        self._end_all()
         await self._settle()
 
     @override
     async def close(self) -> None:
         """Kills the replicas that have not ended."""
-        self._is_draining = True
-        self._resize(0)
+        self._end_all()
         await asyncio.sleep(0)  # so that `stop` is called before `kill`
         for member in self._ending:
             member.replica.kill()
         await self._settle()
+
+    def _end_all(self) -> None:
+        """Begins to end all replicas and refuses new ones."""
+        self._is_draining = True
+        self._resize(0)
+        self._notify()  # also if there are none
 
     def _resize(self, num_replicas: int) -> None:
         """Begins to start or to end replicas."""

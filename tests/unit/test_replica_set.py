@@ -166,6 +166,14 @@ async def test_a_drained_set_ends_its_lists_and_grows_no_more(held):
         await held.set.scale(1)
 
 
+@pytest.mark.parametrize("end", [lambda replicas: replicas.drain(1.0), ReplicaSet.close])
+async def test_an_empty_set_that_ends_ends_its_lists(held, end):
+    watching = asyncio.create_task(listed(held.set, 2))
+    await asyncio.sleep(0)
+    await end(held.set)
+    assert await watching == [[]]
+
+
 async def test_close_kills_what_does_not_end(held):
     await held.scaled(2)
     for replica in held.made:
@@ -211,6 +219,19 @@ async def test_scale_answers_at_its_timeout_and_goes_on(held):
         assert (list(response.ports), response.num_changing) == ([1000], 0)
         response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=0), timeout=10)
         assert (list(response.ports), response.num_changing) == ([], 0)
+
+
+async def test_a_start_that_fails_after_the_timeout_is_logged(held, caplog):
+    async with serving(held.set) as stub:
+        request = replica_set_pb2.ScaleRequest(num_replicas=1, timeout_ms=0)
+        await stub.Scale(request, timeout=10)
+        (replica,) = held.made
+        replica.refusal = ConfigurationError("decode-0 could not start")
+        replica.may_start.set()
+        replica.may_end.set()
+        with pytest.raises(ConfigurationError):  # another caller waits for it
+            await held.set.scale(1)
+    assert "decode-0 could not start" in caplog.text
 
 
 async def test_a_failed_start_has_a_status_of_its_own(held):
