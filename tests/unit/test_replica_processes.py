@@ -136,7 +136,9 @@ def test_fixed_ports_are_found_in_urls(url, is_fixed):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data-parallel-size=-1"], "--data-parallel-size is -1; it must be >= 0"),
+        (["--data-parallel-size=-1"], "--data-parallel-size is -1; it must be in [0, 256]"),
+        (["-dp=300"], "--data-parallel-size is 300; it must be in [0, 256]"),
+        (["-dp=4294967296"], "--data-parallel-size is 4294967296; it must be in [0, 256]"),
         (["-dp", "1", "--timeout-s=-1"], "--timeout-s is -1; it must be in"),
         (["-dp", "1", "--cluster-token-file=absent"], "--cluster-token-file absent"),
     ],
