@@ -8,6 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from typing_extensions import override
 
@@ -218,7 +219,7 @@ class _WorkerProcess(Replica):
 
     @override
     async def start(self) -> None:
-        tls = tls_of_caller(self._tls)
+        tls = partial(tls_of_caller, self._tls)
         await self._process.start_until(wait_until_serving(self._address, _START_TIMEOUT_S, tls))
 
     @override
