@@ -12,7 +12,7 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import DeadlineExceededError
+from baton.errors import ConfigurationError, DeadlineExceededError
 from baton.flags import add_flags, config_from_args
 from baton.security.client import ClientTls
 from rpc.channels import open_channel
@@ -139,18 +139,30 @@ def _is_ready(address: str, context: ssl.SSLContext | None) -> bool:
         connection.close()
 
 
-async def wait_until_serving(address: str, timeout_s: float, tls: ClientTls = _PLAIN) -> None:
+async def wait_until_serving(
+    address: str, timeout_s: float, tls: Callable[[], ClientTls] = ClientTls
+) -> None:
     """Polls the server at `address` until it is serving.
+
+    Files of certificates may be bad for a moment, while they are replaced.
+
+    Args:
+        address: `host:port`.
+        timeout_s: longest wait.
+        tls: returns how the server is verified; called for each poll.
 
     Raises:
         DeadlineExceededError: it is not serving after `timeout_s`; the message has its last
-            status.
+            status, or why a file is bad.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        status = await check_health(address, tls=tls)
+        try:
+            status = await check_health(address, tls=tls())
+        except ConfigurationError as error:
+            status = error.message
         if status == "SERVING":
             return
         if time.monotonic() > deadline:
-            raise DeadlineExceededError(f"{address} is {status} after {timeout_s:g} s")
+            raise DeadlineExceededError(f"{address} is not serving after {timeout_s:g} s: {status}")
         await asyncio.sleep(_POLL_INTERVAL_S)

@@ -4,7 +4,8 @@
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
 4. On the first SIGTERM or SIGINT health answers NOT_SERVING and the service
-   drains. A second signal ends the drain.
+   drains. SIGINT ends the drain; more SIGTERMs do not, as a supervisor may repeat
+   the one that the whole group of processes got.
 5. Stop the server, close the service.
 
 A signal during step 2 stops the server and the process. A service that can serve
@@ -242,7 +243,7 @@ class RpcServer:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first sets `requested`, the second `forced`."""
+    """SIGTERM and SIGINT: the first sets `requested`; SIGINT after it sets `forced`."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -250,15 +251,18 @@ class _StopSignals:
 
     def __enter__(self) -> "_StopSignals":
         for number in _STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
-        (self.forced if self.requested.is_set() else self.requested).set()
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self.requested.is_set():
+            self.requested.set()
+        elif number == signal.SIGINT:
+            self.forced.set()
 
 
 async def serve(

@@ -30,7 +30,7 @@ class ServerConfig:
     )
     drain_timeout_s: float = flag(
         30.0,
-        "time for running requests after SIGTERM; a second signal ends them",
+        "time for running requests after SIGTERM; SIGINT then ends them",
         metavar="SECONDS",
     )
     log_level: str = flag("info", "log level", choices=LOG_LEVELS, is_main=True)

@@ -6,8 +6,9 @@ and answers routers which workers there are. It holds no model and passes no req
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from typing_extensions import override
 
@@ -34,7 +35,14 @@ from rpc.worker import worker_server_config
 from worker.process_spec import worker_spec
 from worker.replica_set import MOST_REPLICAS, Replica, ReplicaSet, ReplicaSetServicer
 
-__all__ = ["ReplicaSetConfig", "add_replica_args", "replica_spec", "run_replicas", "tls_of_caller"]
+__all__ = [
+    "ReplicaSetConfig",
+    "add_replica_args",
+    "free_port",
+    "replica_spec",
+    "run_replicas",
+    "tls_of_caller",
+]
 
 _SERVICE_NAME: str = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 _START_TIMEOUT_S = 900.0
@@ -132,8 +140,8 @@ def _check(engine: EngineConfig) -> None:
 
 def _replica_maker(
     args: argparse.Namespace, tier: str, engine: EngineConfig, server: ServerConfig
-) -> Callable[[int], Replica]:
-    """Returns what makes the worker with a number.
+) -> Callable[[int, Collection[int]], Replica]:
+    """Returns what makes the worker with a number, at none of some ports.
 
     Args:
         args: parsed flags of a worker.
@@ -145,13 +153,24 @@ def _replica_maker(
     policy = RestartPolicy(stop_grace_s=server.drain_timeout_s + _STOP_GRACE_S)
     write_line = log_writer(server.log_format)
 
-    def make(number: int) -> Replica:
-        (port,) = bound_ports([(server.host, 0, "--port")])
+    def make(number: int, taken_ports: Collection[int]) -> Replica:
+        port = free_port(server.host, taken_ports)
         spec = replica_spec(args, tier, engine, number, port)
         process = SupervisedProcess(spec, write_line, policy)
         return _WorkerProcess(process, server.host, port, tls)
 
     return make
+
+
+def free_port(host: str, taken: Collection[int]) -> int:
+    """Returns a free port of this host.
+
+    Args:
+        host: the address to listen on.
+        taken: ports to leave out: a worker may not have bound its own yet.
+    """
+    ports = bound_ports([(host, 0, "--port")] * (len(taken) + 1))  # one of them is not taken
+    return next(port for port in ports if port not in taken)
 
 
 def replica_spec(
@@ -200,7 +219,7 @@ class _WorkerProcess(Replica):
 
     @override
     async def start(self) -> None:
-        tls = tls_of_caller(self._tls)
+        tls = partial(tls_of_caller, self._tls)
         await self._process.start_until(wait_until_serving(self._address, _START_TIMEOUT_S, tls))
 
     @override

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,10 +64,10 @@ class ReplicaSet(Service):
     """Starts and ends replicas.
 
     Args:
-        make_replica: makes the replica with a number.
+        make_replica: makes the replica with a number, at none of the ports.
     """
 
-    def __init__(self, make_replica: Callable[[int], Replica]) -> None:
+    def __init__(self, make_replica: Callable[[int, Collection[int]], Replica]) -> None:
         self._make_replica = make_replica
         self._members: list[_Member] = []  # the oldest first
         self._ending: dict[_Member, asyncio.Task[None]] = {}
@@ -115,19 +115,23 @@ class ReplicaSet(Service):
     @override
     async def drain(self, timeout_s: float) -> None:
         """Ends all replicas. They have this time limit themselves."""
-        self._is_draining = True
-        self._resize(0)
+        self._end_all()
         await self._settle()
 
     @override
     async def close(self) -> None:
         """Kills the replicas that have not ended."""
-        self._is_draining = True
-        self._resize(0)
+        self._end_all()
         await asyncio.sleep(0)  # so that `stop` is called before `kill`
         for member in self._ending:
             member.replica.kill()
         await self._settle()
+
+    def _end_all(self) -> None:
+        """Begins to end all replicas and refuses new ones."""
+        self._is_draining = True
+        self._resize(0)
+        self._notify()  # also if there are none
 
     def _resize(self, num_replicas: int) -> None:
         """Begins to start or to end replicas."""
@@ -153,9 +157,10 @@ class ReplicaSet(Service):
                 raise member.error
 
     def _add(self) -> None:
-        taken = {member.number for member in (*self._members, *self._ending)}
-        number = min(set(range(len(taken) + 1)) - taken)
-        member = _Member(number, self._make_replica(number))
+        others = [*self._members, *self._ending]
+        number = min(set(range(len(others) + 1)) - {other.number for other in others})
+        ports = [other.replica.port for other in others]
+        member = _Member(number, self._make_replica(number, ports))
         member.starting = asyncio.create_task(self._start(member))
         self._members.append(member)
 

@@ -7,6 +7,7 @@ import grpc
 from baton.cli.operator_calls import CALL_TIMEOUT_S, add_credential_args, operator_channel
 from baton.errors import ConfigurationError, FailedPreconditionError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from worker.replica_set import MOST_REPLICAS
 
 __all__ = ["add_args", "main"]
 
@@ -46,9 +47,9 @@ def main(args: argparse.Namespace) -> int:
     Streams of workers that end move to others with their KV. The exit status is 1 if the timeout
     has passed.
     """
-    if not args.data_parallel_size >= 0:
+    if not 0 <= args.data_parallel_size <= MOST_REPLICAS:
         raise ConfigurationError(
-            f"--data-parallel-size is {args.data_parallel_size}; it must be >= 0"
+            f"--data-parallel-size is {args.data_parallel_size}; it must be in [0, {MOST_REPLICAS}]"
         )
     if not 0 <= args.timeout_s < _LONGEST_TIMEOUT_S:
         raise ConfigurationError(

@@ -21,6 +21,9 @@ def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
 
     Args:
         wanted: host, port and flag of each; port 0 is any free one.
+
+    Raises:
+        ConfigurationError: an address cannot be bound.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(_bind(*one)) for one in wanted]
@@ -28,21 +31,28 @@ def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
 
 
 def _bind(host: str, port: int, flag: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        reason = getattr(error, "strerror", None) or "not a valid host name"
-        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        remedy = f"choose another {flag if is_port else '--host'}"
-        if is_port:
-            remedy += " (0 picks a free one)"
-        raise ConfigurationError(
-            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
-        ) from None
+    with ExitStack() as unbound:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            bound = unbound.enter_context(socket.socket(family))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+        except (OSError, TypeError) as error:  # TypeError: a host name that cannot be encoded
+            reason = getattr(error, "strerror", None) or "not a valid host name"
+            remedy = _remedy(getattr(error, "errno", None), flag)
+            raise ConfigurationError(
+                f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
+            ) from None
+        unbound.pop_all()
     return bound
+
+
+def _remedy(number: int | None, flag: str) -> str:
+    if number in (errno.EADDRINUSE, errno.EACCES):
+        return f"choose another {flag} (0 picks a free one)"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return "choose another --host"
 
 
 def local_address(host: str, port: int) -> str:

@@ -108,7 +108,7 @@ async def _wait_until_serving(server: Server, process: SupervisedProcess) -> Non
             await wait_until_listening(address, _START_TIMEOUT_S)
         return
     if server.current_address:
-        await wait_until_serving(server.current_address, _START_TIMEOUT_S, server.tls)
+        await wait_until_serving(server.current_address, _START_TIMEOUT_S, lambda: server.tls)
     if server.http_address:
         await wait_until_ready(server.http_address, _START_TIMEOUT_S, server.tls)
 

@@ -64,7 +64,6 @@ class ServerActor:
 
     async def read(self, num_bytes: int) -> bytes:
         """Returns output of the process; nothing at its end."""
-        assert self._process.stdout is not None
         return await self._process.stdout.read(num_bytes)
 
     async def wait(self) -> int:
@@ -73,8 +72,7 @@ class ServerActor:
 
     async def send_signal(self, number: int) -> None:
         """Sends the process a signal."""
-        if self._process.returncode is None:
-            self._process.send_signal(number)
+        self._process.send_signal(number)
 
 
 class RemoteProcess:
@@ -94,18 +92,13 @@ class RemoteProcess:
         self._ray, self._actor, self.pid = ray, actor, pid
         self.returncode: int | None = None
         self.stdout = self
-        self._is_read = False
 
     async def read(self, num_bytes: int) -> bytes:
         """Returns output of the process; nothing at its end, or if its node is lost."""
         try:
-            chunk: bytes = await self._call(lambda: self._actor.read.remote(num_bytes))
+            return bytes(await self._call(lambda: self._actor.read.remote(num_bytes)))
         except self._ray.exceptions.RayError:
-            chunk = b""
-        if not chunk:
-            self._is_read = True
-            self._release()
-        return chunk
+            return b""
 
     async def wait(self) -> int:
         """Returns how the process ended, as if killed if its node is lost."""
@@ -113,7 +106,6 @@ class RemoteProcess:
             self.returncode = int(await self._call(lambda: self._actor.wait.remote()))
         except self._ray.exceptions.RayError:
             self.returncode = _LOST
-        self._release()
         return self.returncode
 
     def terminate(self) -> None:
@@ -122,6 +114,10 @@ class RemoteProcess:
 
     def kill(self) -> None:
         """Kills the process by killing its actor."""
+        self._ray.kill(self._actor)
+
+    def close(self) -> None:
+        """Gives the actor's room back."""
         self._ray.kill(self._actor)
 
     async def _call(self, start: Callable[[], Any]) -> Any:
@@ -135,11 +131,6 @@ class RemoteProcess:
                 return await start()
             except self._ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(_RETRY_S)
-
-    def _release(self) -> None:
-        """Gives the actor's room back once the process has ended and its output was read."""
-        if self._is_read and self.returncode is not None:
-            self._ray.kill(self._actor)
 
 
 class RayNodes:

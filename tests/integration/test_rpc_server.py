@@ -164,16 +164,21 @@ def test_bad_flags_are_named(changes):
 
 
 class ScriptedService:
-    """A service whose drain ends once `may_end` is set."""
+    """A service whose drain ends once `may_end` is set.
+
+    Attributes:
+        has_drained: whether the drain has ended by itself.
+    """
 
     def __init__(self):
         self.drain_begun = asyncio.Event()
         self.may_end = asyncio.Event()
-        self.is_closed = False
+        self.has_drained = self.is_closed = False
 
     async def drain(self, timeout_s):
         self.drain_begun.set()
         await self.may_end.wait()
+        self.has_drained = True
 
     async def close(self):
         self.is_closed = True
@@ -207,15 +212,31 @@ async def test_sigterm_drains_then_stops():
     assert service.is_closed
 
 
-async def test_a_second_signal_ends_the_drain():
+async def test_more_sigterms_do_not_end_the_drain():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        server, task = await serve_scripted(service)
+        async with open_channel(server.address) as channel:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await service.drain_begun.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await health_of(channel) == NOT_SERVING
+        service.may_end.set()
+        await task
+    assert service.has_drained
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+async def test_sigint_ends_the_drain(first):
     service = ScriptedService()
     async with asyncio.timeout(20):
         _, task = await serve_scripted(service)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), first)
         await service.drain_begun.wait()
         os.kill(os.getpid(), signal.SIGINT)
         await task
     assert service.is_closed
+    assert not service.has_drained
 
 
 async def test_a_signal_during_the_start_stops_the_server():

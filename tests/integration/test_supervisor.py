@@ -111,6 +111,19 @@ async def test_a_killed_worker_starts_again(lines, supervise):
     assert process.died.is_set()
 
 
+async def test_a_death_is_noticed_while_a_child_keeps_the_output_open(lines, supervise):
+    num_open = psutil.Process().num_fds()
+    process = supervise("orphan")
+    try:
+        await lines.wait_for("ended with status 0", times=2)
+        await process.stop()
+    finally:
+        for line in lines.seen:
+            if " child " in line:
+                os.kill(int(line.split()[-1]), signal.SIGKILL)
+    assert psutil.Process().num_fds() == num_open
+
+
 async def test_stop_ends_a_crash_loop(lines, supervise):
     process = supervise("crash", "3")
     await lines.wait_for("ended with status 3", times=3)
@@ -143,6 +156,13 @@ async def test_a_start_that_fails_later_is_tried_again(lines, supervise, monkeyp
         await lines.wait_for("could not be started", times=2)
     await lines.wait_for("ready", times=2)
     assert process.start_error is None
+
+
+async def test_a_process_that_has_ended_gets_no_signals():
+    process = await spawn_here(ProcessSpec("worker", "tests.support.scripted_worker", ("crash",)))
+    assert await process.wait() == 0
+    process.terminate()
+    process.close()
 
 
 async def test_a_process_can_be_started_elsewhere(lines):

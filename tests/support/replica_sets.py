@@ -1,7 +1,7 @@
 """Replica sets in this process: replicas that tests control, and fake workers as replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from baton.security.cluster import ClusterSecurity
@@ -87,7 +87,7 @@ class FakeSet:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def _make(self, number: int) -> Replica:
+    def _make(self, number: int, taken_ports: Collection[int]) -> Replica:
         worker = FakeDecode(self._script, security=self._security)
         self.workers.append(worker)
         return FakeReplica(worker)

@@ -5,11 +5,13 @@ It prints its pid, then acts by its mode:
     serve       runs until SIGTERM, prints "terminated" and exits with status 0
     stubborn    runs until SIGKILL; prints "terminated" upon SIGTERM
     crash N     exits with status N
+    orphan      prints the pid of a child that keeps its output open, and exits with status 0
     bar         draws a progress bar many times in one line, then serves
 """
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -18,6 +20,9 @@ def main(mode: str, status: str = "0") -> None:
     print(f"pid {os.getpid()}", flush=True)
     if mode == "crash":
         sys.exit(int(status))
+    if mode == "orphan":
+        print(f"child {subprocess.Popen(['sleep', '100']).pid}", flush=True)
+        sys.exit()
     if mode == "bar":
         for percent in range(100):
             sys.stdout.write(f"\r{percent} of 100")

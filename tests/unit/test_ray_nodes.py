@@ -143,12 +143,13 @@ async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of, spec):
     assert ray.killed == [ray.actor]
 
 
-async def test_an_actor_ends_when_its_process_has_and_its_output_was_read():
+async def test_an_actor_ends_once_its_process_is_closed():
     ray = FakeRay(FakeActor(read=b"", wait=3))
     process = RemoteProcess(ray, ray.actor, 42)
+    assert await process.read(10) == b""
     assert await process.wait() == 3
     assert ray.killed == []
-    assert await process.read(10) == b""
+    process.close()
     assert ray.killed == [ray.actor]
 
 

@@ -19,7 +19,7 @@ from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from worker.decode import add_args as add_decode_args
 from worker.decode import main as decode_main
-from worker.replica_processes import replica_spec, tls_of_caller
+from worker.replica_processes import free_port, replica_spec, tls_of_caller
 from worker.replica_set import MOST_REPLICAS
 
 FLAGS = (
@@ -64,6 +64,15 @@ def test_metrics_ports_that_are_free_or_off_stay_so(port):
     given = parse("m", f"--metrics-port={port}", "--port=7000")
     own = parse(*replica_spec(given, "decode", engine_config_from_args(given), 3, 7123).arguments)
     assert config_from_args(MetricsConfig, own) == config_from_args(MetricsConfig, given)
+
+
+def test_a_free_port_may_belong_to_a_worker_that_has_not_bound_it_yet(monkeypatch):
+    monkeypatch.setattr(
+        "worker.replica_processes.bound_ports",
+        lambda wanted: [7000 + index for index, _ in enumerate(wanted)],
+    )
+    assert free_port("127.0.0.1", []) == 7000
+    assert free_port("127.0.0.1", [7000, 7001]) == 7002
 
 
 @pytest.mark.parametrize("asks_for_certificates", [True, False])
@@ -142,7 +151,9 @@ def test_fixed_hosts_are_found_in_urls(url, is_fixed):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data-parallel-size=-1"], "--data-parallel-size is -1; it must be >= 0"),
+        (["--data-parallel-size=-1"], "--data-parallel-size is -1; it must be in [0, 256]"),
+        (["-dp=300"], "--data-parallel-size is 300; it must be in [0, 256]"),
+        (["-dp=4294967296"], "--data-parallel-size is 4294967296; it must be in [0, 256]"),
         (["-dp", "1", "--timeout-s=-1"], "--timeout-s is -1; it must be in"),
         (["-dp", "1", "--cluster-token-file=absent"], "--cluster-token-file absent"),
     ],

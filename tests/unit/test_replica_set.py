@@ -19,16 +19,19 @@ class Held:
 
     Attributes:
         made: all replicas that the set has made.
+        taken_ports: the ports that each of them could not have.
         has_made: set once there is one.
     """
 
     def __init__(self):
         self.made = []
+        self.taken_ports = []
         self.has_made = asyncio.Event()
         self.set = ReplicaSet(self._make)
 
-    def _make(self, number):
+    def _make(self, number, taken_ports):
         self.has_made.set()
+        self.taken_ports.append(list(taken_ports))
         self.made.append(replica := HeldReplica(number))
         return replica
 
@@ -107,6 +110,18 @@ async def test_a_number_is_free_once_its_replica_has_ended(held):
     assert [replica.number for replica in held.made] == [0, 1, 2, 1]
 
 
+async def test_a_port_is_free_once_its_replica_has_ended(held):
+    await held.scaled(2)
+    held.made[1].may_end.clear()
+    scaling = await held.scaling(1)
+    again = await held.scaling(2)
+    held.made[1].may_end.set()
+    held.made[2].may_start.set()
+    await asyncio.gather(scaling, again)
+    await held.scaled(3)
+    assert held.taken_ports == [[], [1000], [1000, 1001], [1000, 1002]]
+
+
 @pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
 async def test_a_replica_that_cannot_start_is_removed_and_reported(error, held):
     await held.scaled(1)
@@ -149,6 +164,14 @@ async def test_a_drained_set_ends_its_lists_and_grows_no_more(held):
     assert [replica.calls for replica in held.made] == [["start", "stop"]] * 2
     with pytest.raises(UnavailableError):
         await held.set.scale(1)
+
+
+@pytest.mark.parametrize("end", [lambda replicas: replicas.drain(1.0), ReplicaSet.close])
+async def test_an_empty_set_that_ends_ends_its_lists(held, end):
+    watching = asyncio.create_task(listed(held.set, 2))
+    await asyncio.sleep(0)
+    await end(held.set)
+    assert await watching == [[]]
 
 
 async def test_close_kills_what_does_not_end(held):
@@ -196,6 +219,19 @@ async def test_scale_answers_at_its_timeout_and_goes_on(held):
         assert (list(response.ports), response.num_changing) == ([1000], 0)
         response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=0), timeout=10)
         assert (list(response.ports), response.num_changing) == ([], 0)
+
+
+async def test_a_start_that_fails_after_the_timeout_is_logged(held, caplog):
+    async with serving(held.set) as stub:
+        request = replica_set_pb2.ScaleRequest(num_replicas=1, timeout_ms=0)
+        await stub.Scale(request, timeout=10)
+        (replica,) = held.made
+        replica.refusal = ConfigurationError("decode-0 could not start")
+        replica.may_start.set()
+        replica.may_end.set()
+        with pytest.raises(ConfigurationError):  # another caller waits for it
+            await held.set.scale(1)
+    assert "decode-0 could not start" in caplog.text
 
 
 async def test_a_failed_start_has_a_status_of_its_own(held):
