@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from baton.flag_sources import variable_of
 from baton.flags import flags_of_config
-from baton.processes.supervisor import ProcessSpec
+from baton.processes.spawn import ProcessSpec
 from engine.config import EngineConfig
 
 __all__ = ["worker_spec"]

@@ -19,7 +19,8 @@ from baton.health import wait_until_serving
 from baton.processes.output import log_writer
 from baton.processes.ports import bound_ports, local_address
 from baton.processes.run_folder import sharing_machine
-from baton.processes.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
+from baton.processes.spawn import ProcessSpec
+from baton.processes.supervisor import RestartPolicy, SupervisedProcess
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
 from baton.security.config import ClusterConfig, TlsConfig

@@ -16,7 +16,7 @@ from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
 from baton.processes.output import discard_unread_output, log_writer
-from baton.processes.supervisor import Spawn, spawn_here
+from baton.processes.spawn import Spawn, spawn_here
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster

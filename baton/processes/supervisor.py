@@ -1,28 +1,16 @@
 """`SupervisedProcess`: one child process, restarted when it dies until `stop` is called."""
 
 import asyncio
-import os
-import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from baton.errors import ConfigurationError, UnavailableError
-from baton.flag_sources import without_flag_variables
+from baton.processes.spawn import ProcessSpec, RunningProcess, Spawn, spawn_here
 
-__all__ = [
-    "LocalProcess",
-    "ProcessSpec",
-    "RestartPolicy",
-    "RunningProcess",
-    "Spawn",
-    "SupervisedProcess",
-    "spawn_here",
-]
+__all__ = ["RestartPolicy", "SupervisedProcess"]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -30,56 +18,6 @@ _REDRAW_INTERVAL_S = 5.0
 """Time between two lines about a progress bar, which a process draws many times a second."""
 _LAST_OUTPUT_S = 1.0
 """Time to read the output of a process that has ended: children may keep it open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """A process to run as `python -P -m module arguments...`; the log calls it `name`.
-
-    Attributes:
-        environment: variables besides those of this process that are no flags; not shown, as they
-            hold secrets.
-        address_file: gets the server's address if what starts it chooses that; None if the
-            arguments have it.
-    """
-
-    name: str
-    module: str
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    address_file: Path | None = None
-
-
-class RunningProcess(Protocol):
-    """A process that was started, here or on another machine."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id, on its machine."""
-
-    @property
-    def returncode(self) -> int | None:
-        """How it ended; None before."""
-
-    @property
-    def stdout(self) -> Any:
-        """Its output, of which `read(n)` returns up to n bytes, and none at the end."""
-
-    async def wait(self) -> int:
-        """Returns how it ended, when it has. Its children may still write to its output."""
-
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-
-    def kill(self) -> None:
-        """Kills it."""
-
-    def close(self) -> None:
-        """Releases what it held, after its end. Its output is not read any more."""
-
-
-Spawn = Callable[[ProcessSpec], Awaitable[RunningProcess]]
-"""Starts a process. Raises `OSError` if it cannot be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,89 +203,6 @@ class SupervisedProcess:
         text = line if isinstance(line, str) else line.decode(errors="replace")
         if text.strip():
             self._write_line(f"{self.spec.name} | {text.rstrip()}")
-
-
-class LocalProcess:
-    """A process on this machine.
-
-    Args:
-        process: asyncio's, without a pipe: `wait` would wait for that, too.
-        stdout: the process's output.
-        pipe: what `stdout` reads.
-    """
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        stdout: asyncio.StreamReader,
-        pipe: asyncio.ReadTransport,
-    ) -> None:
-        self.pid = process.pid
-        self.stdout = stdout
-        self._process = process
-        self._pipe = pipe
-
-    @property
-    def returncode(self) -> int | None:
-        """How it ended; None before."""
-        return self._process.returncode
-
-    async def wait(self) -> int:
-        """Returns how it ended, when it has."""
-        return await self._process.wait()
-
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kills it."""
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal, unless the process has ended."""
-        if self.returncode is None:
-            self._process.send_signal(number)
-
-    def close(self) -> None:
-        """Closes its output."""
-        self._pipe.close()
-
-
-async def spawn_here(spec: ProcessSpec) -> LocalProcess:
-    """Starts a process on this machine."""
-    stdout = asyncio.StreamReader()
-    read_end, write_end = os.pipe()
-    try:
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(read_end, "rb")
-        )
-        try:
-            process = await _start(spec, write_end)
-        except BaseException:
-            pipe.close()
-            raise
-    finally:
-        os.close(write_end)
-    return LocalProcess(process, stdout, pipe)
-
-
-async def _start(spec: ProcessSpec, output: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # files of the working folder must not shadow the packages of the cluster
-        "-m",
-        "baton.processes.child",
-        str(os.getpid()),
-        spec.module,
-        *spec.arguments,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=output,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**without_flag_variables(os.environ), **spec.environment},
-        # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
-        start_new_session=True,
-    )
 
 
 def _last_drawn(line: bytes) -> bytes:

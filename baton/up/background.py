@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from baton.processes.supervisor import Spawn, spawn_here
+from baton.processes.spawn import Spawn, spawn_here
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterPlan
 

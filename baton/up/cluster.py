@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.supervisor import Spawn, SupervisedProcess, spawn_here
+from baton.processes.spawn import Spawn, spawn_here
+from baton.processes.supervisor import SupervisedProcess
 from baton.up.plan import ClusterPlan, Server
 
 __all__ = ["run_cluster", "start_server", "stop_in_order", "stop_on_signal"]

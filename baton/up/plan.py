@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.errors import ConfigurationError
 from baton.flags import flags_of_config
 from baton.processes.ports import bound_ports, local_address
-from baton.processes.supervisor import ProcessSpec
+from baton.processes.spawn import ProcessSpec
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
 from engine.config import EngineConfig

@@ -19,7 +19,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.processes.child import end_with_parent
-from baton.processes.supervisor import ProcessSpec, RunningProcess, spawn_here
+from baton.processes.spawn import ProcessSpec, RunningProcess, spawn_here
 from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
 from baton.up.plan import ClusterConfig
 from engine.config import EngineConfig

@@ -12,13 +12,8 @@ import psutil
 import pytest
 
 from baton.errors import UnavailableError
-from baton.processes.supervisor import (
-    ProcessSpec,
-    RestartPolicy,
-    RunningProcess,
-    SupervisedProcess,
-    spawn_here,
-)
+from baton.processes.spawn import ProcessSpec, RunningProcess, spawn_here
+from baton.processes.supervisor import RestartPolicy, SupervisedProcess
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
 
@@ -132,7 +127,6 @@ async def test_stop_ends_a_crash_loop(lines, supervise):
     assert not any(psutil.pid_exists(pid) for pid in lines.pids())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def without_processes(*_, **__):
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -204,6 +198,7 @@ async def test_a_stop_does_not_wait_for_a_start_elsewhere(lines):
     assert not process.started.is_set()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_killed_parent_leaves_no_orphan():
     command = [sys.executable, "-m", "tests.support.supervising_parent", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

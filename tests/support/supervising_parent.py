@@ -3,7 +3,8 @@
 import asyncio
 import sys
 
-from baton.processes.supervisor import ProcessSpec, SupervisedProcess
+from baton.processes.spawn import ProcessSpec
+from baton.processes.supervisor import SupervisedProcess
 
 
 async def main(num_children: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli import main
 from baton.errors import ConfigurationError
-from baton.processes.supervisor import ProcessSpec
+from baton.processes.spawn import ProcessSpec
 from baton.up import ray_nodes
 from baton.up.plan import ClusterConfig
 from baton.up.ray_nodes import (
