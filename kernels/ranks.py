@@ -7,6 +7,7 @@ All ranks of a group call the same operations in the same order; each waits for 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -15,7 +16,14 @@ from typing_extensions import override
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cut", "EngineRanks", "GroupEndedError", "RankGroup", "RanksLostError"]
+__all__ = [
+    "Cut",
+    "DeviceRankGroup",
+    "EngineRanks",
+    "GroupEndedError",
+    "RankGroup",
+    "RanksLostError",
+]
 
 
 class RanksLostError(RuntimeError):
@@ -75,6 +83,7 @@ class EngineRanks(ABC):
         rank: number of this rank, from 0. Rank 0 schedules, and draws tokens.
         size: number of ranks.
         num_local: number of them that share this machine.
+        local_rank: number of this rank among those of its machine, which have a GPU each.
         stage: number of the pipeline stage that this rank computes, from 0; rank 0 computes the
             last one.
         num_stages: number of pipeline stages.
@@ -83,6 +92,7 @@ class EngineRanks(ABC):
     rank: int
     size: int
     num_local: int
+    local_rank: int = 0
     stage: int = 0
     num_stages: int = 1
 
@@ -94,6 +104,12 @@ class EngineRanks(ABC):
     @abstractmethod
     def group(self) -> "RankGroup | None":
         """The ranks that compute the same stage; None if there is no other."""
+
+    @property
+    def device_group(self) -> "DeviceRankGroup | None":
+        """`group`, if its ranks have a GPU each."""
+        group = self.group
+        return group if isinstance(group, DeviceRankGroup) else None
 
     @abstractmethod
     def limit_waits(self, timeout_s: float) -> None:
@@ -190,4 +206,23 @@ class RankGroup(EngineRanks):
 
         Returns:
             `[rows, num_columns]` on rank 0; `part` on the others.
+        """
+
+
+class DeviceRankGroup(RankGroup):
+    """A group whose ranks have a GPU each. Sums and joins are launched on its current stream."""
+
+    @abstractmethod
+    def broadcast(self, values: "torch.Tensor") -> None:
+        """Overwrites a contiguous int64 tensor with that of rank 0."""
+
+    @abstractmethod
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Waits for what was launched.
+
+        Args:
+            is_done: whether the device has completed it.
+
+        Raises:
+            RanksLostError: another rank is lost, or it takes too long.
         """

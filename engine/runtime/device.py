@@ -24,13 +24,26 @@ __all__ = [
 ]
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """Returns the device that `--device` names; "auto" is CUDA's current GPU, else the CPU.
 
+    Args:
+        name: the flag's value.
+        local_rank: of one of several ranks, as in `EngineRanks`: it has the GPU with this number,
+            or the only one of its machine or container. None for one rank.
+
     Raises:
-        ConfigurationError: there is no such device, or it is a GPU and Triton is not installed.
+        ConfigurationError: there is no such device, or it is a GPU and Triton is not installed, or
+            it is one GPU for several ranks.
     """
     device = _find_device(name)
+    if device.type == "cuda" and local_rank is not None and torch.cuda.device_count() > 1:
+        if name not in ("auto", "cuda"):
+            raise ConfigurationError(
+                f"--device is {name}, one GPU, and the engine has several ranks: use cuda, and "
+                "choose GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        device = _find_device(f"cuda:{local_rank}")
     if device.type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError(
             f"--device {name} is a GPU, whose kernels need Triton: pip install 'baton-llm[gpu]'"
@@ -113,6 +126,10 @@ class Fetched:
 
     tensors: tuple[torch.Tensor, ...]
     _event: torch.cuda.Event | None
+
+    def is_done(self) -> bool:
+        """Returns whether the copies are complete."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Returns once the copies are complete.

@@ -32,7 +32,7 @@ from engine.runtime.row_processors import RowProcessors
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
-from kernels import CudaGraphRecorder
+from kernels import CudaGraphRecorder, DeviceRankGroup
 
 __all__ = ["DeviceSteps"]
 
@@ -68,10 +68,14 @@ class DeviceSteps(Steps):
         self._decode = DeviceDecode(model, self._rows)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
+        self._group = None if model.ranks is None else model.ranks.device_group
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         self._processors = RowProcessors(model.processors)
         # All graphs write their logits here; otherwise each would keep its own memory for them.
-        self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
+        num_logits = vocab_size
+        if self._group is not None and self._group.rank > 0:
+            num_logits = self._group.cut(vocab_size).size
+        self._logits = torch.empty((max(sizes, default=0), num_logits), device=model.device)
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
@@ -94,6 +98,9 @@ class DeviceSteps(Steps):
         draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
         prompts = PromptTokens(batch)
         scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        if self._group is not None and self._group.rank > 0:
+            prompts.compute_part(self._model.model, scores.hidden)
+            return self._follow(batch, self._group)
         of_prompts = prompts.compute(self._model.model, scores.hidden)
         # Until here the logits are the model's own.
         raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
@@ -106,6 +113,8 @@ class DeviceSteps(Steps):
         of_chunks = draws.draw(scores, raw)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
+        if self._group is not None:
+            self._group.broadcast(self._rows.state.last_tokens)
         reports, of_decodes = self._reports, list[torch.Tensor]()
         if num_decodes:
             tokens = self._decode.tokens[:num_decodes]
@@ -120,7 +129,16 @@ class DeviceSteps(Steps):
             )
 
         results = [*of_decodes, *of_chunks, *of_prompts]
-        return LaunchedStep(fetch(self._model.device, results), read)
+        return LaunchedStep(fetch(self._model.device, results), read, self._group)
+
+    def _follow(self, batch: ScheduledBatch, group: DeviceRankGroup) -> LaunchedStep:
+        """Ends a step of another rank than 0, which draws the tokens."""
+        num_decodes = len(self._decode_ids)
+        row_ids, tokens = self._decode.row_ids[:num_decodes], self._decode.tokens[:num_decodes]
+        kernels.keep_drawn(self._rows.state, row_ids, tokens)  # advances the rows
+        group.broadcast(self._rows.state.last_tokens)
+        fetched = fetch(self._model.device, ())
+        return LaunchedStep(fetched, lambda _: StepOutput(batch.step), group)
 
     @override
     def graph_bytes(self) -> int:

@@ -58,6 +58,7 @@ __all__ = ["ModelRunner"]
 _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 32
 _TIMED_BLOCKS = 8
+_MEBIBYTE = 2**20
 # The ranks end first, so that the engine can end them: a frozen one does not end by itself.
 _SHARE_OF_STEP_TIMEOUT = 0.8
 _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
@@ -104,7 +105,8 @@ class ModelRunner:
         part = _part_of(ranks)
         # Other stages compute without turns, and before this one.
         self._sends_early = not part.is_first
-        self._device = resolve_device(config.device)
+        local_rank = None if ranks is None else ranks.local_rank
+        self._device = resolve_device(config.device, local_rank)
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
         self._steps_type: type[Steps] = DeviceSteps
         if self._is_on_cpu:
@@ -154,7 +156,7 @@ class ModelRunner:
         with self._turns.wait_for_turn():  # so that no other engine's step distorts the times
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
-            self._make_pools(free_bytes)
+            self._make_pools(self._least(free_bytes))
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
@@ -235,6 +237,7 @@ class ModelRunner:
         try:
             return self._launch(batch).result()
         except BaseException:
+            self._abort_ranks()
             wait_for(self._device)
             raise
 
@@ -248,10 +251,10 @@ class ModelRunner:
             with current(self._device):
                 return self._launch_on_current_device(batch)
         except BaseException as error:
+            self._abort_ranks()  # the device may wait for them
             wait_for(self._device)
             if self._ranks is None:
                 raise
-            self._abort_ranks()
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 raise
             raise RanksLostError(f"rank {self._ranks.rank} has failed: {error}") from error
@@ -267,7 +270,8 @@ class ModelRunner:
             if not self._sends_early:
                 self._pass_on(batch)
             copies_done = fetch(self._device, ())
-            return LaunchedStep(copies_done, lambda _: StepOutput(batch.step))
+            group = None if self._ranks is None else self._ranks.device_group
+            return LaunchedStep(copies_done, lambda _: StepOutput(batch.step), group)
         with self._turns.wait_for_turn():
             if not self._sends_early:
                 self._pass_on(batch)  # now, as the other ranks wait for this one's part
@@ -403,6 +407,15 @@ class ModelRunner:
         kernels.swap_blocks(self.kv_pool, self._host_pool, pairs)
         wait_for(self._device)
         return (time.perf_counter() - start) / num_blocks
+
+    def _least(self, free_bytes: int | None) -> int | None:
+        """Returns the least of what the ranks have left for their pools, which are equal."""
+        group = None if self._ranks is None else self._ranks.group
+        if free_bytes is None or group is None:
+            return free_bytes
+        mebibytes = torch.zeros((1, group.size), device=self._device)  # float32 has them exactly
+        mebibytes[0, group.rank] = free_bytes // _MEBIBYTE
+        return int(group.all_reduce(mebibytes).min()) * _MEBIBYTE
 
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info

@@ -12,7 +12,7 @@ from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from engine.runtime.logits_processors import LogitsProcessor
-from kernels import AttentionMetadata, EngineRanks, LogitRows, PagedKv
+from kernels import AttentionMetadata, DeviceRankGroup, EngineRanks, LogitRows, PagedKv
 from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
@@ -101,13 +101,21 @@ class LaunchedStep:
     Attributes:
         fetched: the step's results, being copied to the host.
         read: builds the output from the copied results.
+        group: the ranks whose parts the step needs; None if it needs none.
     """
 
     fetched: Fetched
     read: Callable[[Sequence[torch.Tensor]], StepOutput]
+    group: DeviceRankGroup | None = None
 
     def result(self) -> StepOutput:
-        """Waits for the copies, then builds the output."""
+        """Waits for the copies, then builds the output.
+
+        Raises:
+            RanksLostError: another rank is lost.
+        """
+        if self.group is not None:
+            self.group.wait(self.fetched.is_done)
         self.fetched.wait()
         return self.read(self.fetched.tensors)
 

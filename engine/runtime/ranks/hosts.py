@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.gloo import GlooRanks
 from engine.runtime.ranks.meeting import END, Meeting, shut_down
+from engine.runtime.ranks.nccl import NcclRanks, load_nccl
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import RankPlace
 from engine.runtime.ranks.started import StartedRanks
@@ -43,7 +44,8 @@ class HostRanks(StartedRanks):
         self._is_lost = False
         self._on_lost: Callable[[], None] = lambda: None
         key, num_stages = _key_of(place, security), config.pipeline_parallel_size
-        self._met = Meeting(place, num_stages, key, self._check_others)
+        is_on_cpu = resolve_device(config.device).type == "cpu"
+        self._met = Meeting(place, num_stages, key, self._check_others, has_gloo=is_on_cpu)
         try:
             self._met.meet()
         except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
@@ -116,7 +118,13 @@ def _opened(met: Meeting, config: EngineConfig) -> EngineRanks:
     group: RankGroup | None = None
     if width > 1:
         steps = () if is_staged else list(met.steps.values())
-        group = GlooRanks(place.rank % width, width, place.num_local, met.gloo, steps)
+        rank = place.rank % width
+        if met.has_gloo:
+            group = GlooRanks(rank, width, place.num_local, met.gloo, steps)
+        else:
+            device = resolve_device(config.device, place.local_rank)
+            sizes = width, place.num_local, place.local_rank
+            group = NcclRanks(rank, *sizes, device, steps, load_nccl())
     if not is_staged:
         assert group is not None, "one rank meets no others"
         return group
@@ -125,15 +133,15 @@ def _opened(met: Meeting, config: EngineConfig) -> EngineRanks:
 
 
 def check_device(config: EngineConfig) -> None:
-    """Refuses devices on which several ranks cannot compute yet.
+    """Refuses devices on which several ranks cannot compute.
 
     Raises:
         ConfigurationError: names the flags.
     """
-    if resolve_device(config.device).type != "cpu":
+    if config.pipeline_parallel_size > 1 and resolve_device(config.device).type != "cpu":
         raise ConfigurationError(
-            f"--tensor-parallel-size is {config.tensor_parallel_size}; several ranks compute on "
-            "CPUs only so far: set --device cpu"
+            f"--pipeline-parallel-size is {config.pipeline_parallel_size}; several stages compute "
+            "on CPUs only so far: set --device cpu, or use --tensor-parallel-size"
         )
 
 

@@ -62,19 +62,21 @@ class Meeting:
         num_stages: number of pipeline stages.
         key: what both sides of a connection prove to know.
         check_others: called while ranks are missing; raises if they will not come.
+        has_gloo: whether to open `gloo`.
 
     Attributes:
         steps: connections for steps: rank 0's to the others by rank, or the one to rank 0.
         transfers: connections for transfers, in the same order.
         before: connection to the stage before; None for the first stage.
         after: connection to the stage after; None for the last one.
-        gloo: adds up between the ranks of this stage; None if it has one.
+        gloo: adds up between the ranks of this stage; None if it has one, or a GPU each.
     """
 
     place: RankPlace
     num_stages: int
     key: bytes
     check_others: Callable[[], None]
+    has_gloo: bool = True
     steps: dict[int, Connection] = field(default_factory=dict)
     transfers: list[Connection] = field(default_factory=list)
     before: Connection | None = None
@@ -99,7 +101,7 @@ class Meeting:
             if self.num_stages > 1:
                 self._meet_neighbours(group, own_address)
             width = place.size // self.num_stages
-            if width > 1:
+            if width > 1 and self.has_gloo:
                 stage = PrefixStore(str(place.rank // width), group)
                 self.gloo = _open_gloo(place.rank % width, width, stage, own_address)
         except BaseException:

@@ -20,6 +20,7 @@ class RankPlace:
         address: host of rank 0.
         port: port there, at which the ranks meet.
         num_local: number of ranks on this machine.
+        local_rank: number of this rank among them.
         is_host: whether rank 0 listens at this port itself; else a launcher does.
     """
 
@@ -28,6 +29,7 @@ class RankPlace:
     address: str
     port: int
     num_local: int = 1
+    local_rank: int = 0
     is_host: bool = True
 
 
@@ -36,8 +38,8 @@ def place_of(config: EngineConfig, environment: Mapping[str, str] = os.environ) 
 
     Args:
         config: the flags.
-        environment: variables of torchrun (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-            MASTER_PORT), or of LeaderWorkerSet (LWS_WORKER_INDEX, LWS_GROUP_SIZE,
+        environment: variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+            MASTER_ADDR, MASTER_PORT), or of LeaderWorkerSet (LWS_WORKER_INDEX, LWS_GROUP_SIZE,
             LWS_LEADER_ADDRESS), for `--distributed-executor-backend external_launcher`.
 
     Raises:
@@ -73,6 +75,7 @@ def _launched(config: EngineConfig, environment: Mapping[str, str]) -> RankPlace
             environment.get("MASTER_ADDR", ""),
             _number(environment, "MASTER_PORT"),
             num_local=_number(environment, "LOCAL_WORLD_SIZE"),
+            local_rank=_number(environment, "LOCAL_RANK"),
             is_host=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
     if place.size != config.num_ranks or not 0 <= place.rank < place.size:

@@ -19,13 +19,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
+from engine.runtime.device import resolve_device
 from engine.runtime.ranks.hosts import HostRanks, check_device
 from engine.runtime.ranks.meeting import shut_down
+from engine.runtime.ranks.nccl import NcclRanks, load_nccl
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
 from engine.runtime.ranks.ray_ranks import RayRanks
@@ -51,7 +54,7 @@ class RankTask:
         config: of the engine.
         rank: number of the rank.
         file: descriptor of the memory that the ranks of its stage share; None if there is no other.
-        steps: descriptor of a connection to rank 0, for a pipeline; None for one stage.
+        steps: descriptor of a connection to rank 0; None if the memory has what it sends.
         before: descriptor of a connection to the stage before.
         after: descriptor of a connection to the stage after.
         security: for the connector's calls to other processes.
@@ -80,17 +83,23 @@ class RankTask:
         Raises:
             MemoryError: the system refuses the memory.
         """
-        config, group = self.config, self._open_group()
+        config, size = self.config, self.config.num_ranks
+        to_others = steps if self.rank == 0 else {0: self.steps}
+        links = {rank: _link(file) for rank, file in to_others.items() if file is not None}
+        device = resolve_device(config.device, self.rank)
+        if device.type != "cpu":
+            sizes = size, size, self.rank
+            return NcclRanks(self.rank, *sizes, device, list(links.values()), load_nccl())
+        group = self._open_group()
         if config.pipeline_parallel_size == 1:
             assert group is not None, "the rank has others"
             return group
-        to_others = steps if self.rank == 0 else {0: self.steps}
-        links = PipelineLinks(
-            {rank: _link(file) for rank, file in to_others.items() if file is not None},
+        neighbours = PipelineLinks(
+            links,
             before=None if self.before is None else _link(self.before),
             after=None if self.after is None else _link(self.after),
         )
-        return PipelineRanks(self.rank, config, group, links, config.num_ranks)
+        return PipelineRanks(self.rank, config, group, neighbours, size)
 
     def _open_group(self) -> RankGroup | None:
         if self.file is None:
@@ -235,6 +244,13 @@ def _check_machine(config: EngineConfig) -> None:
     """
     size = config.num_ranks
     check_device(config)
+    if resolve_device(config.device, 0).type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {size}, and this machine has "
+                f"{torch.cuda.device_count()} GPUs; each rank needs one"
+            )
+        return
     if library() is None or not hasattr(os, "memfd_create"):  # which only Linux has
         raise ConfigurationError(
             f"--tensor-parallel-size times --pipeline-parallel-size is {size}; several ranks need "
@@ -261,17 +277,19 @@ def _tasks(
     """
     size, width = config.num_ranks, config.tensor_parallel_size
     tasks = [RankTask(config, rank, security) for rank in range(size)]
-    if width > 1:
+    is_on_cpu = resolve_device(config.device).type == "cpu"
+    if width > 1 and is_on_cpu:
         for first in range(0, size, width):
             file = os.memfd_create("baton-ranks")
             opened.callback(os.close, file)
             for rank in range(first, first + width):
                 tasks[rank] = replace(tasks[rank], file=file)
     steps = {}
-    if config.pipeline_parallel_size > 1:
+    if config.pipeline_parallel_size > 1 or not is_on_cpu:
         for rank in range(1, size):
             steps[rank], theirs = _socket_pair(opened)
             tasks[rank] = replace(tasks[rank], steps=theirs)
+    if config.pipeline_parallel_size > 1:
         for rank in range(size - width):
             after, before = _socket_pair(opened)
             tasks[rank] = replace(tasks[rank], before=before)

@@ -26,7 +26,8 @@ class StartedRanks(EngineRanks):
     transfers: list[Connection]
 
     def __init__(self, opened: EngineRanks, rank: int, size: int) -> None:
-        self.rank, self.size, self.num_local = rank, size, opened.num_local
+        self.rank, self.size = rank, size
+        self.num_local, self.local_rank = opened.num_local, opened.local_rank
         self.stage, self.num_stages = opened.stage, opened.num_stages
         self._opened = opened
 
