@@ -8,6 +8,7 @@ from engine.runtime.ranks.place import RankPlace, place_of
 
 TORCHRUN = {
     "RANK": "1",
+    "LOCAL_RANK": "1",
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "10.0.0.1",
@@ -41,8 +42,8 @@ def test_flags_name_the_machine():
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (TORCHRUN, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2)),
-        (AGENT, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2, is_host=False)),
+        (TORCHRUN, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2, local_rank=1)),
+        (AGENT, RankPlace(1, 2, "10.0.0.1", 29500, num_local=2, local_rank=1, is_host=False)),
         (LEADER_WORKER_SET, RankPlace(0, 2, "leader.svc", 29501)),
     ],
 )
