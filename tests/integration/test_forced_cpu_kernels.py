@@ -37,7 +37,8 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
 @pytest.mark.parametrize("choice", [TORCH, *RUNNABLE[1:]])
 @needs_libraries
 def test_the_tests_of_kernels_and_models_pass_with_each_set(choice):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES]
+    options = "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"
+    command = [sys.executable, "-m", "pytest", *options, *FILES]
     result = subprocess.run(
         command,
         cwd=ROOT,
