@@ -144,7 +144,7 @@ class EngineCore:
         from engine.runtime.device import with_device_defaults
         from engine.runtime.model_runner import ModelRunner
         from engine.runtime.ranks.processes import start_ranks
-        from engine.runtime.ranks.transfers import join_transfers
+        from engine.runtime.ranks.transfers import join_transfers, read_reports
         from kvstore.registry import open_connector
 
         # The connector first: a bad URL is an error before minutes of loading.
@@ -169,6 +169,7 @@ class EngineCore:
                 ) from error
             if ranks is not None:
                 ranks.watch(lambda: core.end(RanksLostError("a rank of the engine has ended")))
+                read_reports(connector, ranks.transfers, core.metrics.rank_reported)
             opened.pop_all()
         return core
 

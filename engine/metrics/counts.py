@@ -7,14 +7,15 @@ The engine's thread counts requests and steps, and the threads that compile gram
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from baton.metrics import MetricInfo, Metrics, Snapshot, buckets_between
+from baton.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
 from engine.batch import ScheduledBatch
 from engine.request import EngineOutput, FinishReason
 
-__all__ = ["METRICS", "WAITS", "EngineMetrics", "Phase", "StepTimer"]
+__all__ = ["METRICS", "WAITS", "EngineMetrics", "Phase", "RankReport", "StepTimer"]
 
 Phase = Literal["transfers", "schedule", "execute", "commit"]
 
@@ -115,9 +116,25 @@ _FROM_LOAD: dict[str, MetricInfo] = {
     ),
 }
 
+_FROM_RANKS: dict[str, MetricInfo] = {
+    "baton_engine_rank_step_seconds": MetricInfo(
+        "counter", "Time of another rank in steps, with its waits for others.", {"rank": None}
+    ),
+    "baton_engine_rank_idle_seconds": MetricInfo(
+        "counter", "Time of another rank between steps.", {"rank": None}
+    ),
+    "baton_engine_rank_cpu_seconds": MetricInfo(
+        "counter", "Processor time of another rank's process.", {"rank": None}
+    ),
+    "baton_engine_rank_resident_bytes": MetricInfo(
+        "gauge", "Memory of another rank's process.", {"rank": None}
+    ),
+}
+
 METRICS: dict[str, MetricInfo] = {
     **_COUNTED,
     **_FROM_LOAD,
+    **_FROM_RANKS,
     "baton_engine_info": MetricInfo(
         "gauge", "1; the labels describe the engine.", {"model": None, "role": None}
     ),
@@ -126,16 +143,49 @@ METRICS: dict[str, MetricInfo] = {
 _token_ids_of = attrgetter("token_ids")
 
 
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a rank other than 0 has used since it started.
+
+    Attributes:
+        rank: its number.
+        step_s: seconds in steps, with the waits for other ranks' parts.
+        idle_s: seconds between steps.
+        cpu_s: processor seconds of its process.
+        resident_bytes: memory of its process now.
+    """
+
+    rank: int
+    step_s: float
+    idle_s: float
+    cpu_s: float
+    resident_bytes: int
+
+
 class EngineMetrics:
     """The metrics that the engine counts itself. Thread-safe."""
 
     def __init__(self) -> None:
         self._metrics = Metrics(_COUNTED)
         self._gaps: Counter[float] = Counter()
+        self._of_ranks: dict[Series, float] = {}
 
     def snapshot(self) -> Snapshot:
         """Returns the metrics as of now."""
-        return self._metrics.snapshot()
+        values, histograms = self._metrics.snapshot()
+        return Snapshot(values | self._of_ranks, histograms)
+
+    def rank_reported(self, report: RankReport) -> None:
+        """Stores what another rank has reported."""
+        rank = str(report.rank)
+        self._of_ranks.update(
+            {
+                ("baton_engine_rank_step_seconds", rank): report.step_s,
+                ("baton_engine_rank_idle_seconds", rank): report.idle_s,
+                ("baton_engine_rank_cpu_seconds", rank): report.cpu_s,
+                ("baton_engine_rank_resident_bytes", rank): report.resident_bytes,
+            }
+        )
 
     # Requests.
 

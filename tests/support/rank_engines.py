@@ -86,6 +86,17 @@ def check_handed_over(path: Path, split: SplitRun) -> None:
         found = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
         assert found == reference_greedy(path, prompt, NUM_TOKENS)
         assert outputs[0].cached_tokens == len(prompt)
+    for core in (split._prefill, split._decode):
+        for rank in range(1, core.config.num_ranks):
+            wait_for_report(core, rank)
+
+
+def wait_for_report(core: EngineCore, rank: int) -> None:
+    """Waits until metrics have what a rank reports after its first step."""
+    give_up_at = time.monotonic() + 30
+    while ("baton_engine_rank_cpu_seconds", str(rank)) not in core.metrics.snapshot().values:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def pids_of(core: EngineCore) -> list[int]:

@@ -1,5 +1,6 @@
 """Ranks that register their parts of the pool, and move blocks of them."""
 
+import queue
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.metrics.counts import EngineMetrics, RankReport
 from engine.runtime.ranks import transfers
+from engine.runtime.ranks.reports import Reporter
 from engine.runtime.ranks.transfers import RankTransfers, _Pool, _Work
 from kernels.ranks import RanksLostError
 from kvstore.connector import SavedSlices
@@ -90,6 +93,24 @@ def test_a_rank_reports_what_it_saves() -> None:
     own, theirs = Pipe()
     theirs.send(SavedSlices(b"params", (1, 3)))
     assert transfers._receive_slices(own) == SavedSlices(b"params", (1, 3))
+
+
+def test_reports_reach_rank_0_without_a_connector() -> None:
+    own, theirs = Pipe()
+    arrived: queue.SimpleQueue[RankReport] = queue.SimpleQueue()
+    transfers.read_reports(None, [own], arrived.put)
+    reporter = Reporter(3, RankTransfers(theirs, ends_process=False).send_report)
+    reporter.step_begins()
+    reporter.step_ends()
+    report = arrived.get(timeout=WAIT_S)
+    assert report.rank == 3
+    assert report.resident_bytes > 1 << 20
+    assert report.cpu_s > 0
+    metrics = EngineMetrics()
+    metrics.rank_reported(report)
+    values = metrics.snapshot().values
+    assert values["baton_engine_rank_step_seconds", "3"] == report.step_s
+    assert values["baton_engine_rank_resident_bytes", "3"] == report.resident_bytes
 
 
 def test_a_rank_that_ends_while_it_registers_is_lost() -> None:

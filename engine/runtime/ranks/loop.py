@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.ranks.batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
+from engine.runtime.ranks.reports import Reporter
 from engine.runtime.ranks.transfers import RankTransfers
 from kernels.ranks import EngineRanks, GroupEndedError
 from kvstore.registry import open_connector
@@ -44,12 +45,14 @@ def compute_batches(
         runner = ModelRunner(config, progress=False, ranks=ranks)
         if connector is not None:
             transfers.open(connector, runner, ranks)
-        batches = BatchReceiver(ranks)
+        batches, reporter = BatchReceiver(ranks), Reporter(ranks.rank, transfers.send_report)
         while True:
             batch, num_work_messages = batches.receive()
+            reporter.step_begins()
             transfers.begin_step(num_work_messages)
             runner.execute(batch)
             transfers.end_step(batch.step)
+            reporter.step_ends()
     finally:
         ranks.abort()  # no other rank waits for this one any more
         transfers.close()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from engine.metrics.counts import RankReport
 from engine.runtime.kv_pool import share_of
 from engine.runtime.ranks.joined_results import JoinedResults
 from kernels.ranks import EngineRanks, RanksLostError
@@ -39,7 +40,7 @@ from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
 
-__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers"]
+__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers", "read_reports"]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -89,6 +90,10 @@ class RanksConnectorWorker(KvConnectorWorker):
         own: both halves of rank 0's connector; the worker half moves its part.
         ranks: the group.
         links: connections to the other ranks, in their order.
+
+    Attributes:
+        num_work_messages: how many messages of work were sent to the others.
+        on_report: called with each report of another rank, in a thread of its link.
     """
 
     def __init__(self, own: Connector, ranks: EngineRanks, links: Sequence[Connection]) -> None:
@@ -100,6 +105,7 @@ class RanksConnectorWorker(KvConnectorWorker):
         self._ended_step = 0
         self._savers: list[bool] = []
         self.num_work_messages = 0
+        self.on_report: Callable[[RankReport], None] = lambda _: None
 
     @override
     def register_pool(
@@ -181,11 +187,15 @@ class RanksConnectorWorker(KvConnectorWorker):
                 link.send(message)
 
     def _read(self, link: Connection) -> None:
-        """Receives a rank's results until it ends, and its group with it."""
+        """Receives a rank's results and reports until it ends, and its group with it."""
         with suppress(EOFError, OSError):
             while True:
-                self._arrived.append(link.recv())
-                self._wake()
+                message = link.recv()
+                if isinstance(message, RankReport):
+                    self.on_report(message)
+                else:
+                    self._arrived.append(message)
+                    self._wake()
         self._ranks.abort()
 
 
@@ -223,8 +233,36 @@ def join_transfers(
     return own[0], worker
 
 
+def read_reports(
+    connector: Connector | None,
+    links: Sequence[Connection],
+    on_report: Callable[[RankReport], None],
+) -> None:
+    """Makes rank 0 read what the other ranks report.
+
+    Args:
+        connector: both halves of the connector of the engine, which reads the links if there is
+            one.
+        links: connections to the other ranks.
+        on_report: called with each report, in other threads.
+    """
+    if connector is not None:
+        worker = connector[1]
+        assert isinstance(worker, RanksConnectorWorker), "the ranks share it"
+        worker.on_report = on_report
+        return
+
+    def read(link: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                on_report(link.recv())
+
+    for link in links:
+        threading.Thread(target=read, args=(link,), daemon=True).start()
+
+
 class RankTransfers:
-    """The transfers of a rank other than 0.
+    """The transfers of a rank other than 0, and its reports.
 
     Args:
         link: connection to rank 0.
@@ -236,6 +274,7 @@ class RankTransfers:
         self._ends_process = ends_process
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of calls of the connector
+        self._sending = threading.Lock()
         self._progress = threading.Condition()
         self._num_work_messages = 0  # started
         self._ended_step = 0
@@ -291,6 +330,15 @@ class RankTransfers:
                 self._ended_step = step
                 self._progress.notify_all()
 
+    def send_report(self, report: RankReport) -> None:
+        """Sends rank 0 a report."""
+        with suppress(OSError):  # rank 0 has ended
+            self._send(report)
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            self._link.send(message)
+
     def _layers_computed(self, step: int, num_layers: int) -> None:
         assert self._connector is not None
         with self._lock:
@@ -334,7 +382,7 @@ class RankTransfers:
         if message is _POLL:
             self._poll(connector[1])
         elif isinstance(message, _Pool):
-            self._link.send(_register(connector, ranks, runner.kv_pool, message))
+            self._send(_register(connector, ranks, runner.kv_pool, message))
         else:
             self._start(message, connector[1])
 
@@ -343,7 +391,7 @@ class RankTransfers:
         with self._lock:
             results = TransferResults() if self._is_over else connector.poll()
         if results and not self._is_over:
-            self._link.send(results)
+            self._send(results)
 
     def _start(self, message: _Work, connector: KvConnectorWorker) -> None:
         """Starts work once the step before it has ended here, too."""
