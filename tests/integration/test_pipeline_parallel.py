@@ -36,22 +36,18 @@ pytestmark = [
 
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
 CASES = [
-    ("llama", 1, 3, OVERLAPPED),
     ("gpt2_four_layers", 2, 2, OVERLAPPED),
-    ("gpt2", 1, 3, {}),
-    ("opt", 1, 3, OVERLAPPED),
     ("opt_post_norm_four_layers", 2, 2, {}),
     ("qwen2_alternating", 1, 2, OVERLAPPED),
-    ("mistral_sliding", 1, 3, {}),
     ("mistral_sliding_four_layers", 1, 4, OVERLAPPED),
     ("llama_tied_biased_four_layers", 1, 2, OVERLAPPED),
-    ("llama_sharded", 1, 3, {}),
+    ("llama_sharded", 1, 3, OVERLAPPED),
     ("qwen3_four_layers", 2, 2, OVERLAPPED),
     ("qwen2_four_layers", 1, 2, {}),
 ]
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(("variant", "width", "num_stages", "flags"), CASES)
 def test_tokens_are_those_of_one_rank_and_of_transformers(
     variant: str, width: int, num_stages: int, flags: dict[str, object]

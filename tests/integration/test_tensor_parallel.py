@@ -36,23 +36,19 @@ pytestmark = [
 ]
 
 CASES = [
-    ("llama", 2),
     ("llama_six_heads", 3),
     ("gpt2_six_heads", 3),
     ("qwen2", 4),  # of two KV heads
     ("opt_six_heads", 3),
-    ("llama_tied_biased", 2),
     ("opt_post_norm", 4),
     ("mistral_sliding", 2),
     ("qwen3_mostly_sliding", 4),
     ("qwen2_alternating", 2),
-    ("gpt2_scaled", 2),
-    ("qwen3", 2),
-    ("llama_sharded", 4),
+    ("llama_sharded", 2),
 ]
 
 
-@pytest.mark.sampled(one_in=13)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize(("variant", "num_ranks"), CASES)
 def test_tokens_are_those_of_one_rank_and_of_transformers(variant: str, num_ranks: int) -> None:
     found = tokens(variant, tensor_parallel_size=num_ranks, block_size=8)

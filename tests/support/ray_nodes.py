@@ -42,6 +42,7 @@ class RayNodes:
         self.python, self._process = python, process
         assert process.stdout is not None
         address = process.stdout.readline().strip()
+        assert address, "the cluster did not start"
         self.environment = {**ENVIRONMENT, "RAY_ADDRESS": address}
 
     def run(self, *command: object) -> "subprocess.CompletedProcess[str]":
@@ -85,14 +86,13 @@ def running_ray(*cpus: int) -> Iterator[RayNodes]:
 
 def main() -> None:
     """Runs the nodes until standard input ends."""
-    from ray.cluster_utils import Cluster
-
     # Ray's sockets lie in this folder, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        os.environ["RAY_TMPDIR"] = folder
+        from ray.cluster_utils import Cluster
+
         head, *others = map(int, sys.argv[1:])
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": head, "temp_dir": folder}
-        )
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head})
         for number in others:
             cluster.add_node(num_cpus=number)
         print(cluster.address, flush=True)
