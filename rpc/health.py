@@ -73,6 +73,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
                 return
             await changed.wait()
 
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        """Returns the status of every service. Only newer versions of the package have it."""
+        statuses = {
+            name: HealthCheckResponse(status=self._status(name)) for name in self._service_names
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     def _status(self, service: str) -> "HealthCheckResponse.ServingStatus":
         if service not in self._service_names:
             return HealthCheckResponse.SERVICE_UNKNOWN

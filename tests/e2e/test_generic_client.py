@@ -6,6 +6,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -82,6 +83,9 @@ def check_server(address: str, expected: set[str]) -> None:
         assert expected <= client.services()
         for service in ("", *expected):
             assert client.call("grpc.health.v1.Health/Check", service=service).status == 1
+            if hasattr(health_pb2, "HealthListResponse"):  # of newer versions of the package
+                listed = client.call("grpc.health.v1.Health/List").statuses
+                assert listed[service].status == 1
         if "baton.v1.WorkerService" in expected:
             assert client.call("baton.v1.WorkerService/GetInfo").model == "tiny"
             assert client.call("baton.v1.WorkerService/GetLoad").load.num_blocks == 512

@@ -81,6 +81,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     two = Group(2)
     monkeypatch.setattr(nccl, "_stream_of", lambda device: 0)
+    monkeypatch.setattr(model_runner, "HostSteps", RerunDeviceSteps)
     monkeypatch.setattr(processes, "start_ranks", two.start)
     yield two
     two.join()
@@ -97,7 +98,6 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_tokens_are_those_of_one_rank_and_of_transformers(
     variant: str, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "HostSteps", RerunDeviceSteps)
     flags = {"block_size": 8, "async_scheduling": True}
     found = tokens(variant, **flags, tensor_parallel_size=2)
     with _one_rank(monkeypatch):

@@ -11,7 +11,7 @@ from baton.metrics import Histogram, Snapshot
 from baton.structured_outputs import StructuredOutputs
 from engine.batch import ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.metrics.counts import METRICS
+from engine.metrics.counts import METRICS, RankReport
 from engine.metrics.export import VLLM_METRICS, EngineDescription, EngineExport, VllmExport
 from engine.metrics.stats_log import StatsLog
 from engine.request import EngineOutput, EngineRequest
@@ -232,6 +232,7 @@ def test_a_failed_step():
 
 def test_every_metric_of_the_tables_is_exported():
     rig = Rig()
+    rig.core.metrics.rank_reported(RankReport(1, 0.0, 0.0, 0.0, 1))
     for source, table in ((rig.export, METRICS), (VllmExport(rig.export), VLLM_METRICS)):
         values, histograms = source.snapshot()
         assert {name for name, *_ in (*values, *histograms)} == set(table)
