@@ -141,8 +141,8 @@ def _check(engine: EngineConfig) -> None:
 
 def _replica_maker(
     args: argparse.Namespace, tier: str, engine: EngineConfig, server: ServerConfig
-) -> Callable[[int, Collection[int]], Replica]:
-    """Returns what makes the worker with a number, at none of some ports.
+) -> Callable[[int, Collection[str]], Replica]:
+    """Returns what makes the worker with a number, at none of some addresses.
 
     Args:
         args: parsed flags of a worker.
@@ -154,8 +154,8 @@ def _replica_maker(
     policy = RestartPolicy(stop_grace_s=server.drain_timeout_s + _STOP_GRACE_S)
     write_line = log_writer(server.log_format)
 
-    def make(number: int, taken_ports: Collection[int]) -> Replica:
-        port = free_port(server.host, taken_ports)
+    def make(number: int, taken: Collection[str]) -> Replica:
+        port = free_port(server.host, taken)
         spec = replica_spec(args, tier, engine, number, port)
         process = SupervisedProcess(spec, write_line, policy)
         return _WorkerProcess(process, server.host, port, tls)
@@ -163,15 +163,15 @@ def _replica_maker(
     return make
 
 
-def free_port(host: str, taken: Collection[int]) -> int:
+def free_port(host: str, taken: Collection[str]) -> int:
     """Returns a free port of this host.
 
     Args:
         host: the address to listen on.
-        taken: ports to leave out: a worker may not have bound its own yet.
+        taken: `:port` of each port to leave out: a worker may not have bound its own yet.
     """
     ports = bound_ports([(host, 0, "--port")] * (len(taken) + 1))  # one of them is not taken
-    return next(port for port in ports if port not in taken)
+    return next(port for port in ports if f":{port}" not in taken)
 
 
 def replica_spec(
@@ -209,19 +209,20 @@ class _WorkerProcess(Replica):
 
     def __init__(self, process: SupervisedProcess, host: str, port: int, tls: TlsConfig) -> None:
         self._process = process
-        self._address = local_address(host, port)
+        self._local_address = local_address(host, port)
         self._port = port
         self._tls = tls
 
     @property
     @override
-    def port(self) -> int:
-        return self._port
+    def address(self) -> str:
+        return f":{self._port}"
 
     @override
-    async def start(self) -> None:
+    async def start(self, on_move: Callable[[], None]) -> None:
         tls = partial(tls_of_caller, self._tls)
-        await self._process.start_until(wait_until_serving(self._address, _START_TIMEOUT_S, tls))
+        serving = wait_until_serving(self._local_address, _START_TIMEOUT_S, tls)
+        await self._process.start_until(serving)
 
     @override
     async def stop(self) -> None:

@@ -54,7 +54,7 @@ class ReplicaSetServiceServicer(object):
     """
 
     def WatchReplicas(self, request, context):
-        """Streams the ports of the set's workers: now and after each change.
+        """Streams the addresses of the set's workers: now and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,7 +33,7 @@ class ReplicaSetServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> ReplicaSetServiceAsyncStub: ...
     WatchReplicas: grpc.UnaryStreamMultiCallable[baton.v1.replica_set_pb2.WatchReplicasRequest, baton.v1.replica_set_pb2.WatchReplicasResponse]
-    """Streams the ports of the set's workers: now and after each change."""
+    """Streams the addresses of the set's workers: now and after each change."""
     Scale: grpc.UnaryUnaryMultiCallable[baton.v1.replica_set_pb2.ScaleRequest, baton.v1.replica_set_pb2.ScaleResponse]
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
@@ -49,7 +49,7 @@ class ReplicaSetServiceAsyncStub(ReplicaSetServiceStub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     WatchReplicas: grpc.aio.UnaryStreamMultiCallable[baton.v1.replica_set_pb2.WatchReplicasRequest, baton.v1.replica_set_pb2.WatchReplicasResponse]  # type: ignore[assignment]
-    """Streams the ports of the set's workers: now and after each change."""
+    """Streams the addresses of the set's workers: now and after each change."""
     Scale: grpc.aio.UnaryUnaryMultiCallable[baton.v1.replica_set_pb2.ScaleRequest, baton.v1.replica_set_pb2.ScaleResponse]  # type: ignore[assignment]
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
@@ -68,7 +68,7 @@ class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.replica_set_pb2.WatchReplicasRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.replica_set_pb2.WatchReplicasResponse], collections.abc.AsyncIterator[baton.v1.replica_set_pb2.WatchReplicasResponse]]:
-        """Streams the ports of the set's workers: now and after each change."""
+        """Streams the addresses of the set's workers: now and after each change."""
 
     @abc.abstractmethod
     def Scale(

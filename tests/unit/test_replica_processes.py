@@ -72,7 +72,7 @@ def test_a_free_port_may_belong_to_a_worker_that_has_not_bound_it_yet(monkeypatc
         lambda wanted: [7000 + index for index, _ in enumerate(wanted)],
     )
     assert free_port("127.0.0.1", []) == 7000
-    assert free_port("127.0.0.1", [7000, 7001]) == 7002
+    assert free_port("127.0.0.1", [":7000", ":7001"]) == 7002
 
 
 @pytest.mark.parametrize("asks_for_certificates", [True, False])
