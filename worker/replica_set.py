@@ -12,7 +12,7 @@ from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import Service
 
-__all__ = ["MOST_REPLICAS", "Replica", "ReplicaSet", "ReplicaSetServicer"]
+__all__ = ["MOST_REPLICAS", "MakeReplica", "Replica", "ReplicaSet", "ReplicaSetServicer"]
 
 MOST_REPLICAS = 256
 
@@ -65,14 +65,18 @@ class _Member:
     starting: "asyncio.Task[None]" = field(init=False)
 
 
+MakeReplica = Callable[[int, Collection[str]], Replica]
+"""Makes the replica with a number, at none of the addresses, which others have."""
+
+
 class ReplicaSet(Service):
     """Starts and ends replicas.
 
     Args:
-        make_replica: makes the replica with a number, at none of the addresses.
+        make_replica: makes a replica.
     """
 
-    def __init__(self, make_replica: Callable[[int, Collection[str]], Replica]) -> None:
+    def __init__(self, make_replica: MakeReplica) -> None:
         self._make_replica = make_replica
         self._members: list[_Member] = []  # the oldest first
         self._ending: dict[_Member, asyncio.Task[None]] = {}

@@ -16,12 +16,12 @@ from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
 from baton.processes.output import discard_unread_output, log_writer
+from baton.processes.ray_nodes import RayNodes
 from baton.processes.spawn import Spawn, spawn_here
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
-from baton.up.ray_nodes import RayNodes
 from router.chat.template import ChatTemplate
 
 __all__ = ["add_args", "example_command", "main"]
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     if args.chat and args.port is None:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
     with running_config(args, on_ray=args.on == "ray") as config:
-        spawn = RayNodes(config).spawn if args.on == "ray" else spawn_here
+        spawn = RayNodes(config.engine).spawn if args.on == "ray" else spawn_here
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
             raise ConfigurationError(

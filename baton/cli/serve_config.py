@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from baton.processes.ray_nodes import engine_on_ray
 from baton.processes.run_folder import embedded_store, new_token, run_folder, sharing_machine
 from baton.up.plan import ClusterConfig, worker_targets
 from baton.up.signals import exit_on_signals
@@ -37,8 +38,6 @@ _PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)
 _DRAIN_TIMEOUT_S = 5.0
 """Less than the supervisor's grace period."""
 _DEMO_MODEL = "demo"
-_PEERS_OF_MACHINES = "grpc://0.0.0.0"
-"""The connector of workers on several machines: it needs no server."""
 
 
 def add_cluster_args(
@@ -101,10 +100,10 @@ def running_config(
     with exit_on_signals(), ExitStack() as folders:
         if on_ray:
             folder = folders.enter_context(run_folder())
-            connector = args.kv_connector or _PEERS_OF_MACHINES
-            config = cluster_config_from_args(args, connector, folder)
+            config = cluster_config_from_args(args, args.kv_connector, folder)
+            engine = engine_on_ray(config.engine)
             token, token_file = folders.enter_context(new_token())
-            yield replace(config, token=token, token_file=token_file)
+            yield replace(config, engine=engine, token=token, token_file=token_file)
             return
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = cluster_config_from_args(args, kv_connector)
@@ -115,7 +114,7 @@ def running_config(
 
 
 def cluster_config_from_args(
-    args: argparse.Namespace, kv_connector: str, address_folder: Path | None = None
+    args: argparse.Namespace, kv_connector: str | None, address_folder: Path | None = None
 ) -> ClusterConfig:
     """Returns the config that parsed flags describe.
 
