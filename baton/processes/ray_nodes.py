@@ -13,13 +13,19 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.processes.child import end_with_parent
 from baton.processes.spawn import ProcessSpec, spawn_here
-from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
+from baton.ray_cluster import (
+    ADDRESS_VARIABLE,
+    PLACING_S,
+    actor_options,
+    described,
+    join_cluster,
+    lack_of_room,
+)
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
@@ -51,7 +57,7 @@ class ServerActor:
 
         end_with_parent()  # Ray's process for the node, whose actors would outlive it
         # A worker whose ranks are actors joins this cluster, too.
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        os.environ[ADDRESS_VARIABLE] = ray.get_runtime_context().gcs_address
         if not ray.get_gpu_ids():  # then Ray hides no GPU, not even those that others reserved
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         host = ray.util.get_node_ip_address()
@@ -175,8 +181,6 @@ class RayNodes:
             wanted = f"{spec.name}: {described(self._resources)}"
             raise OSError(lack_of_room(self._ray, wanted, PLACING_S))
         address, pid = starting.result()
-        if spec.address_file is not None:
-            _write(spec.address_file, address)
         return RemoteProcess(self._ray, actor, address, pid)
 
 
@@ -212,10 +216,3 @@ def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
     has_processes = engine.distributed_executor_backend == "mp"
     num_ranks = engine.num_ranks if has_processes else 1
     return {"CPU": (engine.num_threads or 1) * num_ranks}
-
-
-def _write(path: Path, address: str) -> None:
-    """Replaces the file at once, as the router may read it now."""
-    new = path.with_suffix(".new")
-    new.write_text(f"{address}\n")
-    new.replace(path)

@@ -16,6 +16,7 @@ from baton.processes.spawn import ProcessSpec
 from engine.config import EngineConfig
 
 ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")
+SPEC = ProcessSpec("decode-0", "worker.decode", ("--seed", "1"))
 
 
 class RayError(Exception):
@@ -99,35 +100,28 @@ def nodes_of(monkeypatch):
     return make
 
 
-@pytest.fixture
-def spec(tmp_path):
-    return ProcessSpec("decode-0", "worker.decode", ("--seed", "1"), {}, tmp_path / "address")
-
-
-async def test_a_worker_is_started_and_its_address_written(nodes_of, spec):
+async def test_a_worker_is_started_and_has_an_address(nodes_of):
     nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
-    process = await nodes.spawn(spec)
+    process = await nodes.spawn(SPEC)
     assert (process.address, process.pid) == ("10.0.0.7:1234", 42)
-    assert spec.address_file.read_text() == "10.0.0.7:1234\n"
     (_, options), start = ray.actor.calls
     assert options["num_cpus"] == 1
     assert options["scheduling_strategy"] == "SPREAD"
-    assert start == ("start", spec)
+    assert start == ("start", SPEC)
 
 
 @pytest.mark.parametrize("answer", [None, RayError("the node died")])
-async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, spec, monkeypatch, answer):
+async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, monkeypatch, answer):
     monkeypatch.setattr(ray_nodes, "PLACING_S", 0.01)
     nodes, ray = nodes_of(start=answer)
     with pytest.raises(OSError, match=r"no room .* for decode-0: 1 CPU|the node died"):
-        await nodes.spawn(spec)
+        await nodes.spawn(SPEC)
     assert ray.killed == [ray.actor]
-    assert not spec.address_file.exists()
 
 
-async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of, spec):
+async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of):
     nodes, ray = nodes_of()
-    starting = asyncio.create_task(nodes.spawn(spec))
+    starting = asyncio.create_task(nodes.spawn(SPEC))
     await asyncio.sleep(0)  # until it waits for the actor
     assert len(ray.actor.calls) == 2
     starting.cancel()
@@ -143,13 +137,6 @@ async def test_an_actor_ends_once_its_process_is_closed():
     assert await process.wait() == 3
     assert ray.killed == []
     process.close()
-    assert ray.killed == [ray.actor]
-
-
-async def test_a_worker_whose_address_cannot_be_written_is_ended(nodes_of, spec):
-    nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
-    with pytest.raises(FileNotFoundError):
-        await nodes.spawn(replace(spec, address_file=spec.address_file / "missing" / "address"))
     assert ray.killed == [ray.actor]
 
 
