@@ -9,7 +9,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, UnavailableError
 from baton.flag_values import count
 from baton.flags import add_flags, flag
 from baton.processes.run_folder import sharing_machine
@@ -81,8 +81,7 @@ async def run_replicas(
 
     Raises:
         ConfigurationError: a flag does not work with several workers, an address cannot be bound,
-            the Ray cluster cannot be joined, or a worker cannot start.
-        UnavailableError: no node of the Ray cluster has room for a worker.
+            the Ray cluster cannot be joined, or a worker cannot start or has no room there.
     """
     _check(engine)
     assert config.data_parallel_size is not None
@@ -97,8 +96,10 @@ async def run_replicas(
         )
         try:
             await replicas.scale(num_replicas)
-        except BaseException:
+        except BaseException as error:
             await replicas.close()
+            if isinstance(error, UnavailableError):  # no room: for the operator, no stack
+                raise ConfigurationError(error.message) from None
             raise
         server.set_serving(True)
         return replicas

@@ -38,7 +38,8 @@ class ReplicaSetServiceStub:
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
     replaces one which died does not count as a change.
-    FAILED_PRECONDITION: a worker could not start. Those that started stay.
+    FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+    set is ending. Workers that started stay.
     """
 
 @typing.type_check_only
@@ -54,7 +55,8 @@ class ReplicaSetServiceAsyncStub(ReplicaSetServiceStub):
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
     replaces one which died does not count as a change.
-    FAILED_PRECONDITION: a worker could not start. Those that started stay.
+    FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+    set is ending. Workers that started stay.
     """
 
 class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
@@ -79,7 +81,8 @@ class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
         """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
         has passed; the change continues after that, also if the call is cancelled. The worker that
         replaces one which died does not count as a change.
-        FAILED_PRECONDITION: a worker could not start. Those that started stay.
+        FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+        set is ending. Workers that started stay.
         """
 
 def add_ReplicaSetServiceServicer_to_server(servicer: ReplicaSetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -189,6 +190,18 @@ def test_what_does_not_work_with_several_workers_is_named(flags, named, monkeypa
     error = capfd.readouterr().err
     assert error.startswith("baton decode: error: ")
     assert [text for text in named if text not in error] == []
+
+
+def test_a_set_that_finds_no_room_says_so_and_ends(tmp_path, monkeypatch, capfd):
+    async def spawn(_):
+        raise OSError("the Ray cluster had no room")
+
+    monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
+    monkeypatch.setattr("worker.replicas.RayNodes", lambda _: SimpleNamespace(spawn=spawn))
+    flags = ("-dp=2", "--on=ray", f"--cluster-token-file={tmp_path}/token")
+    assert decode_main(parse("demo", "--port=0", *flags)) == 2
+    error = capfd.readouterr().err
+    assert "baton decode: error: decode-0 could not be started: the Ray cluster had no" in error
 
 
 def test_workers_elsewhere_have_no_ports_for_metrics(tmp_path, monkeypatch, capfd):
