@@ -11,6 +11,7 @@ from typing import Any
 from baton.errors import ConfigurationError
 
 __all__ = [
+    "ADDRESS_VARIABLE",
     "PLACING_S",
     "actor_options",
     "described",
@@ -24,7 +25,7 @@ PLACING_S = 300.0
 """How long the cluster may take to have room: an autoscaler may add nodes."""
 _ACTOR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Variables of an actor's process, which are read when torch is imported. Ray shows them."""
-_ADDRESS = "RAY_ADDRESS"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
 _USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
 _ANSWER_S = 10.0
 
@@ -46,7 +47,7 @@ def join_cluster() -> Any:
         raise ConfigurationError("Ray is not installed: pip install 'baton-llm[ray]'") from None
     if ray.is_initialized():  # by the program that uses Baton
         return ray
-    _check_address(os.environ.get(_ADDRESS, ""))
+    _check_address(os.environ.get(ADDRESS_VARIABLE, ""))
     os.environ.setdefault(_USAGE_REPORTS, "0")
     handler = signal.getsignal(signal.SIGTERM)
     # Ray warns that it sets no signal handler in other threads; none is wanted.
@@ -70,7 +71,9 @@ def _check_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), _ANSWER_S).close()
     except OSError as error:
-        raise ConfigurationError(f"{_ADDRESS} is {address}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"{ADDRESS_VARIABLE} is {address}: {error.strerror or error}"
+        ) from error
 
 
 def reserve(

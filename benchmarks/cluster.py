@@ -129,7 +129,7 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
     Raises:
         ConfigurationError: a process ended before it served.
     """
-    with sharing_machine(config.engine, turns=config.num_workers > 1) as engine:
+    with sharing_machine(config.engine, turns=len(config.targets) > 1) as engine:
         plan = plan_cluster(replace(config, engine=engine))
         servers = (*plan.workers, plan.router)
         processes = [SupervisedProcess(server.spec, write_line) for server in servers]

@@ -17,11 +17,11 @@ from typing import TypeGuard
 from baton.errors import ConfigurationError
 from rpc.server_config import join_host_port
 
-__all__ = ["FILE_PREFIX", "Discovery", "FileTarget", "Target", "parse_target"]
+__all__ = ["Discovery", "FileTarget", "Target", "parse_target"]
 
 _LOGGER = logging.getLogger("baton.router")
 _DNS_PREFIX = "dns:///"
-FILE_PREFIX = "file://"
+_FILE_PREFIX = "file://"
 _RESOLVE_TIMEOUT_S = 5.0
 
 
@@ -48,8 +48,8 @@ def parse_target(text: str) -> Target | FileTarget:
     Raises:
         ConfigurationError: it is none of them.
     """
-    if text.startswith(FILE_PREFIX + "/"):
-        return FileTarget(Path(text.removeprefix(FILE_PREFIX)))
+    if text.startswith(_FILE_PREFIX + "/"):
+        return FileTarget(Path(text.removeprefix(_FILE_PREFIX)))
     is_dns = text.startswith(_DNS_PREFIX)
     host, _, port = text.removeprefix(_DNS_PREFIX).rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:

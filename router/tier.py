@@ -229,13 +229,11 @@ class Tier(Generic[ReplicaT]):
             await asyncio.sleep(_ROLE_INTERVAL_S)
             if follower.address not in self._addresses:
                 return None
-        host = follower.address.rpartition(":")[0]
         with follower.connection():
-            async for ports in watch_replicas(channel, self._security):
+            async for addresses in watch_replicas(follower.address, channel, self._security):
                 self._problems.pop(follower.address, None)
-                follower.log_replicas(len(ports))
-                replicas = frozenset(f"{host}:{port}" for port in ports)
-                self._set_replicas(follower.address, replicas)
+                follower.log_replicas(len(addresses))
+                self._set_replicas(follower.address, frozenset(addresses))
         return None
 
     async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse | None:

@@ -168,8 +168,11 @@ def json_line_of_process(process: str, text: str) -> str:
 
     Args:
         process: the process's name.
-        text: a line of `JsonFormatter`, or a line that something else wrote there.
+        text: a line of `JsonFormatter`, a line that something else wrote there, or one that this
+            function has made of a line of the process's child.
     """
+    if text.startswith('{"process": '):
+        return text
     if text.startswith('{"time": '):
         return f'{{"process": {json.dumps(process)}, {text[1:]}'
     return json_line_of_process(process, _plain_line("process", text))

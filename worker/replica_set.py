@@ -12,7 +12,7 @@ from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import Service
 
-__all__ = ["MOST_REPLICAS", "Replica", "ReplicaSet", "ReplicaSetServicer"]
+__all__ = ["MOST_REPLICAS", "MakeReplica", "Replica", "ReplicaSet", "ReplicaSetServicer"]
 
 MOST_REPLICAS = 256
 
@@ -21,14 +21,19 @@ _DEFAULT_SCALE_TIMEOUT_MS = 600_000
 
 
 class Replica(Protocol):
-    """One worker of a set. It is started again when it dies, at the same port."""
+    """One worker of a set. It is started again when it dies."""
 
     @property
-    def port(self) -> int:
-        """The port of its gRPC server."""
+    def address(self) -> str:
+        """`host:port` of its gRPC server, or `:port` on the host of the set; known once it has
+        started.
+        """
 
-    async def start(self) -> None:
+    async def start(self, on_move: Callable[[], None]) -> None:
         """Starts the worker; returns when it is serving.
+
+        Args:
+            on_move: called when the address has changed, as the worker was started again.
 
         Raises:
             BatonError: it could not start.
@@ -60,14 +65,18 @@ class _Member:
     starting: "asyncio.Task[None]" = field(init=False)
 
 
+MakeReplica = Callable[[int, Collection[str]], Replica]
+"""Makes the replica with a number, at none of the addresses, which others have."""
+
+
 class ReplicaSet(Service):
     """Starts and ends replicas.
 
     Args:
-        make_replica: makes the replica with a number, at none of the ports.
+        make_replica: makes a replica.
     """
 
-    def __init__(self, make_replica: Callable[[int, Collection[int]], Replica]) -> None:
+    def __init__(self, make_replica: MakeReplica) -> None:
         self._make_replica = make_replica
         self._members: list[_Member] = []  # the oldest first
         self._ending: dict[_Member, asyncio.Task[None]] = {}
@@ -75,14 +84,14 @@ class ReplicaSet(Service):
         self._changed = asyncio.Event()
 
     @property
-    def ports(self) -> Sequence[int]:
-        """The ports of the replicas that have started and are to stay."""
-        return [member.replica.port for member in self._members if member.is_serving]
+    def addresses(self) -> Sequence[str]:
+        """The addresses of the replicas that have started and are to stay."""
+        return [member.replica.address for member in self._members if member.is_serving]
 
     @property
     def num_changing(self) -> int:
         """How many replicas start or drain."""
-        return len(self._members) - len(self.ports) + len(self._ending)
+        return len(self._members) - len(self.addresses) + len(self._ending)
 
     async def scale(self, num_replicas: int) -> None:
         """Starts replicas, or drains and ends the youngest ones; returns when that is done.
@@ -98,16 +107,16 @@ class ReplicaSet(Service):
         self._resize(num_replicas)
         await self._settle()
 
-    async def watch(self) -> AsyncIterator[Sequence[int]]:
-        """Yields `ports`: now and after each change, until the set has drained."""
+    async def watch(self) -> AsyncIterator[Sequence[str]]:
+        """Yields `addresses`: now and after each change, until the set has drained."""
         sent = None
         while True:
             # All are read at one moment, so that a change while the caller runs is not missed.
-            changed, ports = self._changed, self.ports
+            changed, addresses = self._changed, self.addresses
             has_ended = self._is_draining and not self._ending
-            if ports != sent:
-                yield ports
-                sent = ports
+            if addresses != sent:
+                yield addresses
+                sent = addresses
             if has_ended:
                 return
             await changed.wait()
@@ -159,14 +168,14 @@ class ReplicaSet(Service):
     def _add(self) -> None:
         others = [*self._members, *self._ending]
         number = min(set(range(len(others) + 1)) - {other.number for other in others})
-        ports = [other.replica.port for other in others]
-        member = _Member(number, self._make_replica(number, ports))
+        addresses = [other.replica.address for other in others]
+        member = _Member(number, self._make_replica(number, addresses))
         member.starting = asyncio.create_task(self._start(member))
         self._members.append(member)
 
     async def _start(self, member: _Member) -> None:
         try:
-            await member.replica.start()
+            await member.replica.start(self._notify)
         except Exception as error:
             is_bug = not isinstance(error, BatonError)
             _LOGGER.error("replica %d: %s", member.number, error, exc_info=is_bug)
@@ -209,9 +218,9 @@ class ReplicaSetServicer(replica_set_pb2_grpc.ReplicaSetServiceServicer):
     async def WatchReplicas(
         self, request: replica_set_pb2.WatchReplicasRequest, context: Any
     ) -> AsyncIterator[replica_set_pb2.WatchReplicasResponse]:
-        """Streams the ports of the workers."""
-        async for ports in self._replicas.watch():
-            yield replica_set_pb2.WatchReplicasResponse(ports=ports)
+        """Streams the addresses of the workers."""
+        async for addresses in self._replicas.watch():
+            yield replica_set_pb2.WatchReplicasResponse(addresses=addresses)
 
     @override
     async def Scale(
@@ -231,5 +240,5 @@ class ReplicaSetServicer(replica_set_pb2_grpc.ReplicaSetServiceServicer):
         except TimeoutError:
             _LOGGER.warning("scaling takes longer than timeout_ms=%d", timeout_ms)
         return replica_set_pb2.ScaleResponse(
-            ports=self._replicas.ports, num_changing=self._replicas.num_changing
+            addresses=self._replicas.addresses, num_changing=self._replicas.num_changing
         )

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args
+from baton.processes.ray_nodes import engine_on_ray
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
@@ -71,14 +72,15 @@ def add_services(
 
 async def _run(args: argparse.Namespace, role: Role) -> None:
     tracing = config_from_args(TracingConfig, args)
-    config = engine_config_from_args(args)
+    config, replicas = engine_config_from_args(args), config_from_args(ReplicaSetConfig, args)
+    if replicas.on == "ray":
+        config = engine_on_ray(config)
     if Role.PREFILL in role and config.kv_connector is None:
         raise ConfigurationError(
             "--kv-connector is not set; a prefill worker needs it to hand KV over"
         )
-    num_replicas = config_from_args(ReplicaSetConfig, args).data_parallel_size
-    if num_replicas is not None:
-        await run_replicas(args, role.label, config, num_replicas)
+    if replicas.data_parallel_size is not None:
+        await run_replicas(args, role.label, config, replicas)
         return
 
     place = place_of(config) if config.num_ranks > 1 else None

@@ -7,6 +7,7 @@ import grpc
 from baton.cli.operator_calls import CALL_TIMEOUT_S, add_credential_args, operator_channel
 from baton.errors import ConfigurationError, FailedPreconditionError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from router.replica_set import replica_addresses
 from worker.replica_set import MOST_REPLICAS
 
 __all__ = ["add_args", "main"]
@@ -56,9 +57,8 @@ def main(args: argparse.Namespace) -> int:
             f"--timeout-s is {args.timeout_s:g}; it must be in [0, {_LONGEST_TIMEOUT_S})"
         )
     response = _scale(args)
-    host = args.target.rpartition(":")[0]
-    for port in response.ports:
-        print(f"{host}:{port}")
+    for address in replica_addresses(args.target, response.addresses):
+        print(address)
     if response.num_changing:
         print(f"{response.num_changing} workers still start or drain")
     return _EXIT_UNFINISHED if response.num_changing else 0

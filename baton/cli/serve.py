@@ -16,12 +16,11 @@ from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
 from baton.processes.output import discard_unread_output, log_writer
-from baton.processes.spawn import Spawn, spawn_here
+from baton.ray_cluster import join_cluster
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
-from baton.up.ray_nodes import RayNodes
 from router.chat.template import ChatTemplate
 
 __all__ = ["add_args", "example_command", "main"]
@@ -64,8 +63,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigurationError("--demo needs gRPC; leave --grpc-port none out")
     if args.chat and args.port is None:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
-    with running_config(args, on_ray=args.on == "ray") as config:
-        spawn = RayNodes(config).spawn if args.on == "ray" else spawn_here
+    # A Ray cluster that this process begins ends with it, so it joins, too.
+    ray = join_cluster() if args.on == "ray" else None
+    ray_address = None if ray is None else ray.get_runtime_context().gcs_address
+    with running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
             raise ConfigurationError(
@@ -76,11 +77,11 @@ def main(args: argparse.Namespace) -> int:
                 "--demo and --chat send no key; leave --api-key, --tenants and --jwks-file out"
             )
         if args.chat:
-            _chat(config, plan, spawn)
+            _chat(config, plan)
         else:
             ready = partial(_on_ready, config, plan, args.demo)
             write = log_writer(args.log_format)
-            asyncio.run(run_cluster(plan, write, ready, spawn_worker=spawn))
+            asyncio.run(run_cluster(plan, write, ready))
     return 0
 
 
@@ -133,11 +134,11 @@ def _curl_target(router: Server) -> str:
     return shlex.join([*options, f"https://{name}:{port}/v1"])
 
 
-def _chat(config: ClusterConfig, plan: ClusterPlan, spawn: Spawn) -> None:
+def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
     """Talks to the model while the cluster runs in the background."""
     router, name = plan.router, config.model.names[0]
     with (
-        background_cluster(plan, log_writer(config.router.grpc.log_format), spawn),
+        background_cluster(plan, log_writer(config.router.grpc.log_format)),
         OpenAiEndpoint(router.url, model=name, tls=router.tls) as endpoint,
     ):
         converse(ChatSession(endpoint, system=None, params={}), Terminal())
@@ -161,7 +162,7 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
-        print(f"{server.spec.name:<10} {server.current_address}")
+        print(f"{server.spec.name:<10} {server.address}")
     for server in (router, *plan.workers):
         if server.metrics_url:
             print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")

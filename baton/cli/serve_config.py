@@ -1,14 +1,14 @@
-"""The flags of a cluster on this machine, and its config from parsed flags."""
+"""The flags of a cluster, and its config from parsed flags."""
 
 import argparse
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from baton.processes.run_folder import embedded_store, new_token, run_folder, sharing_machine
-from baton.up.plan import ClusterConfig, worker_targets
+from baton.processes.ray_nodes import engine_on_ray
+from baton.processes.run_folder import embedded_store, new_token, sharing_machine
+from baton.up.plan import ClusterConfig, RayTiers, worker_targets
 from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config import add_args as add_router_args
@@ -37,8 +37,6 @@ _PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)
 _DRAIN_TIMEOUT_S = 5.0
 """Less than the supervisor's grace period."""
 _DEMO_MODEL = "demo"
-_PEERS_OF_MACHINES = "grpc://0.0.0.0"
-"""The connector of workers on several machines: it needs no server."""
 
 
 def add_cluster_args(
@@ -86,49 +84,51 @@ def add_cluster_args(
 
 @contextmanager
 def running_config(
-    args: argparse.Namespace, *, on_ray: bool = False
+    args: argparse.Namespace, ray_address: str | None = None
 ) -> Generator[ClusterConfig, None, None]:
     """Makes the folders that the cluster uses, and its config; removes the folders at the end.
 
     Args:
         args: flags that `add_cluster_args` added.
-        on_ray: whether the workers run on the nodes of a Ray cluster.
+        ray_address: of the Ray cluster on whose nodes the workers run; None for this machine.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
         SystemExit: SIGTERM or SIGHUP came, and no code in the block has a handler for it.
     """
     with exit_on_signals(), ExitStack() as folders:
-        if on_ray:
-            folder = folders.enter_context(run_folder())
-            connector = args.kv_connector or _PEERS_OF_MACHINES
-            config = cluster_config_from_args(args, connector, folder)
-            token, token_file = folders.enter_context(new_token())
-            yield replace(config, token=token, token_file=token_file)
-            return
-        kv_connector = args.kv_connector or folders.enter_context(embedded_store())
-        config = cluster_config_from_args(args, kv_connector)
+        if ray_address is not None:
+            config = _on_ray(cluster_config_from_args(args, args.kv_connector), ray_address)
+            engine = engine_on_ray(config.engine)
+        else:
+            kv_connector = args.kv_connector or folders.enter_context(embedded_store())
+            config = cluster_config_from_args(args, kv_connector)
+            takes_turns = args.turns and len(config.targets) > 1
+            engine = folders.enter_context(sharing_machine(config.engine, turns=takes_turns))
         token, token_file = folders.enter_context(new_token())
-        takes_turns = args.turns and config.num_workers > 1
-        engine = folders.enter_context(sharing_machine(config.engine, turns=takes_turns))
         yield replace(config, engine=engine, token=token, token_file=token_file)
 
 
-def cluster_config_from_args(
-    args: argparse.Namespace, kv_connector: str, address_folder: Path | None = None
-) -> ClusterConfig:
+def _on_ray(config: ClusterConfig, address: str) -> ClusterConfig:
+    """Returns the config of a cluster whose workers Ray places: each tier is one target."""
+    model = config.model
+    sizes = {"prefill": len(model.prefill), "decode": len(model.decode)}
+    tiers = replace(model, prefill=model.prefill[:1], decode=model.decode[:1])
+    router = replace(config.router, models=(tiers,))
+    return replace(config, router=router, ray=RayTiers(address, sizes))
+
+
+def cluster_config_from_args(args: argparse.Namespace, kv_connector: str | None) -> ClusterConfig:
     """Returns the config that parsed flags describe.
 
     Args:
         args: flags that `add_cluster_args` added.
         kv_connector: URL of the connector of all workers.
-        address_folder: where the router finds the addresses that workers get when they start; None
-            for workers of this machine, whose ports are chosen here.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
-    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers, address_folder)
+    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
     router = router_config_from_args(args, prefill=prefill, decode=decode)
     engine = engine_config_from_args(
         args,

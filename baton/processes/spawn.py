@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from baton.flag_sources import without_flag_variables
@@ -21,15 +20,12 @@ class ProcessSpec:
     Attributes:
         environment: variables besides those of this process that are no flags; not shown, as they
             hold secrets.
-        address_file: gets the server's address if what starts it chooses that; None if the
-            arguments have it.
     """
 
     name: str
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    address_file: Path | None = None
 
 
 class RunningProcess(Protocol):

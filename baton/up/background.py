@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from baton.processes.spawn import Spawn, spawn_here
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterPlan
 
@@ -15,7 +14,7 @@ __all__ = ["background_cluster"]
 
 @contextmanager
 def background_cluster(
-    plan: ClusterPlan, write_line: Callable[[str], None], spawn_worker: Spawn = spawn_here
+    plan: ClusterPlan, write_line: Callable[[str], None]
 ) -> Generator[None, None, None]:
     """Runs a cluster while the `with` block runs, which starts when the cluster is serving.
 
@@ -24,7 +23,6 @@ def background_cluster(
     Args:
         plan: the processes to run.
         write_line: called with every line that the processes write, in another thread.
-        spawn_worker: starts a worker.
 
     Raises:
         ConfigurationError: a process ended before it was serving.
@@ -38,9 +36,7 @@ def background_cluster(
     def run() -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(
-                    run_cluster(plan, write_line, on_ready, lambda _: stop.wait(), spawn_worker)
-                )
+                runner.run(run_cluster(plan, write_line, on_ready, lambda _: stop.wait()))
         except BaseException as error:
             if ready.done():
                 raise

@@ -1,4 +1,4 @@
-"""Runs the processes of a one-machine cluster.
+"""Runs the processes of a cluster that are on this machine.
 
 The workers start first, then the router. When all of them are serving, `on_ready` is called.
 On a signal the router stops first, then the workers.
@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.spawn import Spawn, spawn_here
 from baton.processes.supervisor import SupervisedProcess
 from baton.up.plan import ClusterPlan, Server
 
@@ -46,7 +45,6 @@ async def run_cluster(
     wait_for_stop: Callable[
         [Sequence[SupervisedProcess]], Coroutine[Any, Any, Any]
     ] = stop_on_signal,
-    spawn_worker: Spawn = spawn_here,
 ) -> None:
     """Runs the cluster until `wait_for_stop` returns.
 
@@ -55,7 +53,6 @@ async def run_cluster(
         write_line: called with every line that the processes write.
         on_ready: called once when all processes are serving.
         wait_for_stop: called with the processes; returns when they must stop.
-        spawn_worker: starts a worker; the router always runs on this machine.
 
     Raises:
         ConfigurationError: a process ended before it was serving.
@@ -63,10 +60,7 @@ async def run_cluster(
         BatonError: `on_ready` raised it.
     """
     servers = (*plan.workers, plan.router)
-    processes = [
-        *(SupervisedProcess(each.spec, write_line, spawn=spawn_worker) for each in plan.workers),
-        SupervisedProcess(plan.router.spec, write_line),
-    ]
+    processes = [SupervisedProcess(server.spec, write_line) for server in servers]
     stopped = asyncio.create_task(wait_for_stop(processes))
     serving = asyncio.create_task(_serve(servers, processes, on_ready))
     try:
@@ -99,17 +93,16 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
         ConfigurationError: the process ended first.
         UnavailableError: the machine could not start the process.
     """
-    await process.start_until(_wait_until_serving(server, process))
+    await process.start_until(_wait_until_serving(server))
 
 
-async def _wait_until_serving(server: Server, process: SupervisedProcess) -> None:
-    await process.started.wait()
+async def _wait_until_serving(server: Server) -> None:
     if server.asks_for_certificates:  # this process has none
         for address in filter(None, (server.address, server.http_address)):
             await wait_until_listening(address, _START_TIMEOUT_S)
         return
-    if server.current_address:
-        await wait_until_serving(server.current_address, _START_TIMEOUT_S, lambda: server.tls)
+    if server.address:
+        await wait_until_serving(server.address, _START_TIMEOUT_S, lambda: server.tls)
     if server.http_address:
         await wait_until_ready(server.http_address, _START_TIMEOUT_S, server.tls)
 

@@ -1,43 +1,61 @@
-"""The plan of a one-machine cluster: its processes, their ports and their flags."""
+"""The plan of a cluster: its processes on this machine, their ports and their flags.
+
+The workers run on this machine, or on the nodes of a Ray cluster: then each tier is one process
+here, a replica set, which places them.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from baton.errors import ConfigurationError
 from baton.flags import flags_of_config
 from baton.processes.ports import bound_ports, local_address
 from baton.processes.spawn import ProcessSpec
+from baton.ray_cluster import ADDRESS_VARIABLE
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
-from router.discovery import FILE_PREFIX
 from router.http.config import HttpConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
 from worker.process_spec import worker_spec
+from worker.replica_processes import ReplicaSetConfig
 
-__all__ = ["ClusterConfig", "ClusterPlan", "Server", "plan_cluster", "worker_targets"]
+__all__ = ["ClusterConfig", "ClusterPlan", "RayTiers", "Server", "plan_cluster", "worker_targets"]
 
 _LOOPBACK = "127.0.0.1"
 
 
+@dataclass(frozen=True, slots=True)
+class RayTiers:
+    """Workers on a Ray cluster.
+
+    Attributes:
+        address: of the Ray cluster.
+        num_workers: the number of workers by tier.
+    """
+
+    address: str
+    num_workers: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The configuration of a one-machine cluster.
+    """The configuration of a cluster.
 
     Attributes:
         engine: config of every worker; the plan sets its role per tier.
         router: config of the router. The replicas of its one model are the workers that the
-            cluster starts; `worker_targets` chooses their ports. A target that is a file stands for
-            a worker whose address is chosen when it starts.
+            cluster starts; `worker_targets` chooses their ports.
+        ray: where the workers run; None for this machine. A target of the router is a tier then.
         token: what the cluster's processes show each other; None for nothing. It is not shown.
         token_file: where operators find it; None if there is no file.
     """
 
     engine: EngineConfig
     router: RouterConfig
+    ray: RayTiers | None = None
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
 
@@ -72,12 +90,13 @@ class ClusterConfig:
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables of every process. A flag would show the token to all users of the machine."""
-        return {} if self.token is None else {TOKEN_VARIABLE: self.token}
+        token = {} if self.token is None else {TOKEN_VARIABLE: self.token}
+        return token if self.ray is None else {**token, ADDRESS_VARIABLE: self.ray.address}
 
     @property
-    def num_workers(self) -> int:
-        """Number of workers of both tiers."""
-        return len(self.model.prefill) + len(self.model.decode)
+    def targets(self) -> Sequence[str]:
+        """The addresses of the workers of both tiers on this machine, or of the sets of them."""
+        return (*self.model.prefill, *self.model.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +105,7 @@ class Server:
 
     Attributes:
         spec: the process.
-        address: `host:port` of its gRPC server; empty if that is off, or file:///path.
+        address: `host:port` of its gRPC server; empty if that is off.
         http_address: `host:port` of its HTTP server; empty if it has none.
         metrics_address: `host:port` for metrics; empty if it has none.
         tls: how this machine verifies it.
@@ -99,12 +118,6 @@ class Server:
     metrics_address: str = ""
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
-
-    @property
-    def current_address(self) -> str:
-        """`host:port` of its gRPC server, once it was started; empty if that is off."""
-        file = self.spec.address_file
-        return self.address if file is None else file.read_text().strip()
 
     @property
     def url(self) -> str:
@@ -135,16 +148,12 @@ class ClusterPlan:
         return self.prefill + self.decode
 
 
-def worker_targets(
-    num_prefill: int, num_decode: int, address_folder: Path | None = None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def worker_targets(num_prefill: int, num_decode: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns addresses on free ports for prefill and for decode workers.
 
     Args:
         num_prefill: number of prefill workers.
         num_decode: number of decode workers.
-        address_folder: returns files of this folder instead, for addresses that are chosen when the
-            workers start.
 
     Raises:
         ConfigurationError: a number is too small; names the flag.
@@ -155,12 +164,8 @@ def worker_targets(
     ):
         if number < least:
             raise ConfigurationError(f"--{flag} is {number}; it must be >= {least}")
-    count = num_prefill + num_decode
-    if address_folder is None:
-        ports = bound_ports([(_LOOPBACK, 0, "--port")] * count)
-        targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
-    else:
-        targets = tuple((address_folder / f"worker-{index}").as_uri() for index in range(count))
+    ports = bound_ports([(_LOOPBACK, 0, "--port")] * (num_prefill + num_decode))
+    targets = tuple(join_host_port(_LOOPBACK, port) for port in ports)
     return targets[:num_prefill], targets[num_prefill:]
 
 
@@ -219,14 +224,15 @@ def _worker_server(
     flags: Iterable[str],
     metrics: MetricsConfig,
 ) -> Server:
-    if target.startswith(FILE_PREFIX):
-        metrics = MetricsConfig()  # the ports were chosen on this machine
     host, _, port = target.rpartition(":")
-    file = Path(target.removeprefix(FILE_PREFIX)) if target.startswith(FILE_PREFIX) else None
-    address = ("--host", host, "--port", port) if file is None else ()
-    own = (*address, *flags, *flags_of_config(metrics))
+    own = ["--host", host, "--port", port, *flags, *flags_of_config(metrics)]
+    if config.ray is not None:
+        size = config.ray.num_workers[tier]
+        own += flags_of_config(ReplicaSetConfig(data_parallel_size=size, on="ray"))
     spec = worker_spec(tier, number, config.engine, own, config.environment)
-    return Server(replace(spec, address_file=file), target, metrics_address=_reached(metrics))
+    if config.ray is not None:
+        spec = replace(spec, name=tier)  # those with numbers are its workers
+    return Server(spec, target, metrics_address=_reached(metrics))
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:
@@ -234,14 +240,13 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
 
     Worker ports are bound at the same time, so that none of them is chosen again.
     """
-    router, model = config.router, config.model
+    router = config.router
     wanted = [
         (server.host, server.port, flag)
         for server, flag in ((router.http, "--port"), (router.grpc, "--grpc-port"))
         if server.port is not None
     ]
-    local = [each for each in (*model.prefill, *model.decode) if not each.startswith(FILE_PREFIX)]
-    for target in local:
+    for target in config.targets:
         host, _, port = target.rpartition(":")
         wanted.append((host, int(port), "--port"))
     metrics = _metrics_of(config)
@@ -252,24 +257,23 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
         http = replace(http, port=next(ports))
     if grpc.port is not None:
         grpc = replace(grpc, port=next(ports))
-    for _ in local:
+    for _ in config.targets:
         next(ports)
-    if router.metrics.port is not None:
-        metrics = [replace(one, port=next(ports)) for one in metrics]
+    metrics = [one if one.port is None else replace(one, port=next(ports)) for one in metrics]
     own, *of_workers = metrics
     return replace(router, http=http, grpc=grpc, metrics=own), of_workers
 
 
 def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
-    """Returns where the router serves metrics, and each worker: at the ports that follow the
-    router's, or at free ones.
+    """Returns where the router serves metrics, and each worker of this machine: at the ports that
+    follow the router's, or at free ones.
     """
     metrics, step = config.router.metrics, 1 if config.router.metrics.port else 0
-    if metrics.port is None:
-        return [metrics] * (1 + config.num_workers)
+    if metrics.port is None or config.ray is not None:
+        return [metrics, *[MetricsConfig()] * len(config.targets)]
     return [
         replace(metrics, port=metrics.port + step * number)
-        for number in range(1 + config.num_workers)
+        for number in range(1 + len(config.targets))
     ]
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/replica_set.proto\x12\x08\x62\x61ton.v1\"\x16\n\x14WatchReplicasRequest\"&\n\x15WatchReplicasResponse\x12\r\n\x05ports\x18\x01 \x03(\r\"b\n\x0cScaleRequest\x12\x19\n\x0cnum_replicas\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_replicasB\r\n\x0b_timeout_ms\"4\n\rScaleResponse\x12\r\n\x05ports\x18\x01 \x03(\r\x12\x14\n\x0cnum_changing\x18\x02 \x01(\r2\xab\x01\n\x11ReplicaSetService\x12W\n\rWatchReplicas\x12\x1e.baton.v1.WatchReplicasRequest\x1a\x1f.baton.v1.WatchReplicasResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/replica_set.proto\x12\x08\x62\x61ton.v1\"\x16\n\x14WatchReplicasRequest\"*\n\x15WatchReplicasResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\"b\n\x0cScaleRequest\x12\x19\n\x0cnum_replicas\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_replicasB\r\n\x0b_timeout_ms\"8\n\rScaleResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0cnum_changing\x18\x02 \x01(\r2\xab\x01\n\x11ReplicaSetService\x12W\n\rWatchReplicas\x12\x1e.baton.v1.WatchReplicasRequest\x1a\x1f.baton.v1.WatchReplicasResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,11 +38,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREPLICASREQUEST']._serialized_start=40
   _globals['_WATCHREPLICASREQUEST']._serialized_end=62
   _globals['_WATCHREPLICASRESPONSE']._serialized_start=64
-  _globals['_WATCHREPLICASRESPONSE']._serialized_end=102
-  _globals['_SCALEREQUEST']._serialized_start=104
-  _globals['_SCALEREQUEST']._serialized_end=202
-  _globals['_SCALERESPONSE']._serialized_start=204
-  _globals['_SCALERESPONSE']._serialized_end=256
-  _globals['_REPLICASETSERVICE']._serialized_start=259
-  _globals['_REPLICASETSERVICE']._serialized_end=430
+  _globals['_WATCHREPLICASRESPONSE']._serialized_end=106
+  _globals['_SCALEREQUEST']._serialized_start=108
+  _globals['_SCALEREQUEST']._serialized_end=206
+  _globals['_SCALERESPONSE']._serialized_start=208
+  _globals['_SCALERESPONSE']._serialized_end=264
+  _globals['_REPLICASETSERVICE']._serialized_start=267
+  _globals['_REPLICASETSERVICE']._serialized_end=438
 # @@protoc_insertion_point(module_scope)

@@ -39,19 +39,20 @@ class WatchReplicasResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PORTS_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
     @property
-    def ports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The port of each worker, on the host of the set. A worker that starts for the first time is
-        not listed yet, and one that is to end is not listed any more.
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Where each worker listens: "host:port", or ":port" on the host by which the caller reaches the
+        set. A worker that starts for the first time is not listed yet, and one that is to end is not
+        listed any more. The address of a worker that is started again elsewhere changes.
         """
 
     def __init__(
         self,
         *,
-        ports: collections.abc.Iterable[builtins.int] | None = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ports", b"ports"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["addresses", b"addresses"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WatchReplicasResponse: typing_extensions.TypeAlias = WatchReplicasResponse
@@ -95,21 +96,21 @@ class ScaleResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PORTS_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
     NUM_CHANGING_FIELD_NUMBER: builtins.int
     num_changing: builtins.int
     """Workers that still start or drain."""
     @property
-    def ports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The port of each worker, as WatchReplicasResponse has them."""
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The address of each worker, as WatchReplicasResponse has them."""
 
     def __init__(
         self,
         *,
-        ports: collections.abc.Iterable[builtins.int] | None = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
         num_changing: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_changing", b"num_changing", "ports", b"ports"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["addresses", b"addresses", "num_changing", b"num_changing"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ScaleResponse: typing_extensions.TypeAlias = ScaleResponse

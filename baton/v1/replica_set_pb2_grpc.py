@@ -54,7 +54,7 @@ class ReplicaSetServiceServicer(object):
     """
 
     def WatchReplicas(self, request, context):
-        """Streams the ports of the set's workers: now and after each change.
+        """Streams the addresses of the set's workers: now and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,7 +64,8 @@ class ReplicaSetServiceServicer(object):
         """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
         has passed; the change continues after that, also if the call is cancelled. The worker that
         replaces one which died does not count as a change.
-        FAILED_PRECONDITION: a worker could not start. Those that started stay.
+        FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+        set is ending. Workers that started stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,12 +33,13 @@ class ReplicaSetServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> ReplicaSetServiceAsyncStub: ...
     WatchReplicas: grpc.UnaryStreamMultiCallable[baton.v1.replica_set_pb2.WatchReplicasRequest, baton.v1.replica_set_pb2.WatchReplicasResponse]
-    """Streams the ports of the set's workers: now and after each change."""
+    """Streams the addresses of the set's workers: now and after each change."""
     Scale: grpc.UnaryUnaryMultiCallable[baton.v1.replica_set_pb2.ScaleRequest, baton.v1.replica_set_pb2.ScaleResponse]
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
     replaces one which died does not count as a change.
-    FAILED_PRECONDITION: a worker could not start. Those that started stay.
+    FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+    set is ending. Workers that started stay.
     """
 
 @typing.type_check_only
@@ -49,12 +50,13 @@ class ReplicaSetServiceAsyncStub(ReplicaSetServiceStub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     WatchReplicas: grpc.aio.UnaryStreamMultiCallable[baton.v1.replica_set_pb2.WatchReplicasRequest, baton.v1.replica_set_pb2.WatchReplicasResponse]  # type: ignore[assignment]
-    """Streams the ports of the set's workers: now and after each change."""
+    """Streams the addresses of the set's workers: now and after each change."""
     Scale: grpc.aio.UnaryUnaryMultiCallable[baton.v1.replica_set_pb2.ScaleRequest, baton.v1.replica_set_pb2.ScaleResponse]  # type: ignore[assignment]
     """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
     has passed; the change continues after that, also if the call is cancelled. The worker that
     replaces one which died does not count as a change.
-    FAILED_PRECONDITION: a worker could not start. Those that started stay.
+    FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+    set is ending. Workers that started stay.
     """
 
 class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
@@ -68,7 +70,7 @@ class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.replica_set_pb2.WatchReplicasRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.replica_set_pb2.WatchReplicasResponse], collections.abc.AsyncIterator[baton.v1.replica_set_pb2.WatchReplicasResponse]]:
-        """Streams the ports of the set's workers: now and after each change."""
+        """Streams the addresses of the set's workers: now and after each change."""
 
     @abc.abstractmethod
     def Scale(
@@ -79,7 +81,8 @@ class ReplicaSetServiceServicer(metaclass=abc.ABCMeta):
         """Starts workers, or drains and ends the youngest ones. Returns when that is done or the timeout
         has passed; the change continues after that, also if the call is cancelled. The worker that
         replaces one which died does not count as a change.
-        FAILED_PRECONDITION: a worker could not start. Those that started stay.
+        FAILED_PRECONDITION: a worker could not start. UNAVAILABLE: there was no room for it, or the
+        set is ending. Workers that started stay.
         """
 
 def add_ReplicaSetServiceServicer_to_server(servicer: ReplicaSetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -164,7 +164,7 @@ async def running_chaos_cluster(
         grpc = replace(config.router.grpc, drain_timeout_s=_DRAIN_TIMEOUT_S)
         router = replace(config.router, grpc=grpc, metrics=MetricsConfig(port=0))
         config = replace(config, router=router)
-        takes_turns = config.num_workers > 1
+        takes_turns = len(config.targets) > 1
         engine = stack.enter_context(sharing_machine(config.engine, turns=takes_turns))
         config = replace(config, engine=engine)
         plan = plan_cluster(config)

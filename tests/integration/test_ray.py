@@ -1,9 +1,16 @@
 """Engines whose ranks are actors of a Ray cluster, and `baton serve` on its nodes."""
 
+import asyncio
 import json
 import re
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,9 +18,13 @@ import pytest
 
 from baton import Client, SamplingParams
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.cluster import get_load
 from tests.support.ray_nodes import RayNodes, running_ray
 from tests.support.redis_server import RedisServer
 from tests.support.serve_process import read_until, running
+
+BATON = "import sys; from baton.cli import main; sys.exit(main())"
+NUM_TOKENS = 100
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -62,20 +73,24 @@ def test_an_actor_that_is_killed_ends_the_engine(nodes: RayNodes) -> None:
 class Served:
     """A running `baton serve --on ray`.
 
-    Attributes:
+    Args:
+        process: the command's.
+        lines: its first lines.
         client: of its router.
     """
 
-    def __init__(self, process: Any, client: Client) -> None:
-        self._process, self.client = process, client
+    def __init__(self, process: Any, lines: list[str], client: Client) -> None:
+        self._process, self._client = process, client
+        self._shown = dict(re.findall(r"^(\w+) +(\S+)$", "".join(lines), re.MULTILINE))
 
     def worker(self, name: str) -> psutil.Process:
         """Returns the only worker of a tier."""
-        (found,) = self.workers(f"worker.{name}")
-        return found
+        found = self.processes(f"worker.{name}")
+        (worker,) = (each for each in found if "--data-parallel-size" not in each.info["cmdline"])
+        return worker
 
-    def workers(self, module: str = "worker.") -> list[psutil.Process]:
-        """Returns the processes of workers, which are no children of this command."""
+    def processes(self, module: str = "worker.") -> list[psutil.Process]:
+        """Returns the processes of sets, and those of workers, which are no children of them."""
         model = str(tiny_checkpoint("llama"))
         found = []
         for process in psutil.process_iter(["cmdline"]):
@@ -87,29 +102,42 @@ class Served:
     def read_until(self, text: str) -> list[str]:
         return read_until(self._process, text)
 
-    def generate(self) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        return list(self.client.generate(prompt_of(21), params, timeout_s=90).token_ids)
+    def generate(self, num_tokens: int = 20) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        return list(self._client.generate(prompt_of(21), params, timeout_s=90).token_ids)
+
+    def scale(self, name: str, size: int) -> list[str]:
+        """Changes the number of workers of a tier; returns their addresses."""
+        flags = "--data-parallel-size", str(size), "--cluster-token-file", self._shown["token"]
+        command = [sys.executable, "-c", BATON, "scale", self._shown[name], *flags]
+        ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=90)
+        return ended.stdout.split()
+
+    def wait_until_running(self, address: str) -> None:
+        """Waits until a worker has a request."""
+        token = Path(self._shown["token"]).read_text().strip()
+        metadata = [("authorization", f"Bearer {token}")]
+        give_up_at = time.monotonic() + 60
+        while not asyncio.run(get_load(address, metadata)).num_running:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
 
 
 @contextmanager
 def serving(nodes: RayNodes, *flags: object) -> Iterator[Served]:
     """Serves the tiny checkpoint until the context ends; nothing is left then."""
-    code = "import sys; from baton.cli import main; sys.exit(main())"
     command = [
-        *(nodes.python, "-c", code, "serve", tiny_checkpoint("llama"), "--on", "ray"),
+        *(nodes.python, "-c", BATON, "serve", tiny_checkpoint("llama"), "--on", "ray"),
         *("--port", "none", "--grpc-port", 0, "--dtype", "float32", "--max-model-len", 128),
-        *("--num-gpu-blocks-override", 32, "--queue-timeout-s", 90, "--dns-interval-s", 0.2),
-        *flags,
+        *("--num-gpu-blocks-override", 32, "--queue-timeout-s", 90, *flags),
     ]
     with running(command, env=nodes.environment) as process:
-        (address,) = re.findall(
-            r"^grpc +(\S+)$", "".join(read_until(process, "Ctrl-C")), re.MULTILINE
-        )
+        lines = read_until(process, "Ctrl-C")
+        (address,) = re.findall(r"^grpc +(\S+)$", "".join(lines), re.MULTILINE)
         with Client(address) as client:
-            served = Served(process, client)
+            served = Served(process, lines, client)
             yield served
-            left = served.workers()
+            left = served.processes()
     # Without an init process orphans stay zombies, which hold no resources.
     _, alive = psutil.wait_procs(left, timeout=20)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
@@ -122,10 +150,32 @@ def three_nodes() -> Iterator[RayNodes]:
         yield cluster
 
 
+def a_tier_is_scaled_while_requests_run(served: Served) -> None:
+    expected = reference_greedy(tiny_checkpoint("llama"), prompt_of(21), NUM_TOKENS)
+    is_over = threading.Event()
+
+    def stream_again_and_again() -> None:
+        while not is_over.is_set():
+            assert served.generate(NUM_TOKENS) == expected
+
+    with ThreadPoolExecutor() as threads:
+        streams = [threads.submit(stream_again_and_again) for _ in range(3)]
+        try:
+            first, second = served.scale("decode", 2)
+            for address in (first, second):
+                served.wait_until_running(address)
+            assert served.scale("decode", 1) == [first]
+        finally:
+            is_over.set()
+        for stream in streams:
+            stream.result()
+
+
 def test_workers_on_nodes_come_back_also_elsewhere(three_nodes: RayNodes) -> None:
     expected = reference_greedy(tiny_checkpoint("llama"), prompt_of(21), 20)
     with serving(three_nodes) as served:
         assert served.generate() == expected
+        a_tier_is_scaled_while_requests_run(served)
         before = served.worker("decode")
         before.kill()
         served.read_until("decode-0 | starting again")

@@ -69,6 +69,21 @@ async def test_a_lost_set_keeps_its_workers_and_their_addresses():
         await router.until_connected(second)
 
 
+async def test_a_worker_that_moves_is_followed():
+    async with (
+        running_set(SCRIPT, 2) as replicas,
+        running_router(decode=(replicas.address,)) as router,
+    ):
+        await router.until_connected(*replicas.workers)
+        lost = replicas.workers[1]
+        await lost.stop()
+        moved = replicas.workers[1] = FakeDecode(SCRIPT)
+        await moved.start()
+        replicas.made[1].move(moved)
+        await router.until(lambda: router.candidate_ids() == ids_of(*replicas.workers))
+        await until(lambda: lost.address not in router.fleet.decode.problems)
+
+
 async def test_a_set_that_starts_again_has_other_workers():
     async with (
         running_set(SCRIPT, 2) as replicas,

@@ -3,6 +3,7 @@
 import asyncio
 
 from baton import cli
+from baton.errors import UnavailableError
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.replica_sets import running_set
 from tests.support.running_router import script_of
@@ -31,6 +32,16 @@ async def test_it_says_that_workers_still_start(capsys, monkeypatch):
         assert await scale(replicas.address, "-dp", "2", "--timeout-s", "0") == 1
         assert capsys.readouterr().out == "2 workers still start or drain\n"
         may_start.set()
+
+
+async def test_it_says_that_there_is_no_room(capsys, monkeypatch):
+    async def start(_):
+        raise UnavailableError("decode-0 could not be started: no room")
+
+    async with running_set(SCRIPT, 0) as replicas:
+        monkeypatch.setattr(FakeDecode, "start", start)
+        assert await scale(replicas.address, "-dp", "1") == 1
+    assert "decode-0 could not be started: no room" in capsys.readouterr().err
 
 
 async def test_it_says_that_a_worker_is_no_set(capsys):

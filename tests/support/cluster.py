@@ -166,11 +166,13 @@ class Cluster:
             await asyncio.sleep(0.05)
 
 
-async def get_load(address: str) -> worker_pb2.WorkerLoad:
+async def get_load(
+    address: str, metadata: Sequence[tuple[str, str]] = WORKER_CALL
+) -> worker_pb2.WorkerLoad:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = worker_pb2.GetLoadRequest()
-        return (await stub.GetLoad(request, timeout=10, metadata=WORKER_CALL)).load
+        return (await stub.GetLoad(request, timeout=10, metadata=metadata)).load
 
 
 @asynccontextmanager

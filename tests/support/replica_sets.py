@@ -1,7 +1,7 @@
 """Replica sets in this process: replicas that tests control, and fake workers as replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from baton.security.cluster import ClusterSecurity
@@ -25,15 +25,22 @@ class HeldReplica(Replica):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._address = f":{1000 + number}"
         self.calls: list[str] = []
         self.refusal: Exception | None = None
         self.may_start, self.may_end = asyncio.Event(), asyncio.Event()
 
     @property
-    def port(self) -> int:
-        return 1000 + self.number
+    def address(self) -> str:
+        return self._address
 
-    async def start(self) -> None:
+    def move(self, address: str) -> None:
+        """Changes the address."""
+        self._address = address
+        self._on_move()
+
+    async def start(self, on_move: Callable[[], None]) -> None:
+        self._on_move = on_move
         self.calls.append("start")
         await self.may_start.wait()
         if self.refusal is not None:
@@ -53,12 +60,19 @@ class FakeReplica(Replica):
 
     def __init__(self, worker: FakeDecode) -> None:
         self.worker = worker
+        self._address = ""
 
     @property
-    def port(self) -> int:
-        return self.worker.port
+    def address(self) -> str:
+        return self._address or f":{self.worker.port}"
 
-    async def start(self) -> None:
+    def move(self, worker: FakeDecode) -> None:
+        """Is another worker from now on, listed with its host."""
+        self.worker, self._address = worker, worker.address
+        self._on_move()
+
+    async def start(self, on_move: Callable[[], None]) -> None:
+        self._on_move = on_move
         await self.worker.start()
 
     async def stop(self) -> None:
@@ -72,11 +86,13 @@ class FakeSet:
     """A replica set of fake decode workers, on a server that the test can stop and start.
 
     Attributes:
-        workers: all workers that it has ever started.
+        made: all replicas that it has ever made.
+        workers: their workers.
         port: of its server; the same after each start.
     """
 
     def __init__(self, script: list[int], security: ClusterSecurity | None = None) -> None:
+        self.made: list[FakeReplica] = []
         self.workers: list[FakeDecode] = []
         self.port = 0
         self._script = script
@@ -87,10 +103,11 @@ class FakeSet:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def _make(self, number: int, taken_ports: Collection[int]) -> Replica:
+    def _make(self, number: int, taken: Collection[str]) -> Replica:
         worker = FakeDecode(self._script, security=self._security)
         self.workers.append(worker)
-        return FakeReplica(worker)
+        self.made.append(replica := FakeReplica(worker))
+        return replica
 
     async def start(self, num_replicas: int) -> None:
         """Starts the server, and a new set behind it."""

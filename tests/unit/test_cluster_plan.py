@@ -31,6 +31,7 @@ from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from worker.decode import add_args as add_decode_args
 from worker.prefill import add_args as add_prefill_args
+from worker.replica_processes import ReplicaSetConfig
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -342,23 +343,34 @@ def test_workers_take_turns_unless_a_flag_disables_it(flags, takes_turns, shared
     assert list(shared_memory.iterdir()) == []
 
 
-def test_workers_elsewhere_get_their_address_when_they_start(shared_memory):
-    flags = ("--prefill-workers", "2", "--metrics-port", "0")
-    with running_config(parse(serve.add_args, flags), on_ray=True) as running:
+def test_workers_on_ray_are_a_set_for_each_tier(shared_memory):
+    flags = ("--prefill-workers", "2", "--metrics-port", "0", "--port", "0", "--grpc-port", "0")
+    with running_config(parse(serve.add_args, flags), "10.0.0.1:6379") as running:
         plan = plan_cluster(running)
         assert running.engine.kv_connector == "grpc://0.0.0.0"
         assert running.engine.weights_folder is running.engine.turns_folder is None
-        assert running.model.prefill == tuple(server.address for server in plan.prefill)
-        for server in plan.workers:
-            assert server.address == server.spec.address_file.as_uri()
-            assert not {"--host", "--port", "--metrics-port"} & set(server.spec.arguments)
-            server.spec.address_file.write_text("10.0.0.7:1234\n")
-            assert server.current_address == "10.0.0.7:1234"
+        tiers = (plan.prefill, running.model.prefill, 2), (plan.decode, running.model.decode, 1)
+        for servers, targets, size in tiers:
+            (server,), (target,) = servers, targets
+            assert server.address == target
+            assert server.metrics_url == ""
             assert server.spec.environment["BATON_CLUSTER_TOKEN"] == running.token
-        assert len({server.address for server in plan.workers}) == 3
-        assert plan.router.current_address == plan.router.address
+            assert server.spec.environment["RAY_ADDRESS"] == "10.0.0.1:6379"
+            parsed = parse(add_decode_args, server.spec.arguments)
+            assert config_from_args(ReplicaSetConfig, parsed) == ReplicaSetConfig(
+                data_parallel_size=size, on="ray"
+            )
+            assert config_from_args(MetricsConfig, parsed) == MetricsConfig()
+        assert [server.spec.name for server in plan.workers] == ["prefill", "decode"]
         assert plan.router.metrics_url
     assert list(shared_memory.iterdir()) == []
+
+
+def test_on_ray_decode_may_compute_prompts_too(shared_memory):
+    flags = ("--prefill-workers", "0", "--port", "0", "--grpc-port", "0")
+    args = parse(serve.add_args, flags)
+    with running_config(args, "10.0.0.1:6379") as running:
+        assert plan_cluster(running).prefill == ()
 
 
 def _metrics_ports(metrics: MetricsConfig) -> list[int]:

@@ -58,6 +58,11 @@ def test_plain_lines_of_processes_become_json(text):
     assert (parsed["process"], parsed["message"]) == ("router", text)
 
 
+def test_a_line_keeps_the_name_of_the_first_process():
+    line = json_line_of_process("decode-0", "ready")
+    assert json_line_of_process("decode", line) == line
+
+
 def test_a_cluster_names_the_process_of_each_line(capsys):
     record = logging.makeLogRecord({"name": "baton.rpc", "msg": "listening"})
     log_writer("json")(f"decode-0 | {JsonFormatter().format(record)}")

@@ -1,4 +1,4 @@
-"""`baton serve --on ray` without Ray: what workers need, and what becomes of their actors."""
+"""`--on ray` without Ray: what workers need, and what becomes of their actors."""
 
 import asyncio
 import sys
@@ -10,19 +10,13 @@ import pytest
 
 from baton.cli import main
 from baton.errors import ConfigurationError
+from baton.processes import ray_nodes
+from baton.processes.ray_nodes import RayNodes, RemoteProcess, engine_on_ray, worker_resources
 from baton.processes.spawn import ProcessSpec
-from baton.up import ray_nodes
-from baton.up.plan import ClusterConfig
-from baton.up.ray_nodes import (
-    RayNodes,
-    RemoteProcess,
-    check_connector,
-    check_device,
-    worker_resources,
-)
 from engine.config import EngineConfig
 
 ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")
+SPEC = ProcessSpec("decode-0", "worker.decode", ("--seed", "1"))
 
 
 class RayError(Exception):
@@ -101,40 +95,33 @@ def nodes_of(monkeypatch):
     def make(**answers):
         ray = FakeRay(FakeActor(**answers))
         monkeypatch.setattr(ray_nodes, "join_cluster", lambda: ray)
-        return RayNodes(ClusterConfig.grpc_only(ENGINE)), ray
+        return RayNodes(ENGINE), ray
 
     return make
 
 
-@pytest.fixture
-def spec(tmp_path):
-    return ProcessSpec("decode-0", "worker.decode", ("--seed", "1"), {}, tmp_path / "address")
-
-
-async def test_a_worker_is_started_and_its_address_written(nodes_of, spec):
+async def test_a_worker_is_started_and_has_an_address(nodes_of):
     nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
-    process = await nodes.spawn(spec)
-    assert process.pid == 42
-    assert spec.address_file.read_text() == "10.0.0.7:1234\n"
+    process = await nodes.spawn(SPEC)
+    assert (process.address, process.pid) == ("10.0.0.7:1234", 42)
     (_, options), start = ray.actor.calls
     assert options["num_cpus"] == 1
     assert options["scheduling_strategy"] == "SPREAD"
-    assert start == ("start", spec)
+    assert start == ("start", SPEC)
 
 
 @pytest.mark.parametrize("answer", [None, RayError("the node died")])
-async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, spec, monkeypatch, answer):
+async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, monkeypatch, answer):
     monkeypatch.setattr(ray_nodes, "PLACING_S", 0.01)
     nodes, ray = nodes_of(start=answer)
     with pytest.raises(OSError, match=r"no room .* for decode-0: 1 CPU|the node died"):
-        await nodes.spawn(spec)
+        await nodes.spawn(SPEC)
     assert ray.killed == [ray.actor]
-    assert not spec.address_file.exists()
 
 
-async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of, spec):
+async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of):
     nodes, ray = nodes_of()
-    starting = asyncio.create_task(nodes.spawn(spec))
+    starting = asyncio.create_task(nodes.spawn(SPEC))
     await asyncio.sleep(0)  # until it waits for the actor
     assert len(ray.actor.calls) == 2
     starting.cancel()
@@ -145,7 +132,7 @@ async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of, spec):
 
 async def test_an_actor_ends_once_its_process_is_closed():
     ray = FakeRay(FakeActor(read=b"", wait=3))
-    process = RemoteProcess(ray, ray.actor, 42)
+    process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
     assert await process.read(10) == b""
     assert await process.wait() == 3
     assert ray.killed == []
@@ -153,31 +140,24 @@ async def test_an_actor_ends_once_its_process_is_closed():
     assert ray.killed == [ray.actor]
 
 
-async def test_a_worker_whose_address_cannot_be_written_is_ended(nodes_of, spec):
-    nodes, ray = nodes_of(start=("10.0.0.7:1234", 42))
-    with pytest.raises(FileNotFoundError):
-        await nodes.spawn(replace(spec, address_file=spec.address_file / "missing" / "address"))
-    assert ray.killed == [ray.actor]
-
-
 async def test_a_lost_connection_to_an_actor_does_not_end_its_worker(monkeypatch):
     monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.0)
     ray = FakeRay(FakeActor(wait=[ActorUnavailableError(), ActorUnavailableError(), 0]))
-    process = RemoteProcess(ray, ray.actor, 42)
+    process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
     assert await process.wait() == 0
     assert ray.actor.calls == [("wait",)] * 3
 
 
 def test_a_numbered_gpu_is_refused():
-    check_device("cuda")
+    engine_on_ray(replace(ENGINE, device="cuda"))
     with pytest.raises(ConfigurationError, match="--device is cuda:1"):
-        check_device("cuda:1")
+        engine_on_ray(replace(ENGINE, device="cuda:1"))
 
 
 async def test_a_process_on_a_node_that_is_lost_counts_as_killed():
     lost = RayError("the node died")
     ray = FakeRay(FakeActor(read=lost, wait=lost))
-    process = RemoteProcess(ray, ray.actor, 42)
+    process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
     assert await process.read(10) == b""
     assert await process.wait() == process.returncode == -9
 
@@ -194,9 +174,14 @@ def test_a_worker_needs_the_cores_of_all_its_processes():
 
 @pytest.mark.parametrize("url", ["shm://kv", "file:///kv"])
 def test_a_store_of_one_machine_is_refused(url):
-    check_connector("redis://host:1/0")
     with pytest.raises(ConfigurationError, match=r"with --on ray use grpc://0\.0\.0\.0"):
-        check_connector(url)
+        engine_on_ray(replace(ENGINE, kv_connector=url))
+
+
+@pytest.mark.parametrize("given", [None, "redis://host:1/0"])
+def test_peers_are_the_default_connector(given):
+    engine = engine_on_ray(replace(ENGINE, kv_connector=given))
+    assert engine.kv_connector == (given or "grpc://0.0.0.0")
 
 
 def test_without_ray_the_command_names_the_extra(monkeypatch, capsys):

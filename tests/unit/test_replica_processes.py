@@ -1,13 +1,17 @@
 """`--data-parallel-size`: the flags of its workers, and what it does not work with."""
 
 import argparse
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from baton import cli
 from baton.flags import config_from_args
 from baton.health import check_health
+from baton.processes.spawn import ProcessSpec
+from baton.processes.supervisor import RestartPolicy
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from engine.cli_args import engine_config_from_args
@@ -19,8 +23,14 @@ from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from worker.decode import add_args as add_decode_args
 from worker.decode import main as decode_main
-from worker.replica_processes import free_port, replica_spec, tls_of_caller
 from worker.replica_set import MOST_REPLICAS
+from worker.replicas import (
+    RemoteReplica,
+    free_port,
+    remote_replica_spec,
+    replica_spec,
+    tls_of_caller,
+)
 
 FLAGS = (
     *("m", "--data-parallel-size=3", "--host=0.0.0.0", "--port=7000", "--port-file=p"),
@@ -59,6 +69,70 @@ def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
     assert config_from_args(MetricsConfig, own) == replace(metrics, port=9002)
 
 
+def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():
+    given = parse(*FLAGS)
+    engine = engine_config_from_args(given)
+    spec = remote_replica_spec(given, "decode", engine, 2, "u" * 32)
+    assert spec.name == "decode-2"
+    assert spec.environment["BATON_CLUSTER_TOKEN"] == "u" * 32
+    own = parse(*spec.arguments, "--kv-connector=redis://:secret@host:1/0")
+    assert (own.on, own.data_parallel_size) == ("machine", None)
+    assert engine_config_from_args(own) == engine
+    assert config_from_args(TlsConfig, own) == config_from_args(TlsConfig, given)
+    assert config_from_args(ClusterConfig, own) == ClusterConfig()
+    server = config_from_args(ServerConfig, given)
+    assert config_from_args(ServerConfig, own) == replace(
+        server, host="127.0.0.1", port=parse("m").port, port_file=None
+    )
+    assert config_from_args(MetricsConfig, own) == MetricsConfig()
+
+
+class FakeRemoteProcess:
+    """A process on a node, which ends when the test ends it or it is told to."""
+
+    returncode = None
+    pid = 42
+
+    def __init__(self, address):
+        self.address, self.ended = address, asyncio.Event()
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_eof()
+
+    async def wait(self):
+        await self.ended.wait()
+        self.returncode = 1
+        return 1
+
+    def kill(self):
+        self.ended.set()
+
+    terminate = close = kill
+
+
+async def test_a_worker_elsewhere_is_listed_at_the_address_of_its_latest_start(monkeypatch):
+    places = [FakeRemoteProcess(f"10.0.0.{number}:7000") for number in (1, 2)]
+    waiting = iter(places)
+
+    async def spawn(_):
+        return next(waiting)
+
+    async def wait_until_serving(address, *_):
+        assert address == places[0].address
+
+    monkeypatch.setattr("worker.replicas.wait_until_serving", wait_until_serving)
+    spec = ProcessSpec("decode-0", "worker.decode", ())
+    policy = RestartPolicy(first_delay_s=0.0)
+    replica = RemoteReplica(spec, spawn, TlsConfig(), lambda _: None, policy)
+    moves = asyncio.Queue()
+    async with asyncio.timeout(10):
+        await replica.start(lambda: moves.put_nowait(replica.address))
+        assert await moves.get() == replica.address == places[0].address
+        places[0].kill()  # its node is lost
+        assert await moves.get() == replica.address == places[1].address
+        await replica.stop()
+    assert places[1].ended.is_set()
+
+
 @pytest.mark.parametrize("port", ["0", "none"])
 def test_metrics_ports_that_are_free_or_off_stay_so(port):
     given = parse("m", f"--metrics-port={port}", "--port=7000")
@@ -68,11 +142,11 @@ def test_metrics_ports_that_are_free_or_off_stay_so(port):
 
 def test_a_free_port_may_belong_to_a_worker_that_has_not_bound_it_yet(monkeypatch):
     monkeypatch.setattr(
-        "worker.replica_processes.bound_ports",
+        "worker.replicas.bound_ports",
         lambda wanted: [7000 + index for index, _ in enumerate(wanted)],
     )
     assert free_port("127.0.0.1", []) == 7000
-    assert free_port("127.0.0.1", [7000, 7001]) == 7002
+    assert free_port("127.0.0.1", [":7000", ":7001"]) == 7002
 
 
 @pytest.mark.parametrize("asks_for_certificates", [True, False])
@@ -102,6 +176,9 @@ async def test_a_set_calls_its_workers_with_their_own_certificate(tmp_path, asks
             ["-dp", "2", "--kv-connector", "grpc://:7000"],
             ["--data-parallel-size", "--kv-connector"],
         ),
+        (["--on", "ray"], ["--on ray", "--data-parallel-size"]),
+        (["-dp", "2", "--on", "ray"], ["--on is ray", "--cluster-token-file"]),
+        (["-dp", "2", "--on", "ray", "--kv-connector", "shm://kv"], ["--kv-connector shm://"]),
         (["-dp", "2", "--port", "none"], ["--port is none"]),
         (["-dp", "2", "--host", "0.0.0.0"], ["--host is 0.0.0.0", "--cluster-token-file"]),
     ],
@@ -113,6 +190,25 @@ def test_what_does_not_work_with_several_workers_is_named(flags, named, monkeypa
     error = capfd.readouterr().err
     assert error.startswith("baton decode: error: ")
     assert [text for text in named if text not in error] == []
+
+
+def test_a_set_that_finds_no_room_says_so_and_ends(tmp_path, monkeypatch, capfd):
+    async def spawn(_):
+        raise OSError("the Ray cluster had no room")
+
+    monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
+    monkeypatch.setattr("worker.replicas.RayNodes", lambda _: SimpleNamespace(spawn=spawn))
+    flags = ("-dp=2", "--on=ray", f"--cluster-token-file={tmp_path}/token")
+    assert decode_main(parse("demo", "--port=0", *flags)) == 2
+    error = capfd.readouterr().err
+    assert "baton decode: error: decode-0 could not be started: the Ray cluster had no" in error
+
+
+def test_workers_elsewhere_have_no_ports_for_metrics(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
+    flags = ("-dp=2", "--on=ray", "--metrics-port=0", f"--cluster-token-file={tmp_path}/token")
+    assert decode_main(parse("demo", "--port=0", *flags)) == 2
+    assert "--metrics-port is for workers of one machine" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

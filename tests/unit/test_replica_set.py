@@ -19,19 +19,19 @@ class Held:
 
     Attributes:
         made: all replicas that the set has made.
-        taken_ports: the ports that each of them could not have.
+        taken: the addresses that each of them could not have.
         has_made: set once there is one.
     """
 
     def __init__(self):
         self.made = []
-        self.taken_ports = []
+        self.taken = []
         self.has_made = asyncio.Event()
         self.set = ReplicaSet(self._make)
 
-    def _make(self, number, taken_ports):
+    def _make(self, number, taken):
         self.has_made.set()
-        self.taken_ports.append(list(taken_ports))
+        self.taken.append(list(taken))
         self.made.append(replica := HeldReplica(number))
         return replica
 
@@ -61,8 +61,8 @@ async def listed(replicas, count):
     """The first lists that a watcher gets."""
     seen = []
     async with asyncio.timeout(10):
-        async for ports in replicas.watch():
-            seen.append(list(ports))
+        async for addresses in replicas.watch():
+            seen.append(list(addresses))
             if len(seen) == count:
                 return seen
     return seen
@@ -71,14 +71,14 @@ async def listed(replicas, count):
 async def test_a_replica_is_listed_once_it_serves(held):
     watching = asyncio.create_task(listed(held.set, 3))
     scaling = await held.scaling(2)
-    assert (held.set.ports, held.set.num_changing) == ([], 2)
+    assert (held.set.addresses, held.set.num_changing) == ([], 2)
     first = asyncio.create_task(listed(held.set, 2))
     held.made[1].may_start.set()
-    assert await first == [[], [1001]]
+    assert await first == [[], [":1001"]]
     assert not scaling.done()
     held.made[0].may_start.set()
     await scaling
-    assert await watching == [[], [1001], [1000, 1001]]
+    assert await watching == [[], [":1001"], [":1000", ":1001"]]
     assert held.set.num_changing == 0
 
 
@@ -88,7 +88,7 @@ async def test_the_youngest_leave_the_list_before_they_end(held):
     held.made[2].may_end.clear()
     scaling = asyncio.create_task(held.set.scale(1))
     await asyncio.sleep(0)
-    assert held.set.ports == [1000]
+    assert held.set.addresses == [":1000"]
     assert [replica.calls for replica in held.made] == [["start"]] * 3
     for replica in held.made[1:]:
         replica.may_end.set()
@@ -105,12 +105,12 @@ async def test_a_number_is_free_once_its_replica_has_ended(held):
     held.made[1].may_end.set()
     held.made[2].may_start.set()
     await asyncio.gather(scaling, again)
-    assert held.set.ports == [1000, 1002]
+    assert held.set.addresses == [":1000", ":1002"]
     await held.scaled(3)
     assert [replica.number for replica in held.made] == [0, 1, 2, 1]
 
 
-async def test_a_port_is_free_once_its_replica_has_ended(held):
+async def test_an_address_is_free_once_its_replica_has_ended(held):
     await held.scaled(2)
     held.made[1].may_end.clear()
     scaling = await held.scaling(1)
@@ -119,7 +119,7 @@ async def test_a_port_is_free_once_its_replica_has_ended(held):
     held.made[2].may_start.set()
     await asyncio.gather(scaling, again)
     await held.scaled(3)
-    assert held.taken_ports == [[], [1000], [1000, 1001], [1000, 1002]]
+    assert held.taken == [[], [":1000"], [":1000", ":1001"], [":1000", ":1002"]]
 
 
 @pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
@@ -131,8 +131,18 @@ async def test_a_replica_that_cannot_start_is_removed_and_reported(error, held):
         replica.may_start.set()
     with pytest.raises(error, match="it could not start"):
         await scaling
-    assert held.set.ports == [1000, 1002]
+    assert held.set.addresses == [":1000", ":1002"]
     assert held.made[1].calls == ["start", "stop"]
+
+
+async def test_a_replica_that_moves_is_listed_at_its_new_address(held):
+    watching = asyncio.create_task(listed(held.set, 2))
+    await held.scaled(2)
+    assert (await watching)[-1] == [":1000", ":1001"]
+    watching = asyncio.create_task(listed(held.set, 2))
+    await asyncio.sleep(0)
+    held.made[0].move("10.0.0.7:1000")
+    assert (await watching)[-1] == ["10.0.0.7:1000", ":1001"]
 
 
 async def test_a_start_that_is_taken_back_is_no_error(held):
@@ -141,7 +151,7 @@ async def test_a_start_that_is_taken_back_is_no_error(held):
     held.made[1].may_end.set()
     await held.set.scale(1)
     await scaling
-    assert held.set.ports == [1000]
+    assert held.set.addresses == [":1000"]
     assert held.made[1].calls == ["start", "stop"]
 
 
@@ -151,7 +161,7 @@ async def test_a_change_goes_on_if_its_caller_leaves(held):
     await asyncio.gather(scaling, return_exceptions=True)
     held.made[0].may_start.set()
     await held.set.scale(1)
-    assert held.set.ports == [1000]
+    assert held.set.addresses == [":1000"]
     assert len(held.made) == 1
 
 
@@ -160,7 +170,7 @@ async def test_a_drained_set_ends_its_lists_and_grows_no_more(held):
     watching = asyncio.create_task(listed(held.set, 9))
     await asyncio.sleep(0)
     await held.set.drain(1.0)
-    assert await watching == [[1000, 1001], []]
+    assert await watching == [[":1000", ":1001"], []]
     assert [replica.calls for replica in held.made] == [["start", "stop"]] * 2
     with pytest.raises(UnavailableError):
         await held.set.scale(1)
@@ -212,13 +222,13 @@ async def test_scale_answers_at_its_timeout_and_goes_on(held):
     async with serving(held.set) as stub:
         request = replica_set_pb2.ScaleRequest(num_replicas=1, timeout_ms=0)
         response = await stub.Scale(request, timeout=10)
-        assert (list(response.ports), response.num_changing) == ([], 1)
+        assert (list(response.addresses), response.num_changing) == ([], 1)
         held.made[0].may_start.set()
         held.made[0].may_end.set()
         response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=1), timeout=10)
-        assert (list(response.ports), response.num_changing) == ([1000], 0)
+        assert (list(response.addresses), response.num_changing) == ([":1000"], 0)
         response = await stub.Scale(replica_set_pb2.ScaleRequest(num_replicas=0), timeout=10)
-        assert (list(response.ports), response.num_changing) == ([], 0)
+        assert (list(response.addresses), response.num_changing) == ([], 0)
 
 
 async def test_a_start_that_fails_after_the_timeout_is_logged(held, caplog):

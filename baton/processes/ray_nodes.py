@@ -1,8 +1,7 @@
-"""Starts a cluster's workers on the nodes of a Ray cluster.
+"""Starts workers on the nodes of a Ray cluster.
 
-    baton serve        SupervisedProcess -> RayNodes, RemoteProcess; the router, and the files in
-                       which it finds the workers' addresses
-    a node             ServerActor -> the worker, which ends with its actor
+    the process that places them    SupervisedProcess -> RayNodes, RemoteProcess
+    a node                          ServerActor -> the worker, which ends with its actor
 
 An actor starts one process. Restarts get a new actor, on any node that has room. Ray ends actors
 whose driver has ended.
@@ -14,14 +13,19 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.processes.child import end_with_parent
-from baton.processes.spawn import ProcessSpec, RunningProcess, spawn_here
-from baton.ray_cluster import PLACING_S, actor_options, described, join_cluster, lack_of_room
-from baton.up.plan import ClusterConfig
+from baton.processes.spawn import ProcessSpec, spawn_here
+from baton.ray_cluster import (
+    ADDRESS_VARIABLE,
+    PLACING_S,
+    actor_options,
+    described,
+    join_cluster,
+    lack_of_room,
+)
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
@@ -30,11 +34,12 @@ __all__ = [
     "RayNodes",
     "RemoteProcess",
     "ServerActor",
-    "check_connector",
-    "check_device",
+    "engine_on_ray",
     "worker_resources",
 ]
 
+_PEERS_OF_MACHINES = "grpc://0.0.0.0"
+"""The connector of workers on several machines: it needs no server."""
 _LOST = -signal.SIGKILL
 _RETRY_S = 0.5
 
@@ -52,7 +57,7 @@ class ServerActor:
 
         end_with_parent()  # Ray's process for the node, whose actors would outlive it
         # A worker whose ranks are actors joins this cluster, too.
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        os.environ[ADDRESS_VARIABLE] = ray.get_runtime_context().gcs_address
         if not ray.get_gpu_ids():  # then Ray hides no GPU, not even those that others reserved
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         host = ray.util.get_node_ip_address()
@@ -81,6 +86,7 @@ class RemoteProcess:
     Args:
         ray: the module.
         actor: the actor's handle.
+        address: `host:port` of the server.
         pid: of the process, on its node.
 
     Attributes:
@@ -88,8 +94,8 @@ class RemoteProcess:
         stdout: this object.
     """
 
-    def __init__(self, ray: Any, actor: Any, pid: int) -> None:
-        self._ray, self._actor, self.pid = ray, actor, pid
+    def __init__(self, ray: Any, actor: Any, address: str, pid: int) -> None:
+        self._ray, self._actor, self.address, self.pid = ray, actor, address, pid
         self.returncode: int | None = None
         self.stdout = self
 
@@ -137,21 +143,18 @@ class RayNodes:
     """The nodes of a Ray cluster, which this process joins.
 
     Args:
-        config: of the cluster whose workers run there.
+        engine: config of the workers that are to run there.
 
     Raises:
-        ConfigurationError: Ray is not installed, the cluster cannot be reached, the connector does
-            not reach other machines, or a GPU has a number.
+        ConfigurationError: Ray is not installed, or the cluster cannot be reached.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
-        check_connector(config.engine.kv_connector)
-        check_device(config.engine.device)
-        self._resources = worker_resources(config.engine)
+    def __init__(self, engine: EngineConfig) -> None:
+        self._resources = worker_resources(engine)
         self._ray = join_cluster()
 
-    async def spawn(self, spec: ProcessSpec) -> RunningProcess:
-        """Starts a worker on a node that has room, and writes its address to its file.
+    async def spawn(self, spec: ProcessSpec) -> RemoteProcess:
+        """Starts a worker on a node that has room; its flags must leave its address out.
 
         Raises:
             OSError: no node had room in time, or the node could not start it.
@@ -167,8 +170,7 @@ class RayNodes:
         except self._ray.exceptions.RayError as error:  # also if Ray's head is starting again
             raise OSError(str(error)) from error
 
-    async def _start(self, spec: ProcessSpec, actor: Any) -> RunningProcess:
-        assert spec.address_file is not None
+    async def _start(self, spec: ProcessSpec, actor: Any) -> RemoteProcess:
         # As an argument of a call, the token in it does not appear in Ray's dashboard.
         starting = asyncio.wrap_future(actor.start.remote(spec).future())
         try:
@@ -179,31 +181,29 @@ class RayNodes:
             wanted = f"{spec.name}: {described(self._resources)}"
             raise OSError(lack_of_room(self._ray, wanted, PLACING_S))
         address, pid = starting.result()
-        _write(spec.address_file, address)
-        return RemoteProcess(self._ray, actor, pid)
+        return RemoteProcess(self._ray, actor, address, pid)
 
 
-def check_connector(url: str | None) -> None:
-    """Refuses a connector of one machine: Ray may place the workers on several.
+def engine_on_ray(engine: EngineConfig) -> EngineConfig:
+    """Returns the config of a worker that Ray places, with its default connector.
+
+    Refuses a connector of one machine, as Ray may place the workers on several, and a certain GPU:
+    Ray assigns one, which is then the only one that its worker sees.
 
     Raises:
         ConfigurationError: names the flag.
     """
-    if url is not None and not connector_capabilities(url).shared_between_hosts:
+    url = engine.kv_connector or _PEERS_OF_MACHINES
+    if not connector_capabilities(url).shared_between_hosts:
         raise ConfigurationError(
             f"--kv-connector {connector_name(url)}:// reaches the processes of one machine; with "
             "--on ray use grpc://0.0.0.0, nixl://0.0.0.0 or redis://host:port/db"
         )
-
-
-def check_device(device: str) -> None:
-    """Refuses a certain GPU: Ray assigns one, which is then the only one that its worker sees.
-
-    Raises:
-        ConfigurationError: names the flag.
-    """
-    if device.startswith("cuda:"):
-        raise ConfigurationError(f"--device is {device}; with --on ray use cuda, cpu or auto (cpu)")
+    if engine.device.startswith("cuda:"):
+        raise ConfigurationError(
+            f"--device is {engine.device}; with --on ray use cuda, cpu or auto (cpu)"
+        )
+    return replace(engine, kv_connector=url)
 
 
 def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
@@ -216,10 +216,3 @@ def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
     has_processes = engine.distributed_executor_backend == "mp"
     num_ranks = engine.num_ranks if has_processes else 1
     return {"CPU": (engine.num_threads or 1) * num_ranks}
-
-
-def _write(path: Path, address: str) -> None:
-    """Replaces the file at once, as the router may read it now."""
-    new = path.with_suffix(".new")
-    new.write_text(f"{address}\n")
-    new.replace(path)
