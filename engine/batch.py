@@ -291,7 +291,7 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens to run, over all sequences; 0 if the batch only swaps."""
-        return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_rows)
+        return sum([chunk.num_tokens for chunk in self.chunks]) + len(self.decode_rows)
 
     @property
     def reports_prompts(self) -> bool:

@@ -149,13 +149,13 @@ class FencedPool:
         """Returns (source, target) of the copies since the last call."""
         self._cancel_writes_to_unowned()
         copies, self._copies = self._copies, {}
-        return tuple((source, target) for target, source in copies.items())
+        return tuple([(source, target) for target, source in copies.items()])
 
     def take_swap_ins(self) -> tuple[tuple[int, int], ...]:
         """Returns (host block, block) of the `swap_ins` since the last call."""
         self._cancel_writes_to_unowned()
         swap_ins, self.swap_ins = self.swap_ins, {}
-        return tuple((host_block, block) for block, host_block in swap_ins.items())
+        return tuple([(host_block, block) for block, host_block in swap_ins.items()])
 
     def check(self) -> None:
         """Verifies the invariants.

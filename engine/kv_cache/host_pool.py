@@ -71,7 +71,7 @@ class HostPool:
     def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """Returns what the step being built swaps in and out, since the last call."""
         swap_outs, self._swap_outs = self._swap_outs, {}
-        outs = tuple((block, host_block) for host_block, block in swap_outs.items())
+        outs = tuple([(block, host_block) for host_block, block in swap_outs.items()])
         return self._blocks.take_swap_ins(), outs
 
     def drop(self, swapped: SwappedTables) -> None:

@@ -243,11 +243,12 @@ class EngineMetrics:
         metrics, num_rows = self._metrics, len(batch.chunks) + len(batch.decode_rows)
         metrics.observe("baton_engine_step_rows", num_rows)
         metrics.observe("baton_engine_step_tokens", batch.num_tokens)
-        num_ruled += sum([chunk.rules is not None for chunk in batch.chunks])
+        if batch.chunks:
+            num_ruled += sum([chunk.rules is not None for chunk in batch.chunks])
+            if num_masked := sum([chunk.mask is not None for chunk in batch.chunks]):
+                metrics.add("baton_engine_constrained_rows", num_masked)
         if num_ruled:
             metrics.add("baton_engine_ruled_rows", num_ruled)
-        if num_masked := sum([chunk.mask is not None for chunk in batch.chunks]):
-            metrics.add("baton_engine_constrained_rows", num_masked)
 
     def decoded(self, seconds: float, num_rows: int) -> None:
         """Counts the time since the previous step for all sequences that decoded in both."""
