@@ -6,14 +6,15 @@ its size grows with the changes and not with the number of running sequences:
 
 - a `ScheduledChunk` runs tokens that the scheduler knows: a part of a prompt,
   or the tokens that a sequence needs to continue. It sets the row's position
-  and, if it draws one token, the row's `DrawParams`;
+  and, if it draws one token, the row's `DrawParams`. Guesses of the tokens that
+  follow ("drafts") may come after them, to draw several tokens in one step;
 - a row in `decode_rows` runs the token that it drew last, and draws the next.
   The scheduler need not know that token yet: batch k + 1 may be built and
   submitted while batch k computes.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.request_spec import RequestSpec
@@ -212,6 +213,9 @@ class ScheduledChunk:
             candidate: candidates of one prompt draw from the same logits. Empty
             if nothing is drawn. The noise position is
             `start_position + len(token_ids)`.
+        num_drafts: number of the last `token_ids` that are guesses, less than all. Then `draws`
+            has one entry, which draws the token after each known or guessed token in turn, as
+            long as the guesses are equal to what is drawn. The row must not decode afterwards.
         num_top: report this many most likely next tokens instead (beam search).
         wants_logprobs: report the drawn tokens' log-probabilities too, for
             ranking, here and while the row decodes.
@@ -223,8 +227,11 @@ class ScheduledChunk:
         history: the sequence's tokens before `token_ids` if the rules of `draws`, which are the
             same in all of them, read the history; else empty. Candidates of one request may
             share the tuple, but not the rules: the runner keeps what it has stored for them.
-        mask: the tokens that may be drawn after `token_ids`: bit i % 32 of little-endian
-            32-bit word i // 32 for token i. None: all. The row must not decode afterwards.
+        mask: the tokens that may be drawn after `token_ids`, without drafts: bit i % 32 of
+            little-endian 32-bit word i // 32 for token i. None: all. The row must not decode
+            afterwards.
+        draft_masks: one mask for each of the guesses, of the tokens that may be drawn after it.
+            Empty: all.
         processed: the sequence with `token_ids`, if logits processors change the logits after
             them. The row must not decode afterwards.
     """
@@ -234,18 +241,47 @@ class ScheduledChunk:
     start_position: int
     draws: tuple[DrawParams, ...] = ()
     num_top: int = 0
+    num_drafts: int = 0
     wants_logprobs: bool = False
     num_logprobs: int = NO_LOGPROBS
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     history: tuple[int, ...] = ()
     mask: bytes | None = None
+    draft_masks: tuple[bytes | None, ...] = ()
     processed: ProcessedText | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens to run."""
         return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position after the last known token."""
+        return self.start_position + len(self.token_ids) - self.num_drafts
+
+    @property
+    def draws_for_row(self) -> bool:
+        """Whether it draws the one token that its row may run next."""
+        return len(self.draws) == 1 and not self.num_drafts
+
+    def without_drafts(self) -> tuple["ScheduledChunk", ...]:
+        """Returns one chunk for each token that it may draw, whose last token is known."""
+        if not self.num_drafts:
+            return (self,)
+        num_known = len(self.token_ids) - self.num_drafts
+        masks = self.mask, *(self.draft_masks or (None,) * self.num_drafts)
+        return tuple(
+            replace(
+                self,
+                token_ids=self.token_ids[: num_known + index],
+                num_drafts=0,
+                mask=mask,
+                draft_masks=(),
+            )
+            for index, mask in enumerate(masks)
+        )
 
     @property
     def rules(self) -> LogitRules | None:
@@ -326,7 +362,9 @@ class ChunkOutput:
     Attributes:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
             likeliest first. Each is `INVALID_TOKEN` if logits are not finite, `NO_TOKEN` if
-            the rules leave none, and `PROCESSOR_FAILED` if a logits processor failed.
+            the rules leave none, and `PROCESSOR_FAILED` if a logits processor failed. If the
+            chunk has drafts: the tokens drawn one after the other, one more than drafts are equal
+            to them, or as many if that last one is negative.
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.

@@ -14,6 +14,7 @@ from baton.errors import ConfigurationError
 from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
 from baton.flags import flag
 from baton.named_models import default_model_name
+from engine.speculation.config import SpeculativeConfig
 
 __all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "EngineConfig"]
 
@@ -155,6 +156,13 @@ class EngineConfig:
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = flag(False, "run decode steps without CUDA graphs")
+    speculative_config: SpeculativeConfig | None = flag(
+        None,
+        "guess tokens and check several in one step, as a JSON object: method (ngram, suffix), "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
+        parse=str,
+        metavar="JSON",
+    )
     logits_processors: Sequence[str] = flag(
         (),
         "logits processors to load, separated by commas: names of installed ones, or module:Class",
@@ -242,6 +250,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logits_processors", _names(self.logits_processors))
+        if self.speculative_config is not None:
+            given = SpeculativeConfig.of(self.speculative_config)
+            object.__setattr__(self, "speculative_config", given)
         threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
         for name, choices in _CHOICES.items():
@@ -302,6 +313,16 @@ class EngineConfig:
     def max_requests(self) -> int:
         """Maximum number of running and waiting requests."""
         return self.max_num_waiting + self.max_num_seqs
+
+    @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts of one sequence in a step. Each sequence of a step has room for
+        as many tokens.
+        """
+        if self.speculative_config is None:
+            return 0
+        share = self.max_num_batched_tokens // self.max_running
+        return min(self.speculative_config.num_speculative_tokens, share - 1, self.max_chunk - 1)
 
     @property
     def max_chunk(self) -> int:

@@ -19,6 +19,7 @@ from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.host_pool import SwappedTables
 from engine.kv_transfer.state import GroupTransfer, new_handoff_id
 from engine.request import EngineRequest, FinishReason, StageTimings
+from engine.speculation.state import DraftState
 from kvstore.block_key import BlockKeyChain
 
 __all__ = [
@@ -61,6 +62,7 @@ class Sequence:
         num_saved: leading blocks that its save jobs cover; see `engine.kv_transfer.saves`.
         is_given_up: whether it ends as soon as its KV is back from the host.
         token_at: clock time of its newest token; not up to date while it decodes.
+        drafts: the state of its drafts; None before the first.
         due: the step at which `DecodeSet` looks at it next.
         offset: `num_scheduled` minus the step number while it decodes.
     """
@@ -84,6 +86,7 @@ class Sequence:
     num_saved: int = 0
     is_given_up: bool = False
     token_at: float | None = None
+    drafts: DraftState | None = None
     due: int = -1
     offset: int = 0
 

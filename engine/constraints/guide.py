@@ -175,6 +175,36 @@ class Guide:
             return []
         return self._retokenizer.forced_tokens(self._matcher, token_ids)
 
+    def follow(self, drafts: Sequence[int], token_ids: Sequence[int]) -> list[bytes | None]:
+        """Returns the masks after guesses, as far as these may follow and are drawn one by one.
+
+        Args:
+            drafts: guesses of the next tokens.
+            token_ids: the sequence, prompt included; all generated tokens were accepted.
+
+        Raises:
+            InvalidArgumentError: the grammar takes too long.
+        """
+        probe, masks, known = self.fork(), list[bytes | None](), list(token_ids)
+        for draft in drafts:
+            if probe.forbids(draft) or not probe.accept((draft,)) or probe.is_complete:
+                break
+            known.append(draft)
+            if not probe.is_needed:
+                probe.mask = None
+            elif probe.forced_tokens(known):
+                break
+            else:
+                probe.update_mask()
+            masks.append(probe.mask)
+        return masks
+
+    def forbids(self, token_id: int) -> bool:
+        """Whether `mask` does not allow a token."""
+        if self.mask is None:
+            return False
+        return not self.mask[token_id // 8] >> token_id % 8 & 1
+
     def update_mask(self) -> None:
         """Sets `mask` for the tokens that were accepted.
 

@@ -74,6 +74,16 @@ _COUNTED: dict[str, MetricInfo] = {
     "baton_engine_constrained_rows": MetricInfo(
         "counter", "Sequences in steps whose next token a grammar or a thinking budget constrains."
     ),
+    "baton_engine_draft_tokens": MetricInfo(
+        "counter",
+        "Guessed tokens that a step has checked.",
+        {"result": ("accepted", "rejected")},
+    ),
+    "baton_engine_accepted_drafts": MetricInfo(
+        "histogram",
+        "Guesses of a sequence that were right in one step.",
+        buckets=tuple(map(float, (*range(9), 16, 32, 64))),
+    ),
     "baton_engine_failed_steps": MetricInfo("counter", "Steps that raised an error."),
     "baton_engine_retried_requests": MetricInfo(
         "counter",
@@ -254,6 +264,13 @@ class EngineMetrics:
         """Counts the time since the previous step for all sequences that decoded in both."""
         if num_rows:
             self._metrics.observe("baton_engine_inter_token_seconds", seconds, count=num_rows)
+
+    def drafted(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts the drafts of a sequence that a step has checked."""
+        add, observe = self._metrics.add, self._metrics.observe
+        add("baton_engine_draft_tokens", num_accepted, "accepted")
+        add("baton_engine_draft_tokens", num_drafts - num_accepted, "rejected")
+        observe("baton_engine_accepted_drafts", num_accepted)
 
     def drew(self, seconds: float) -> None:
         """Counts a token that a sequence drew with a chunk, `seconds` after the one before.

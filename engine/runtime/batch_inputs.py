@@ -23,8 +23,8 @@ class BatchInputs:
         token_ids: `[num_tokens]` int64.
         positions: `[num_tokens]` int64.
         layer_groups: per layer group, the KV to write and read.
-        logit_rows: the tokens whose logits are computed: the last token of each chunk that
-            needs logits, then those of the decode rows. None for all tokens.
+        logit_rows: the tokens whose logits are computed: of each chunk that needs logits the last
+            known token and the drafts, then those of the decode rows. None for all tokens.
         hidden_rows: `[num_logit_rows]` int64; the same tokens, in a step in which the model
             computes the hidden states of all tokens. None in other steps.
         hidden: `[num_tokens, hidden_size]`; hidden states of the stage before; None for the first.
@@ -57,9 +57,10 @@ class StepInputs:
         device: the device of the tensors.
         hidden: `[max_tokens, hidden_size]`; memory for the hidden states of the stage before, which
             the caller fills; None for the first stage.
+        max_drafts: maximum number of drafts of a sequence.
 
     Attributes:
-        max_seqs: maximum number of sequences in a step.
+        max_logit_rows: maximum number of tokens whose logits are computed in a step.
         num_tokens: number of tokens in the step; 0 before the first step.
         num_seqs: number of sequences in the step; 0 before the first step.
         num_logit_rows: number of tokens whose logits are computed; 0 before the first step.
@@ -76,17 +77,19 @@ class StepInputs:
         block_size: int,
         device: torch.device,
         hidden: torch.Tensor | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self._hidden = hidden
-        self.max_seqs = num_rows = rows.tables.shape[1]
+        num_rows = rows.tables.shape[1]
+        self.max_logit_rows = min(num_rows * (1 + max_drafts), max(num_rows, max_tokens))
         self._block_size, self._device = block_size, device
-        self._count = np.arange(max(max_tokens, num_rows + 1))
-        self._ones = np.ones(num_rows, np.int64)
+        self._count = np.arange(max(max_tokens, num_rows) + 1)
+        self._ones, self._zeros = np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._token_ids = np.zeros(max_tokens, np.int64)
         self._positions = np.zeros(max_tokens, np.int64)
-        self._sequences = _Sequences(rows, max_tokens)
-        self._logit_rows = np.zeros(num_rows, np.int64)
-        self._logit_sequences = _Sequences(rows, num_rows)
+        self._sequences = _Sequences(rows, num_rows, max_tokens)
+        self._logit_rows = np.zeros(self.max_logit_rows, np.int64)
+        self._logit_sequences = _Sequences(rows, self.max_logit_rows, self.max_logit_rows)
         self._num_columns = 0
         self.num_tokens = self.num_seqs = self.num_logit_rows = 0
 
@@ -112,11 +115,19 @@ class StepInputs:
         )
         self._fill_sequences(row_ids, starts, query_lens, rows.tables)
         self.needs_all_hidden = batch.reports_prompts
-        needing_logits = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
+        needing_logits = [
+            (index, num_after)
+            for index, chunk in enumerate(chunks)
+            if chunk.needs_logits
+            for num_after in range(chunk.num_drafts, -1, -1)
+        ]
         self.num_logit_rows = len(needing_logits) + len(decode_rows)
         if self.num_logit_rows < self.num_tokens:
-            seq_ids = _concatenated(needing_logits, self._count[len(chunks) : self.num_seqs])
-            self._fill_logit_rows(seq_ids)
+            of_decode_rows = self._count[len(chunks) : self.num_seqs]
+            self._fill_logit_rows(
+                _concatenated([index for index, _ in needing_logits], of_decode_rows),
+                _concatenated([num for _, num in needing_logits], self._zeros[: len(decode_rows)]),
+            )
 
     def tensors(self) -> BatchInputs:
         """Returns the step's inputs; on a CPU as views of memory that `fill` overwrites."""
@@ -169,15 +180,20 @@ class StepInputs:
         slots *= self._block_size
         slots += offsets
 
-    def _fill_logit_rows(self, seq_ids: np.ndarray) -> None:
-        """Fills sequences of one token each: the last tokens of the sequences `seq_ids`."""
+    def _fill_logit_rows(self, seq_ids: np.ndarray, num_after: np.ndarray) -> None:
+        """Fills sequences of one token each.
+
+        Args:
+            seq_ids: `[num_logit_rows]` int64; per token, the sequence that it is of.
+            num_after: `[num_logit_rows]` int64; how many tokens of that sequence are after it.
+        """
         whole, alone, num_logit_rows = self._sequences, self._logit_sequences, len(seq_ids)
         token_rows = self._logit_rows[:num_logit_rows]
-        token_rows[:] = whole.query_starts[1:][seq_ids] - 1
+        token_rows[:] = whole.query_starts[1:][seq_ids] - 1 - num_after
         columns = slice(self._num_columns)
         alone.tables[:, :num_logit_rows, columns] = whole.tables[:, seq_ids, columns]
         alone.query_starts[: num_logit_rows + 1] = self._count[: num_logit_rows + 1]
-        alone.context_lens[:num_logit_rows] = whole.context_lens[seq_ids]
+        alone.context_lens[:num_logit_rows] = whole.context_lens[seq_ids] - num_after
         alone.slots[:, :num_logit_rows] = whole.slots[:, token_rows]
 
 
@@ -185,7 +201,8 @@ class _Sequences:
     """Memory for the `AttentionMetadata` of a step's sequences, for all layer groups.
 
     Args:
-        rows: rows whose tables have the shape of `tables`.
+        rows: rows with as many layer groups and blocks as `tables`.
+        max_seqs: maximum number of sequences in a step.
         max_tokens: maximum number of tokens in a step.
 
     Attributes:
@@ -195,9 +212,9 @@ class _Sequences:
         slots: `[num_layer_groups, max_tokens]` int64.
     """
 
-    def __init__(self, rows: Rows, max_tokens: int) -> None:
-        num_layer_groups, max_seqs, _ = rows.tables.shape
-        self.tables = np.zeros_like(rows.tables)
+    def __init__(self, rows: Rows, max_seqs: int, max_tokens: int) -> None:
+        num_layer_groups, _, max_blocks = rows.tables.shape
+        self.tables = np.zeros((num_layer_groups, max_seqs, max_blocks), rows.tables.dtype)
         self.query_starts = np.zeros(max_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_layer_groups, max_tokens), np.int64)

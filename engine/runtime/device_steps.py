@@ -64,9 +64,12 @@ class DeviceSteps(Steps):
         self._rows = DeviceRows(
             model.num_layer_groups, model.max_rows, model.max_blocks, spare_block, model.device
         )
-        self._inputs = StepInputs(self._rows.host, model.max_tokens, model.block_size, model.device)
+        sizes = model.max_tokens, model.block_size
+        self._inputs = StepInputs(
+            self._rows.host, *sizes, model.device, max_drafts=model.max_drafts
+        )
         self._decode = DeviceDecode(model, self._rows)
-        sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
+        graph_sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
         self._group = None if model.ranks is None else model.ranks.device_group
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
@@ -75,8 +78,8 @@ class DeviceSteps(Steps):
         num_logits = vocab_size
         if self._group is not None and self._group.rank > 0:
             num_logits = self._group.cut(vocab_size).size
-        self._logits = torch.empty((max(sizes, default=0), num_logits), device=model.device)
-        self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
+        self._logits = torch.empty((max(graph_sizes, default=0), num_logits), device=model.device)
+        self._graphs = DecodeGraphs(graph_sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._reports = self._decode_reports()
@@ -106,8 +109,8 @@ class DeviceSteps(Steps):
         raw = scores.copy() if draws.keeps_raw or self._reports.keeps_raw else scores
         if draws.with_processors:
             self._processors.apply(draws.with_processors, scores)
-        if draws.ruled:
-            self._rules.apply_to_chunks(draws.ruled, scores)
+        for of_one_place in draws.ruled:
+            self._rules.apply_to_chunks(of_one_place, scores)
         if num_decodes:
             self._draw_decodes(scores.last(num_decodes), positions)
         of_chunks = draws.draw(scores, raw)

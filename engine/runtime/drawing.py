@@ -6,6 +6,7 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 
 import numpy as np
 import torch
@@ -125,7 +126,9 @@ class ChunkDraws:
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
-        ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask. The
+            first list has those that draw after known tokens, the next one those that draw after
+            one draft, and so on: a row is once in each.
         with_processors: (row of the scores, chunk) of the chunks that draw and whose logits logits
             processors change.
         keeps_raw: whether rules, masks or processors change logits that are reported as the model
@@ -134,7 +137,13 @@ class ChunkDraws:
 
     def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool) -> None:
         self._chunks = chunks
-        self._logit_chunks = [chunk for chunk in chunks if chunk.needs_logits]
+        places = [
+            (place, chunk)
+            for of_drafts in chunks
+            if of_drafts.needs_logits
+            for place, chunk in enumerate(of_drafts.without_drafts())
+        ]
+        self._logit_chunks = [chunk for _, chunk in places]
         self._drawing = [
             (row, chunk) for row, chunk in enumerate(self._logit_chunks) if chunk.draws
         ]
@@ -143,7 +152,7 @@ class ChunkDraws:
         self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
-        self.ruled = [entry for entry in self._drawing if entry[1].changes_logits]
+        self.ruled = _by_place(places)
         self.with_processors = [entry for entry in self._drawing if entry[1].processed is not None]
         self.keeps_raw = self._keeps_raw()
 
@@ -168,10 +177,15 @@ class ChunkDraws:
         tensors = iter(drawn)
         output_of_row = self._drawn_outputs(tensors) | self._most_likely_outputs(tensors)
         outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
-        return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
+        return [
+            _accepted(chunk, list(islice(outputs, 1 + chunk.num_drafts)))
+            if chunk.needs_logits
+            else None
+            for chunk in self._chunks
+        ]
 
     def _keeps_raw(self) -> bool:
-        changed = [chunk for _, chunk in (*self.ruled, *self.with_processors)]
+        changed = [chunk for _, chunk in chain(*self.ruled, self.with_processors)]
         if not changed:
             return False
         wants_logprobs = np.array([chunk.wants_logprobs for chunk in changed])
@@ -181,10 +195,10 @@ class ChunkDraws:
 
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0
-        for _, chunk in self._drawing:
-            if len(chunk.draws) == 1:
+        for chunk in self._chunks:
+            if chunk.draws_for_row:
                 yield index, chunk
-            index += len(chunk.draws)
+            index += len(chunk.draws) + chunk.num_drafts
 
     def _draw(self, scores: Scores, raw: Scores) -> Iterator[torch.Tensor]:
         """Yields the tokens, then log-probabilities and details if requested for any chunk."""
@@ -193,7 +207,7 @@ class ChunkDraws:
         draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]
         rows = [row for row, _, _ in draws]
         records = np.array([draw_record(params) for _, _, params in draws], DRAW_RECORD)
-        ends = [chunk.start_position + chunk.num_tokens for _, chunk, _ in draws]
+        ends = [chunk.end for _, chunk, _ in draws]
         tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
         yield tokens
         if self._wants_logprobs:
@@ -242,3 +256,47 @@ class ChunkDraws:
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
                 outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
         return outputs
+
+
+def _by_place(
+    places: Sequence[tuple[int, ScheduledChunk]],
+) -> list[list[tuple[int, ScheduledChunk]]]:
+    """Returns `ChunkDraws.ruled`.
+
+    Args:
+        places: per row of the scores, the number of drafts before it, and the chunk.
+    """
+    ruled: list[list[tuple[int, ScheduledChunk]]] = []
+    for row, (place, chunk) in enumerate(places):
+        if chunk.draws and chunk.changes_logits:
+            ruled += [[] for _ in range(place + 1 - len(ruled))]
+            ruled[place].append((row, chunk))
+    return ruled
+
+
+def _accepted(chunk: ScheduledChunk, outputs: Sequence[ChunkOutput]) -> ChunkOutput:
+    """Returns the output of a chunk with drafts: of the tokens before a draft that differs from
+    what was drawn, and of that token.
+
+    Args:
+        chunk: the chunk.
+        outputs: of the token after its known ones, and of those after each of its drafts.
+    """
+    if not chunk.num_drafts:
+        return outputs[0]
+    drawn = [output.token_ids[0] for output in outputs]
+    drafts = chunk.token_ids[-chunk.num_drafts :]
+    num_equal = sum(1 for _ in takewhile(_are_equal, zip(drawn, drafts, strict=False)))
+    is_valid = drawn[num_equal] >= 0
+    # Without a valid token, the step that runs the last equal one will find that again.
+    kept = outputs[: max(1, num_equal + is_valid)]
+    return ChunkOutput(
+        tuple([output.token_ids[0] for output in kept]),
+        tuple(chain.from_iterable(output.logprobs for output in kept)),
+        tuple(chain.from_iterable(output.details for output in kept)),
+    )
+
+
+def _are_equal(pair: tuple[int, int]) -> bool:
+    drawn, draft = pair
+    return drawn == draft

@@ -41,7 +41,7 @@ class HostSteps(Steps):
         self._processors = RowProcessors(model.processors)
         self._hidden = None if model.model.part.is_first else model.new_hidden()
         sizes = model.max_tokens, model.block_size
-        inputs = StepInputs(self._rows, *sizes, model.device, self._hidden)
+        inputs = StepInputs(self._rows, *sizes, model.device, self._hidden, model.max_drafts)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
@@ -87,7 +87,7 @@ class HostSteps(Steps):
         single = [
             one.token_ids[0]
             for one, chunk in zip(chunks, batch.chunks, strict=True)
-            if one is not None and len(chunk.draws) == 1
+            if one is not None and chunk.draws_for_row
         ]
         tokens = np.array([*single, *decoded.tokens], np.int64)
         rows.keep_drawn(drawing, tokens)
@@ -106,8 +106,8 @@ class HostSteps(Steps):
 
     def _apply_rules(self, draws: ChunkDraws, scores: Scores) -> None:
         """Changes the logits of the rows that have rules, in place."""
-        if draws.ruled:
-            self._rules.apply_to_chunks(draws.ruled, scores)
+        for of_one_place in draws.ruled:
+            self._rules.apply_to_chunks(of_one_place, scores)
         decode = self._decode_rows
         if decode.ruled is not None:
             last_tokens = torch.from_numpy(self._rows.last_tokens)

@@ -449,6 +449,7 @@ class ModelRunner:
                 processors=self._processors,
                 ranks=self._ranks,
                 dtype=self._dtype,
+                max_drafts=config.max_drafts,
             )
         )
 

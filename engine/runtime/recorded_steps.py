@@ -84,7 +84,7 @@ class RecordedSteps:
     ) -> None:
         self._model, self._kv, self._slots = model, kv, slots
         self.inputs = inputs
-        max_logit_rows = inputs.max_seqs
+        max_logit_rows = inputs.max_logit_rows
         self._device = kv.states.device
         self._maxima = torch.empty(max_logit_rows, device=self._device)
         self._likeliest = torch.empty(max_logit_rows, dtype=torch.int64, device=self._device)

@@ -51,10 +51,10 @@ class Rows:
         with the scheduler's tables.
         """
         for chunk in chunks:
-            self.positions[chunk.row] = chunk.start_position + chunk.num_tokens
+            self.positions[chunk.row] = chunk.end
             self.wants_logprobs[chunk.row] = chunk.wants_logprobs
             self.num_logprobs[chunk.row] = chunk.num_logprobs
-            if len(chunk.draws) == 1:
+            if chunk.draws_for_row:
                 self.draws[chunk.row] = draw_record(chunk.draws[0])
                 self.has_rules[chunk.row] = chunk.rules is not None
         self.positions[decode_rows] += 1
@@ -73,11 +73,12 @@ class Rows:
 
 
 def drawing_rows(chunks: Iterable[ScheduledChunk], decode_rows: np.ndarray) -> np.ndarray:
-    """Returns the rows that draw one token in a step, `[n]` int64: chunks first, in their order.
+    """Returns the rows that draw the token that they may run next, `[n]` int64: chunks first, in
+    their order.
 
     Args:
         chunks: the step's.
         decode_rows: the rows that decode, `[n]` int64.
     """
-    single = [chunk.row for chunk in chunks if len(chunk.draws) == 1]
+    single = [chunk.row for chunk in chunks if chunk.draws_for_row]
     return np.concatenate((np.array(single, np.int64), decode_rows)) if single else decode_rows

@@ -38,6 +38,7 @@ class StepModel:
         processors: the engine's logits processors.
         ranks: all ranks of the engine; None for one.
         dtype: type of hidden states.
+        max_drafts: maximum number of drafts of a sequence.
     """
 
     model: CausalModel
@@ -53,6 +54,7 @@ class StepModel:
     processors: Sequence[LogitsProcessor[Any]] = ()
     ranks: EngineRanks | None = None
     dtype: torch.dtype = torch.float32
+    max_drafts: int = 0
 
     @property
     def max_blocks(self) -> int:

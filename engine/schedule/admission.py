@@ -22,6 +22,7 @@ from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
 from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan
+from engine.speculation.drafts import Drafts, may_draft
 
 __all__ = ["Admission", "prefers_swap"]
 
@@ -40,6 +41,7 @@ class Admission:
         branches: rows of sequences.
         decoding: the sequences that decode.
         costs: measured costs of computing and of swapping.
+        drafts: guesses of tokens; None without speculation.
         clock: monotonic seconds.
 
     Attributes:
@@ -56,6 +58,7 @@ class Admission:
         branches: Branches,
         decoding: DecodeSet,
         costs: StepCosts,
+        drafts: Drafts | None,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -65,6 +68,7 @@ class Admission:
         self._branches = branches
         self._decoding = decoding
         self._costs = costs
+        self._drafts = drafts
         self._clock = clock
         self.num_preemptions = 0
         self.num_swap_preemptions = 0
@@ -89,7 +93,10 @@ class Admission:
             self._branches.register(sequence)
             self._transfers.saves.save_filled(sequence)
             self._branches.release_behind(sequence)
-            if self._extend(sequence, position, position + 1, plan):
+            if self._drafts is not None and self._drafts.should_begin(sequence):
+                self._stop_decoding(sequence, position, plan)
+                self._queues.chunking[group] = None
+            elif self._extend(sequence, position, position + 1, plan):
                 self._decoding.renew(sequence, plan.step)
             elif group.state is GroupState.RUNNING:
                 self._stop_decoding(sequence, position, plan)
@@ -102,16 +109,38 @@ class Admission:
         if not pending:
             self._queues.chunking.pop(group, None)
         for sequence in pending:
-            num_tokens = min(sequence.num_unscheduled, plan.budget, self._config.max_chunk)
+            plan.num_reserved = max(0, plan.num_reserved - 1)
+            room = plan.budget - plan.num_reserved
+            num_tokens = min(sequence.num_unscheduled, room, self._config.max_chunk)
             if num_tokens <= 0 or self._exceeds_partial(sequence.num_unscheduled, plan):
                 continue
             start = sequence.num_scheduled
             if self._extend(sequence, start, start + num_tokens, plan):
-                plan.add_chunk(sequence, num_tokens)
+                self._add_chunk(sequence, num_tokens, plan)
             elif group.state is not GroupState.RUNNING:
                 return
         if group.scheduled_at is None and pending:
             group.scheduled_at = self._clock()
+
+    def _add_chunk(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        """Adds a chunk, with drafts after a sequence's last token if they are worth their time."""
+        drafts, end = self._drafts, sequence.num_scheduled + num_tokens
+        ends = end == len(sequence.token_ids)
+        if drafts is None or not ends or not may_draft(sequence):
+            plan.add_chunk(sequence, num_tokens)
+            return
+        guesses: tuple[int, ...] = ()
+        if sequence.num_scheduled >= sequence.group.num_prompt:
+            room = min(plan.budget - num_tokens - plan.num_reserved, self._config.max_drafts)
+            guesses = drafts.draft(sequence, room)
+            assert sequence.table is not None
+            if guesses and self._kv.can_append(sequence.table, end, end + len(guesses)):
+                changes = self._kv.append(sequence.table, end, end + len(guesses))
+                plan.update_tables(sequence, changes)
+            else:
+                guesses = ()  # drafts preempt no other group
+        may_decode = not guesses and not drafts.should_wait(sequence)
+        plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode)
 
     def run_alone(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Plans a step of one group, which waits or runs. All others pause, and keep their blocks.

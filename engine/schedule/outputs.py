@@ -18,6 +18,7 @@ from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
 from engine.schedule.guides import Guides
 from engine.schedule.queues import GroupQueues
+from engine.speculation.drafts import Drafts
 
 __all__ = ["OutputProcessor"]
 
@@ -32,6 +33,7 @@ class OutputProcessor:
         branches: forks and ends sequences.
         transfers: loads, saves and handoffs.
         guides: what may follow sequences.
+        drafts: guesses of tokens; None without speculation.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
         metrics: counts requests and the time between tokens.
         clock: monotonic seconds.
@@ -43,6 +45,7 @@ class OutputProcessor:
         branches: Branches,
         transfers: Transfers,
         guides: Guides,
+        drafts: Drafts | None,
         load_failure_policy: str,
         metrics: EngineMetrics,
         clock: Callable[[], float],
@@ -51,6 +54,7 @@ class OutputProcessor:
         self._branches = branches
         self._transfers = transfers
         self._guides = guides
+        self._drafts = drafts
         self._load_failure_policy = load_failure_policy
         self._metrics = metrics
         self._clock = clock
@@ -134,12 +138,15 @@ class OutputProcessor:
                 known += found
         return outputs
 
-    def take_chunk(self, sequence: Sequence, result: ChunkOutput | None, now: float) -> Outputs:
+    def take_chunk(
+        self, sequence: Sequence, result: ChunkOutput | None, num_drafts: int, now: float
+    ) -> Outputs:
         """Processes a computed chunk.
 
         Args:
             sequence: the chunk's.
             result: the tokens drawn at the chunk's end; None if it draws none.
+            num_drafts: number of its drafts.
             now: clock time at which the step is committed.
         """
         group = sequence.group
@@ -166,7 +173,7 @@ class OutputProcessor:
             if sequence.token_at is not None:
                 self._metrics.drew(now - sequence.token_at)
             sequence.token_at = now
-            return self._take_token(sequence, result)
+            return self._take_tokens(sequence, result, num_drafts)
         except BatonError as error:  # of the sequence's guide
             return [self.end(group, FinishReason.ERROR, error)]
 
@@ -222,7 +229,7 @@ class OutputProcessor:
             if token_id < 0:
                 outputs.append(self._end_without_token(sequence.group, token_id))
             else:
-                outputs += self._take_token(sequence, ChunkOutput((token_id,), details=(found,)))
+                outputs += self._take_tokens(sequence, ChunkOutput((token_id,), details=(found,)))
         return outputs
 
     def report_saved(self, group: SequenceGroup) -> Outputs:
@@ -235,18 +242,39 @@ class OutputProcessor:
 
     # Tokens.
 
-    def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
-        """Processes the one token that a candidate draws."""
+    def _take_tokens(
+        self, sequence: Sequence, result: ChunkOutput, num_drafts: int = 0
+    ) -> Outputs:
+        """Processes the tokens that a candidate draws: one, or several if it has drafts."""
         group = sequence.group
-        sequence.token_ids += result.token_ids
         sequence.logprob += sum(result.logprobs)
-        token_ids = self._guides.advance(sequence)
+        token_ids = self._append(sequence, result.token_ids)
+        if num_drafts and self._drafts is not None:
+            self._drafts.checked(sequence, num_drafts, len(result.token_ids) - 1)
         if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
-        details = result.details
+        details = result.details[: len(token_ids)]
         return self._end_if_over(sequence, token_ids, details) or self._go_on(
             sequence, token_ids, details
         )
+
+    def _append(self, sequence: Sequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
+        """Appends drawn tokens, until one ends the sequence; all but the last one were drafts, so
+        their KV is computed.
+
+        Returns:
+            The tokens to send.
+        """
+        newest: tuple[int, ...] = ()
+        for index, token_id in enumerate(drawn):
+            sequence.token_ids.append(token_id)
+            newest += self._guides.advance(sequence)
+            if index:
+                sequence.num_computed += 1
+                sequence.num_scheduled += 1
+            if sequence.finish_reason is not None:
+                break
+        return newest
 
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
         if token_id < 0:
@@ -492,6 +520,8 @@ class OutputProcessor:
 
     def _save_ended(self, sequence: Sequence) -> None:
         """Saves a sequence's blocks by policy, before it ends."""
+        if self._drafts is not None:
+            self._drafts.sequence_ended(sequence)
         self._branches.unseat(sequence)
         self._transfers.saves.save_ended(sequence)
 

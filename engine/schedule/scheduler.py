@@ -39,6 +39,7 @@ from engine.schedule.outputs import OutputProcessor
 from engine.schedule.queues import GroupQueues
 from engine.schedule.retries import Retries
 from engine.schedule.step_plan import StepPlan, StepRecord
+from engine.speculation.drafts import Drafts
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
@@ -158,6 +159,7 @@ class Scheduler:
         self._decoding = DecodeSet(config.block_size, config.num_lanes)
         self._branches = Branches(self.kv, self._decoding, config.max_running)
         self._queues = GroupQueues(self.kv, self._transfers, self._branches, self._metrics)
+        self._drafts = _drafts_of(config, costs, self._metrics, clock)
         self._admission = Admission(
             config,
             self.kv,
@@ -166,6 +168,7 @@ class Scheduler:
             self._branches,
             self._decoding,
             costs,
+            self._drafts,
             clock,
         )
         self._retries = Retries(self._queues, self._admission, self._metrics)
@@ -175,6 +178,7 @@ class Scheduler:
             self._branches,
             self._transfers,
             self._guides,
+            self._drafts,
             config.kv_load_failure_policy,
             self._metrics,
             clock,
@@ -344,6 +348,8 @@ class Scheduler:
             due.setdefault(sequence.group, []).append(sequence)
         if retries and self._retries.plan(plan):
             return self._start_step(plan)
+        if self._drafts is not None:
+            plan.num_reserved = sum(len(group.running) for group in self._queues.chunking)
         # The most important first: only groups after the current one are preempted.
         for group in sorted((due | self._queues.chunking).keys(), key=order_of):
             if group.state is not GroupState.RUNNING or group in self._retries:
@@ -358,6 +364,8 @@ class Scheduler:
         """Processes a step's tokens; returns the requests' outputs."""
         record, now = self._end_step(batch), self._clock()
         self._retries.step_committed()
+        if self._drafts is not None:
+            self._drafts.step_ended(batch.num_tokens, now)
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []
         if output.prompt_details:
@@ -367,8 +375,8 @@ class Scheduler:
         for sequence, chunk, result in zip(record.chunks, batch.chunks, output.chunks, strict=True):
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile
-            sequence.num_computed = chunk.start_position + chunk.num_tokens
-            outputs += self._outputs.take_chunk(sequence, result, now)
+            sequence.num_computed = chunk.end
+            outputs += self._outputs.take_chunk(sequence, result, chunk.num_drafts, now)
         self._outputs.take_decoded(
             record.decoding,
             output.decoded,
@@ -429,6 +437,8 @@ class Scheduler:
         for sequence in plan.entering:
             self._decoding.enter(sequence, plan.step)
         self._in_flight.append(record)
+        if self._drafts is not None:
+            self._drafts.step_started(len(record.chunks) + len(record.decoding))
         for sequence in record.chunks:
             if sequence is sequence.group.lead:
                 self._transfers.saves.save_ahead(sequence.group, plan.step)
@@ -477,3 +487,12 @@ class Scheduler:
             max_len=min(request.spec.max_total_tokens, self._info.max_model_len),
             arrived_at=now,
         )
+
+
+def _drafts_of(
+    config: EngineConfig, costs: StepCosts, metrics: EngineMetrics, clock: Callable[[], float]
+) -> Drafts | None:
+    """Returns the drafts of an engine; None without speculation."""
+    if config.speculative_config is None:
+        return None
+    return Drafts(config.speculative_config, costs.prompt_token_s, metrics, clock)

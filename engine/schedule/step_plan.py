@@ -43,8 +43,7 @@ class StepRecord:
         """Returns the groups that the step computes, with the end of their longest sequence."""
         ends: dict[SequenceGroup, int] = {}
         for sequence, chunk in zip(self.chunks, self.batch.chunks, strict=True):
-            end = chunk.start_position + chunk.num_tokens
-            ends[sequence.group] = max(end, ends.get(sequence.group, 0))
+            ends[sequence.group] = max(chunk.end, ends.get(sequence.group, 0))
         for sequence in self.decoding:
             # Known tokens only: while the step before is in flight, one more is drawn.
             ends[sequence.group] = max(len(sequence.token_ids), ends.get(sequence.group, 0))
@@ -60,6 +59,7 @@ class StepPlan:
         budget: tokens that may still be added.
         admits_none: whether a running group lacks blocks, or was preempted for one that did; then
             no group is admitted, which would take these blocks.
+        num_reserved: tokens of the budget that other sequences need that will get a chunk.
         num_partial: prompts of which the step computes a part.
         entering: sequences that decode after this step.
         swapped: groups whose KV the step copies to or from the host.
@@ -68,6 +68,7 @@ class StepPlan:
     step: int
     budget: int
     admits_none: bool = False
+    num_reserved: int = 0
     num_partial: int = 0
     entering: list[Sequence] = field(default_factory=list)
     swapped: list[SequenceGroup] = field(default_factory=list)
@@ -95,8 +96,22 @@ class StepPlan:
             TableUpdate(row, c.layer_group, c.first_index, c.block_ids) for c in changes
         ]
 
-    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens."""
+    def add_chunk(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        drafts: tuple[int, ...] = (),
+        *,
+        may_decode: bool = True,
+    ) -> None:
+        """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens.
+
+        Args:
+            sequence: the sequence.
+            num_tokens: number of known tokens.
+            drafts: guesses of the tokens after the last chunk.
+            may_decode: whether the sequence may decode after its last chunk.
+        """
         group, start = sequence.group, sequence.num_scheduled
         spec = group.request.spec
         end = start + num_tokens
@@ -104,28 +119,34 @@ class StepPlan:
         draws = group.draws_of(sequence) if ends else ()
         rules = draws[0].rules if draws else None
         guide = sequence.guide if draws else None
+        draft_masks: tuple[bytes | None, ...] = ()
+        if guide is not None and drafts:
+            draft_masks = tuple(guide.follow(drafts, sequence.token_ids))
+            drafts = drafts[: len(draft_masks)]
         chunk = ScheduledChunk(
             row=sequence.row,
-            token_ids=tuple(sequence.token_ids[start:end]),
+            token_ids=(*sequence.token_ids[start:end], *drafts),
             start_position=start,
             draws=draws,
+            num_drafts=len(drafts),
             num_top=group.num_top_of(sequence) if ends else 0,
             wants_logprobs=spec.params.is_ranked,
             num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
             history=_tokens_before(sequence, start) if rules and rules.reads_history else (),
             processed=_processed_text(sequence) if draws and spec.params.extra_args else None,
             mask=None if guide is None else guide.mask,
+            draft_masks=draft_masks,
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]
             num_logprobs = spec.params.prompt_logprobs or 0
             chunk = replace(chunk, prompt_targets=targets, num_prompt_logprobs=num_logprobs)
         sequence.num_scheduled = end
-        self.budget -= num_tokens
+        self.budget -= num_tokens + len(drafts)
         self.num_partial += not ends
         self._chunks.append((sequence, chunk))
-        goes_on = sequence is not group.root and len(chunk.draws) == 1 and guide is None
-        if goes_on and end + 1 < sequence.limit and chunk.processed is None:
+        goes_on = sequence is not group.root and chunk.draws_for_row and guide is None
+        if may_decode and goes_on and end + 1 < sequence.limit and chunk.processed is None:
             self.entering.append(sequence)
 
     def drop(self, group: SequenceGroup) -> None:

@@ -133,7 +133,7 @@ def _packed(batch: ScheduledBatch, decode_rows: tuple[int, ...] | None) -> tuple
         [
             (
                 *(chunk.row, _bytes(chunk.token_ids), chunk.start_position),
-                *(len(chunk.draws), chunk.num_top, _bytes(chunk.prompt_targets)),
+                *(len(chunk.draws), chunk.num_top, chunk.num_drafts, _bytes(chunk.prompt_targets)),
             )
             for chunk in batch.chunks
         ],
@@ -160,10 +160,10 @@ def _unpacked(packed: tuple[Any, ...], rows_before: tuple[int, ...]) -> Schedule
         step,
         tuple(
             ScheduledChunk(
-                *(row, _numbers(tokens), start, (_DRAW,) * num_draws, num_top),
+                *(row, _numbers(tokens), start, (_DRAW,) * num_draws, num_top, num_drafts),
                 prompt_targets=_numbers(targets),
             )
-            for row, tokens, start, num_draws, num_top, targets in chunks
+            for row, tokens, start, num_draws, num_top, num_drafts, targets in chunks
         ),
         rows_before if rows is None else _numbers(rows),
         tuple(TableUpdate(*update) for update in updates),

@@ -1,0 +1,1 @@
+"""Speculation: guesses of a sequence's next tokens, which a step checks together. Pure."""

@@ -1,0 +1,83 @@
+"""`SpeculativeConfig`: what `--speculative-config` says. Pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from baton.errors import ConfigurationError
+
+__all__ = ["SPECULATIVE_METHODS", "SpeculativeConfig"]
+
+SPECULATIVE_METHODS = ("ngram", "suffix")
+_MAX_TOKENS = 64
+_MAX_WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How an engine guesses tokens. The keys are vLLM's, as far as it has them.
+
+    Attributes:
+        method: "ngram" looks the latest tokens up in the request itself, "suffix" also in earlier
+            answers of the replica.
+        num_speculative_tokens: the most guesses in one step.
+        prompt_lookup_min: the fewest equal tokens before a guess.
+        prompt_lookup_max: the most tokens that are compared.
+        max_cached_tokens: tokens of earlier answers that "suffix" keeps.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the key.
+    """
+
+    method: str
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 8
+    max_cached_tokens: int = 2**18
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            raise _bad_key("method", self.method, f"one of {', '.join(SPECULATIVE_METHODS)}")
+        limits = {
+            "num_speculative_tokens": (1, _MAX_TOKENS),
+            "prompt_lookup_min": (1, _MAX_WIDTH),
+            "prompt_lookup_max": (self.prompt_lookup_min, _MAX_WIDTH),
+            "max_cached_tokens": (1024, 2**26),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise _bad_key(name, value, f"a number from {least} to {most}")
+
+    @classmethod
+    def of(cls, value: "str | Mapping[str, Any] | SpeculativeConfig") -> "SpeculativeConfig":
+        """Reads a JSON object, or a mapping with the same keys.
+
+        Raises:
+            ConfigurationError: it is not such an object; names the key.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"--speculative-config is not a JSON object: {error}"
+                ) from error
+        if not isinstance(value, Mapping):
+            raise ConfigurationError("--speculative-config is not a JSON object")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ConfigurationError(
+                    f"--speculative-config has an unknown key {name!r}; it takes {', '.join(known)}"
+                )
+        if "method" not in value:
+            raise _bad_key("method", None, f"one of {', '.join(SPECULATIVE_METHODS)}")
+        return cls(**value)
+
+
+def _bad_key(name: str, value: object, limit: str) -> ConfigurationError:
+    return ConfigurationError(f"{name} of --speculative-config is {value!r}; it must be {limit}")

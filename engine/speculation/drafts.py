@@ -1,0 +1,159 @@
+"""`Drafts`: decides which sequences get guesses ("drafts") of their next tokens, and how many. Pure.
+
+A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
+token after each, with the noise of its position, and keeps them as long as the guesses are equal:
+the tokens are those of a sequence without drafts. `engine.batch.ScheduledChunk` has the details.
+
+How many guesses pay depends on the sequence, whose guesses are right with some probability p, and
+on the step, whose time grows with its tokens. The guess at place j adds a token with probability
+p**j. It is worth its time if that is more than what the step makes in that time without it.
+"""
+
+import math
+from collections.abc import Callable
+
+from engine.group import Sequence
+from engine.metrics.counts import EngineMetrics
+from engine.speculation.config import SpeculativeConfig
+from engine.speculation.lookup import make_proposer
+from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState
+
+__all__ = ["Drafts", "may_draft"]
+
+_KEPT_SHARE = 0.9  # of what was counted before, at each step with drafts
+_FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
+_MAX_STEPS_WITHOUT = 8
+_TIME_RATE = 0.1  # weight of a step in the mean time
+_MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
+
+
+class Drafts:
+    """The drafts of one engine's sequences.
+
+    Args:
+        config: the method and its limits.
+        token_s: time that one more token takes in a long step, in seconds.
+        metrics: counts drafts.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        token_s: float,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._proposer = make_proposer(config)
+        self._token_s, self._fixed_s = token_s, 0.0
+        self._metrics = metrics
+        self._clock = clock
+        self._num_rows = 1
+        self._started_at = 0.0
+
+    def step_started(self, num_rows: int) -> None:
+        """Notes that a step with so many sequences was scheduled."""
+        self._num_rows = max(1, num_rows)
+        self._started_at = self._clock()
+
+    def step_ended(self, num_tokens: int, now: float) -> None:
+        """Measures a step's time.
+
+        Args:
+            num_tokens: tokens that it has computed.
+            now: clock time.
+        """
+        if num_tokens <= _MAX_TIMED_TOKENS:
+            fixed_s = max(0.0, now - self._started_at - num_tokens * self._token_s)
+            rate = _TIME_RATE if self._fixed_s else 1.0
+            self._fixed_s += rate * (fixed_s - self._fixed_s)
+
+    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        """Returns the guesses to check in this step.
+
+        Args:
+            sequence: a sequence whose next step runs its last token.
+            limit: the most guesses.
+        """
+        state = _state_of(sequence)
+        state.num_steps_without += 1
+        tokens = state.history.updated(sequence.token_ids)
+        room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
+        limit = min(limit, room, self._num_worthwhile(state))
+        if limit <= 0:
+            return ()
+        guesses = self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
+        if guesses:
+            state.num_steps_without = 0
+        return tuple(guesses)
+
+    def should_wait(self, sequence: Sequence) -> bool:
+        """Whether a sequence without drafts in this step should have the chance to get some in the
+        next one, and so must not decode.
+        """
+        state = _state_of(sequence)
+        return state.num_steps_without <= _MAX_STEPS_WITHOUT and self._num_worthwhile(state) > 0
+
+    def should_begin(self, sequence: Sequence) -> bool:
+        """Whether a sequence that decodes should try drafts again; called once per block."""
+        state = _state_of(sequence)
+        state.num_checked += _FORGOTTEN_SHARE * (FIRST_CHECKED - state.num_checked)
+        state.num_right += _FORGOTTEN_SHARE * (FIRST_RIGHT - state.num_right)
+        if not may_draft(sequence) or not self._num_worthwhile(state):
+            return False
+        tokens = state.history.updated(sequence.token_ids)
+        begins = bool(self._proposer.propose(tokens, 1, is_private=_is_private(sequence)))
+        if begins:
+            state.num_steps_without = 0
+        return begins
+
+    def checked(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
+        """Notes how many of a step's guesses were right, from the first one on."""
+        state = _state_of(sequence)
+        num_checked = min(num_drafts, num_right + 1)
+        state.num_checked = _KEPT_SHARE * state.num_checked + num_checked
+        state.num_right = _KEPT_SHARE * state.num_right + num_right
+        state.num_drafted += num_drafts
+        state.num_accepted += num_right
+        self._metrics.drafted(num_drafts, num_right)
+
+    def sequence_ended(self, sequence: Sequence) -> None:
+        """Keeps a sequence that has ended for guesses of later ones."""
+        if not _is_private(sequence):
+            self._proposer.keep_answer(sequence.token_ids, sequence.group.num_prompt)
+
+    def _num_worthwhile(self, state: DraftState) -> int:
+        """Returns how many guesses are worth their time in a step like the last one."""
+        num_tokens = self._num_rows
+        step_s = self._fixed_s + num_tokens * self._token_s
+        least = num_tokens * self._token_s / step_s if step_s else 0.0
+        right = state.num_right / state.num_checked
+        if right <= least:
+            return 0
+        if right >= 1 or least <= 0:
+            return self._config.num_speculative_tokens
+        return min(self._config.num_speculative_tokens, int(math.log(least) / math.log(right)))
+
+
+def may_draft(sequence: Sequence) -> bool:
+    """Whether a sequence's tokens may be drawn several in a step.
+
+    Not those of ranked requests and beams, whose candidates are compared, and not those of logits
+    processors, which see each token as it is drawn.
+    """
+    group = sequence.group
+    params = group.request.spec.params
+    is_plain = not params.is_ranked and not params.extra_args and group.beams is None
+    return is_plain and sequence is not group.root and not group.hands_over
+
+
+def _state_of(sequence: Sequence) -> DraftState:
+    if sequence.drafts is None:
+        sequence.drafts = DraftState()
+    return sequence.drafts
+
+
+def _is_private(sequence: Sequence) -> bool:
+    """Whether a request shares nothing with others, so that its text shows in no other's speed."""
+    return bool(sequence.group.request.spec.cache_salt)
