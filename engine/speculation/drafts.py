@@ -46,7 +46,8 @@ class Drafts:
     ) -> None:
         self._config = config
         self._proposer = make_proposer(config)
-        self._token_s, self._fixed_s = token_s, 0.0
+        self._token_s = token_s
+        self._fixed_s: float | None = None  # of a step without tokens, as the measured ones show it
         self._metrics = metrics
         self._clock = clock
         self._num_rows = 1
@@ -64,10 +65,13 @@ class Drafts:
             num_tokens: tokens that it has computed.
             now: clock time.
         """
-        if num_tokens <= _MAX_TIMED_TOKENS:
-            fixed_s = max(0.0, now - self._started_at - num_tokens * self._token_s)
-            rate = _TIME_RATE if self._fixed_s else 1.0
-            self._fixed_s += rate * (fixed_s - self._fixed_s)
+        step_s = now - self._started_at
+        if num_tokens > _MAX_TIMED_TOKENS or step_s <= 0:
+            return
+        fixed_s = max(0.0, step_s - num_tokens * self._token_s)
+        if self._fixed_s is not None:
+            fixed_s = self._fixed_s + _TIME_RATE * (fixed_s - self._fixed_s)
+        self._fixed_s = fixed_s
 
     def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """Returns the guesses to check in this step.
@@ -125,15 +129,14 @@ class Drafts:
 
     def _num_worthwhile(self, state: DraftState) -> int:
         """Returns how many guesses are worth their time in a step like the last one."""
-        num_tokens = self._num_rows
-        step_s = self._fixed_s + num_tokens * self._token_s
-        least = num_tokens * self._token_s / step_s if step_s else 0.0
-        right = state.num_right / state.num_checked
+        most, right = self._config.num_speculative_tokens, state.num_right / state.num_checked
+        tokens_s = self._num_rows * self._token_s
+        least = tokens_s / (self._fixed_s + tokens_s) if self._fixed_s is not None else 0.0
         if right <= least:
             return 0
         if right >= 1 or least <= 0:
-            return self._config.num_speculative_tokens
-        return min(self._config.num_speculative_tokens, int(math.log(least) / math.log(right)))
+            return most
+        return min(most, int(math.log(least) / math.log(right)))
 
 
 def may_draft(sequence: Sequence) -> bool:

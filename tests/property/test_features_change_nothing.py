@@ -22,6 +22,8 @@ CROWDED: dict[str, object] = {"preemption_mode": "recompute", "max_num_seqs": 64
 SWAPPING = CROWDED | {"preemption_mode": "swap"}
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
 LANES = OVERLAPPED | {"pipeline_parallel_size": 3, "kv_transfer_layer_slices": 1}
+DRAFTS = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}
+GUESSING = DRAFTS | {"max_num_batched_tokens": 20, "max_num_seqs": 4}
 CHUNKED: dict[str, object] = {"max_num_batched_tokens": 7, "max_num_partial_prefills": 2}
 FEATURES = {
     "prefix caching": {},
@@ -30,6 +32,9 @@ FEATURES = {
     "few at a time": PLAIN | {"max_num_seqs": 3},
     "overlap": PLAIN | OVERLAPPED,
     "lanes": PLAIN | LANES,
+    "drafts": PLAIN | DRAFTS,
+    "drafts, overlap, few tokens": GUESSING | OVERLAPPED,
+    "drafts, lanes": GUESSING | LANES,
     "all but preemption": CHUNKED | OVERLAPPED | {"long_prefill_token_threshold": 2},
 }
 PREEMPTING = {
@@ -42,6 +47,8 @@ PREEMPTING = {
     "swap, overlap, chunks": (SWAPPING | OVERLAPPED | CHUNKED, 200),
     "recompute, lanes": (CROWDED | LANES, 0),
     "swap, lanes, chunks": (SWAPPING | LANES | CHUNKED, 200),
+    "recompute, drafts": (CROWDED | DRAFTS, 0),
+    "swap, drafts, overlap": (SWAPPING | DRAFTS | OVERLAPPED, 200),
 }
 WINDOWS = [(None,), (3,), (5, None), (2, 6, None)]
 

@@ -10,7 +10,7 @@ of the seed.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.batch import (
     INVALID_TOKEN,
@@ -214,11 +214,12 @@ class FakeRunner:
     def _start_chunk(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> _Work:
         row = self._row(chunk.row)
         is_broken = chunk.row in self._broken_rows and self._continues_sequence(chunk, batch)
-        row.position = chunk.start_position + chunk.num_tokens
+        row.position = chunk.end
         row.last_token = None
         row.wants_logprobs = chunk.wants_logprobs
         row.num_logprobs = chunk.num_logprobs
-        if len(chunk.draws) == 1:
+        self._check(chunk.num_drafts < chunk.num_tokens, "a chunk has no known token")
+        if chunk.draws_for_row:
             (row.draw,) = chunk.draws
             row.history = chunk.history + chunk.token_ids
             row.last_token = INVALID_TOKEN  # until the draw, which may not happen
@@ -328,6 +329,8 @@ class FakeRunner:
             num_tokens = min(chunk.num_top, vocab_size) or len(chunk.draws)
             logprobs = (math.nan,) * num_tokens if chunk.num_top or chunk.wants_logprobs else ()
             return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)  # no details are read
+        if chunk.num_drafts:
+            return self._checked_drafts(chunk, work)
         if chunk.num_top:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
@@ -336,7 +339,7 @@ class FakeRunner:
         self._check(is_right, "a chunk has the wrong history")
         allowed = None if chunk.mask is None else _tokens_in(chunk.mask, vocab_size)
         tokens = tuple(next_token(work.sequence, draw, vocab_size, allowed) for draw in chunk.draws)
-        if len(tokens) == 1:
+        if work.row.last_token is not None and len(tokens) == 1:
             (work.row.last_token,) = tokens
         every = log_probabilities(work.sequence, vocab_size)
         details = (self._details(work, token) for token in tokens)
@@ -345,6 +348,21 @@ class FakeRunner:
             tuple(every[token] for token in tokens) if chunk.wants_logprobs else (),
             tuple(found for found in details if found is not None),
         )
+
+    def _checked_drafts(self, chunk: ScheduledChunk, work: _Work) -> ChunkOutput:
+        """Draws token after token, until one differs from the guess in its place."""
+        drawn = ChunkOutput(())
+        for known in chunk.without_drafts():
+            so_far = replace(work, token_ids=known.token_ids)
+            one = self._chunk_output(known, so_far)
+            drawn = ChunkOutput(
+                drawn.token_ids + one.token_ids,
+                drawn.logprobs + one.logprobs,
+                drawn.details + one.details,
+            )
+            if chunk.token_ids[known.num_tokens : known.num_tokens + 1] != one.token_ids:
+                break
+        return drawn
 
     def _decode(self, work: _Work) -> int:
         if not work.is_broken:
