@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -74,7 +75,8 @@ class RankChildren:
         watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
         self._watchers.append(watcher)
         watcher.start()
-        link.send(task)
+        with suppress(BrokenPipeError):  # it has ended, which the watcher reports
+            link.send(task)
 
     def kill(self) -> None:
         """Ends the processes at once."""
