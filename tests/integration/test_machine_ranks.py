@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -51,7 +51,13 @@ def two_machines(
     ):
         (here,) = core._runner._ranks._children.pids
         (there,) = psutil.Process(command.pid).children(recursive=True)
-        yield core, command, {"here": psutil.Process(here), "there": there}
+        started = {"here": psutil.Process(here), "there": there}
+        try:
+            yield core, command, started
+        finally:
+            for process in started.values():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def check_tokens(core: EngineCore) -> None:
