@@ -97,7 +97,10 @@ class EngineConfig:
         choices=EXECUTOR_BACKENDS,
     )
     nnodes: int = flag(
-        1, "machines that --tensor-parallel-size spans, a process on each", parse=count
+        1,
+        "machines that --tensor-parallel-size spans, each with as many of its processes, which the "
+        "command there starts",
+        parse=count,
     )
     node_rank: int = flag(0, "number of this machine, from 0; the first one serves", parse=count)
     master_addr: str = flag("127.0.0.1", "address of the first machine", metavar="HOST")

@@ -63,7 +63,7 @@ def other_rank_of(core: EngineCore) -> int:
     """Returns the process id of rank 1."""
     ranks = core._runner._ranks
     assert isinstance(ranks, RankProcesses)
-    return ranks._processes[0].pid
+    return ranks._children.pids[0]
 
 
 def all_free(core: EngineCore) -> bool:

@@ -103,7 +103,7 @@ def pids_of(core: EngineCore) -> list[int]:
     """Returns the process ids of the other ranks."""
     ranks = core._runner._ranks
     assert isinstance(ranks, RankProcesses)
-    return [process.pid for process in ranks._processes]
+    return ranks._children.pids
 
 
 def is_running(pid: int) -> bool:

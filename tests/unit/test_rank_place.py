@@ -1,6 +1,8 @@
 """Which rank a process is, by flags and by the variables of launchers."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
@@ -36,7 +38,28 @@ def test_one_process_starts_all_ranks_of_one_machine():
 
 def test_flags_name_the_machine():
     found = place_of(config(nnodes=2, node_rank=1, master_addr="h", master_port=7), {})
-    assert found == RankPlace(1, 2, "h", 7)
+    assert found == RankPlace(1, 2, "h", 7, starts_others=True)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 3))
+def test_the_machines_have_each_rank_once(nnodes, num_local, width):
+    size = nnodes * num_local * width
+    found = []
+    for node_rank in range(nnodes):
+        flags = {"nnodes": nnodes, "node_rank": node_rank, "pipeline_parallel_size": width}
+        place = place_of(config(tensor_parallel_size=size // width, **flags), {})
+        others = place.places_to_start()
+        assert not any(other.starts_others for other in others)
+        here = [place, *others]
+        assert [each.local_rank for each in here] == list(range(size // nnodes))
+        assert {each.num_local for each in here} == {size // nnodes}
+        assert {each.size for each in here} == {size}
+        found += [each.rank for each in here]
+    assert found == list(range(size))
+
+
+def test_processes_of_launchers_start_no_others():
+    assert place_of(launched(), TORCHRUN).places_to_start() == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +81,8 @@ def test_launchers_name_the_process(variables, expected):
         (launched(), {**TORCHRUN, "WORLD_SIZE": "two"}, "the variable WORLD_SIZE is 'two'"),
         (launched(tensor_parallel_size=4), TORCHRUN, "has started 2 processes"),
         (launched(), {**TORCHRUN, "RANK": "2"}, "number 2"),
-        (config(nnodes=3), {}, "--nnodes is 3; it must be 2, --tensor-parallel-size times"),
+        (config(nnodes=3), {}, "--nnodes is 3; it must divide 2, --tensor-parallel-size times"),
+        (config(nnodes=4), {}, "--nnodes is 4; it must divide 2, --tensor-parallel-size times"),
     ],
 )
 def test_what_does_not_fit_is_refused(own, variables, message):

@@ -1,17 +1,24 @@
-"""`HostRanks`: ranks whose processes are started apart, on one or several hosts."""
+"""`HostRanks`: ranks whose processes are started apart, on one or several hosts.
+
+launcher   starts each process: torchrun, LeaderWorkerSet, Ray
+--nnodes   the command on a machine is its first rank, and starts its others as children
+"""
 
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
+import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
+from engine.runtime.ranks.children import RankChildren
 from engine.runtime.ranks.gloo import GlooRanks
 from engine.runtime.ranks.meeting import END, Meeting, shut_down
 from engine.runtime.ranks.nccl import NcclRanks, load_nccl
@@ -20,11 +27,32 @@ from engine.runtime.ranks.place import RankPlace
 from engine.runtime.ranks.started import StartedRanks
 from kernels.ranks import EngineRanks, RankGroup, RanksLostError
 
-__all__ = ["HostRanks", "check_device"]
+__all__ = ["HostRanks", "HostTask", "check_device", "check_gpus"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostTask:
+    """What the process of a rank needs to meet the others.
+
+    Attributes:
+        place: of the rank.
+        config: of the engine.
+        security: its token is proved by all ranks; also for the connector's calls.
+    """
+
+    place: RankPlace
+    config: EngineConfig
+    security: ClusterSecurity | None
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+        return self.place.rank
 
 
 class HostRanks(StartedRanks):
-    """A rank of an engine whose processes are started apart.
+    """A rank of an engine whose processes are started apart. The first one of a machine may start
+    the others there.
 
     Args:
         place: this process's place.
@@ -32,7 +60,7 @@ class HostRanks(StartedRanks):
         security: its token is proved by all ranks.
 
     Raises:
-        ConfigurationError: the ranks did not meet, or there is no token.
+        ConfigurationError: the ranks did not meet, there is no token, or the machine lacks GPUs.
     """
 
     def __init__(
@@ -45,14 +73,18 @@ class HostRanks(StartedRanks):
         self._on_lost: Callable[[], None] = lambda: None
         key, num_stages = _key_of(place, security), config.pipeline_parallel_size
         is_on_cpu = resolve_device(config.device).type == "cpu"
+        if place.starts_others and not is_on_cpu:
+            check_gpus(place.num_local)
         self._met = Meeting(place, num_stages, key, self._check_others, has_gloo=is_on_cpu)
+        self._children = RankChildren()
         try:
-            self._met.meet()
-        except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
-            raise ConfigurationError(
-                f"rank {place.rank} of {place.size} did not meet the others at "
-                f"{place.address}:{place.port}: {error}"
-            ) from error
+            for other in place.places_to_start():
+                self._children.start(other.rank, HostTask(other, config, security))
+            self._meet()
+        except BaseException:
+            self._children.kill()
+            self._children.close()
+            raise
         self.transfers = self._met.transfers
         super().__init__(_opened(self._met, config), place.rank, place.size)
         self._watchers = [
@@ -87,6 +119,7 @@ class HostRanks(StartedRanks):
             watcher.join()
         self._opened.close()
         self._met.close()
+        self._children.close()
 
     @override
     def watch(self, on_lost: Callable[[], None]) -> None:
@@ -94,8 +127,20 @@ class HostRanks(StartedRanks):
         if self._is_lost:
             on_lost()
 
+    def _meet(self) -> None:
+        place = self._met.place
+        try:
+            self._met.meet()
+        except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
+            raise ConfigurationError(
+                f"rank {place.rank} of {place.size} did not meet the others at "
+                f"{place.address}:{place.port}: {error}"
+            ) from error
+
     def _check_others(self) -> None:
-        """Called while rank 0 waits for the others; raises if they will not come."""
+        """Called while this rank waits for others; raises if they will not come."""
+        if self._children.has_ended:
+            raise ConfigurationError("a rank that this process has started did not meet the others")
 
     def _shut_down(self) -> None:
         self._opened.abort()
@@ -142,6 +187,19 @@ def check_device(config: EngineConfig) -> None:
         raise ConfigurationError(
             f"--pipeline-parallel-size is {config.pipeline_parallel_size}; several stages compute "
             "on CPUs only so far: set --device cpu, or use --tensor-parallel-size"
+        )
+
+
+def check_gpus(num_local: int) -> None:
+    """Refuses a machine with fewer GPUs than it has ranks, which this process starts.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    if torch.cuda.device_count() < num_local:
+        raise ConfigurationError(
+            f"--tensor-parallel-size gives this machine {num_local} ranks, and it has "
+            f"{torch.cuda.device_count()} GPUs; each rank needs one"
         )
 
 

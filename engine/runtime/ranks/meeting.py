@@ -61,7 +61,7 @@ class Meeting:
         place: this process's place.
         num_stages: number of pipeline stages.
         key: what both sides of a connection prove to know.
-        check_others: called while ranks are missing; raises if they will not come.
+        check_others: called while this rank waits for others; raises if they will not come.
         has_gloo: whether to open `gloo`.
 
     Attributes:
@@ -143,9 +143,7 @@ class Meeting:
         server.settimeout(_CHECK_S)
         try:
             while wanted - links.keys():
-                if time.monotonic() > self._deadline:
-                    raise TimeoutError("timed out")
-                self.check_others()
+                self._check_wait()
                 with suppress(TimeoutError):
                     link = _connection(server.accept()[0])
                     found = _authenticate(link, self.key)
@@ -164,12 +162,13 @@ class Meeting:
     def _connect(self, store: Store) -> str:
         """Connects twice to rank 0; returns the name of its attempt."""
         while True:
+            self._wait_until(lambda: store.check(["port"]))
             port, attempt = store.get("port").decode().split()
             try:
                 self.steps[0] = self._open_link(self.place.address, int(port), _STEPS)
                 self.transfers.append(self._open_link(self.place.address, int(port), _TRANSFERS))
                 for link in self.links():
-                    _limit_answers(link, int(max(self._deadline - time.monotonic(), 1)))
+                    self._wait_until(link.poll)
                     if link.recv_bytes(_NAME_BYTES).decode() != attempt:
                         raise ConnectionError("rank 0 has begun again")
                     _limit_answers(link, 0)
@@ -182,6 +181,17 @@ class Meeting:
                 if time.monotonic() > self._deadline:
                     raise
                 time.sleep(_RETRY_S)
+
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Waits for rank 0, which may wait for others."""
+        while not is_there():
+            self._check_wait()
+            time.sleep(_RETRY_S)
+
+    def _check_wait(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("timed out")
+        self.check_others()
 
     def _meet_neighbours(self, store: Store, own_address: str) -> None:
         """Connects to the stage after, then accepts the stage before. Rank 0's has none after."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
@@ -22,6 +22,7 @@ class RankPlace:
         num_local: number of ranks on this machine.
         local_rank: number of this rank among them.
         is_host: whether rank 0 listens at this port itself; else a launcher does.
+        starts_others: whether this process starts the other ranks of its machine.
     """
 
     rank: int
@@ -31,10 +32,19 @@ class RankPlace:
     num_local: int = 1
     local_rank: int = 0
     is_host: bool = True
+    starts_others: bool = False
+
+    def places_to_start(self) -> "list[RankPlace]":
+        """Returns the places of the ranks that this process starts."""
+        numbers = range(1, self.num_local) if self.starts_others else ()
+        return [
+            replace(self, rank=self.rank + number, local_rank=number, starts_others=False)
+            for number in numbers
+        ]
 
 
 def place_of(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Returns this process's place; None if one process starts all ranks.
+    """Returns this process's place; None if it starts all others itself.
 
     Args:
         config: the flags.
@@ -43,21 +53,28 @@ def place_of(config: EngineConfig, environment: Mapping[str, str] = os.environ) 
             LWS_LEADER_ADDRESS), for `--distributed-executor-backend external_launcher`.
 
     Raises:
-        ConfigurationError: variables are missing or bad, or there are not as many processes as
-            ranks; names them.
+        ConfigurationError: variables are missing or bad, there are not as many processes as
+            ranks, or the machines cannot have as many ranks each; names them.
     """
     size = config.num_ranks
     if config.distributed_executor_backend == "external_launcher":
         return _launched(config, environment)
     if config.nnodes == 1:
         return None
-    if size != config.nnodes:
+    if size % config.nnodes:
         raise ConfigurationError(
-            f"--nnodes is {config.nnodes}; it must be {size}, --tensor-parallel-size times "
-            "--pipeline-parallel-size, one process on each. torchrun starts several on one, with "
-            "--distributed-executor-backend external_launcher"
+            f"--nnodes is {config.nnodes}; it must divide {size}, --tensor-parallel-size times "
+            "--pipeline-parallel-size: each machine has as many ranks"
         )
-    return RankPlace(config.node_rank, size, config.master_addr, config.master_port)
+    num_local = size // config.nnodes
+    return RankPlace(
+        config.node_rank * num_local,
+        size,
+        config.master_addr,
+        config.master_port,
+        num_local=num_local,
+        starts_others=True,
+    )
 
 
 def _launched(config: EngineConfig, environment: Mapping[str, str]) -> RankPlace:

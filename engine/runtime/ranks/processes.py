@@ -6,28 +6,22 @@
 They share memory that has no name, so nothing is left of it when they have ended.
 """
 
-import logging
 import os
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
-from engine.runtime.ranks.hosts import HostRanks, check_device
-from engine.runtime.ranks.meeting import shut_down
+from engine.runtime.ranks.children import RankChildren
+from engine.runtime.ranks.hosts import HostRanks, check_device, check_gpus
 from engine.runtime.ranks.nccl import NcclRanks, load_nccl
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
@@ -40,10 +34,6 @@ from kvstore.registry import PEERS, connector_capabilities, known_stores
 from kvstore.url import scheme_of
 
 __all__ = ["RankProcesses", "RankTask", "start_ranks"]
-
-_END_TIMEOUT_S = 5.0
-
-_logger = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +147,14 @@ class RankProcesses(StartedRanks):
         _check_machine(config)
         self._is_closing = False
         self._on_lost: Callable[[], None] = lambda: None
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.transfers: list[Connection] = []
-        self._watchers: list[threading.Thread] = []
+        self._children = RankChildren(self._on_child_end)
+        self.transfers = self._children.links
         with ExitStack() as files:
             own, others, steps = _tasks(config, security, files)
             super().__init__(own.open_ranks(steps), 0, config.num_ranks)
             try:
                 for task in others:
-                    self._start(task)
+                    self._children.start(task.rank, task, task.files)
             except BaseException:
                 self.close()
                 raise
@@ -173,7 +162,7 @@ class RankProcesses(StartedRanks):
     @override
     def watch(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
-        if any(process.poll() is not None for process in self._processes):
+        if self._children.has_ended:
             on_lost()
 
     @override
@@ -182,58 +171,19 @@ class RankProcesses(StartedRanks):
         if self._is_closing:
             return
         self._opened.abort()
-        for process in self._processes:
-            process.kill()
+        self._children.kill()
 
     @override
     def close(self) -> None:
         if self._is_closing:
             return
         self._is_closing = True
-        for link in self.transfers:
-            shut_down(link)  # ends the process
-        for process in self._processes:
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        for watcher in self._watchers:
-            watcher.join()
-        for link in self.transfers:
-            link.close()
+        self._children.close()
         self._opened.close()
 
-    def _start(self, task: RankTask) -> None:
-        """Starts a rank's process. It ends when its connection does and, also while it is frozen,
-        with this process.
-        """
-        own, theirs = socket.socketpair()
-        link = Connection(own.detach())
-        self.transfers.append(link)
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603 - this program
-                [
-                    *(sys.executable, "-P", "-m", "baton.processes.child", str(os.getpid())),
-                    *("engine.runtime.ranks", str(theirs.fileno())),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(*task.files, theirs.fileno()),
-                # Signals of a terminal are for rank 0, which drains while the others compute.
-                start_new_session=True,
-                env=_environment(),
-            )
-        self._processes.append(process)
-        watcher = threading.Thread(target=self._watch, args=(task.rank, process), daemon=True)
-        self._watchers.append(watcher)
-        watcher.start()
-        link.send(task)
-
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        status = process.wait()
-        if not self._is_closing:
-            _logger.error("rank %d has ended with status %d", rank, status)
-            self.abort()
-            self._on_lost()
+    def _on_child_end(self) -> None:
+        self.abort()
+        self._on_lost()
 
 
 def _check_machine(config: EngineConfig) -> None:
@@ -245,11 +195,7 @@ def _check_machine(config: EngineConfig) -> None:
     size = config.num_ranks
     check_device(config)
     if resolve_device(config.device, 0).type == "cuda":
-        if torch.cuda.device_count() < size:
-            raise ConfigurationError(
-                f"--tensor-parallel-size is {size}, and this machine has "
-                f"{torch.cuda.device_count()} GPUs; each rank needs one"
-            )
+        check_gpus(size)
         return
     if library() is None or not hasattr(os, "memfd_create"):  # which only Linux has
         raise ConfigurationError(
@@ -314,9 +260,3 @@ def _check_connector(url: str, size: int) -> None:
             f"--tensor-parallel-size is {size}; --kv-connector {scheme_of(url)}:// works with "
             "1 only; use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://"
         )
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of a rank's process, which imports what this process would."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path}
