@@ -129,8 +129,8 @@ class Steps(ABC):
 
     num_spare_blocks: ClassVar[int]
     """Number of blocks that the steps need at the end of the pool, beyond the scheduler's."""
-    is_asynchronous: ClassVar[bool]
-    """Whether `launch` may return before the step has finished."""
+    is_asynchronous: bool
+    """Whether steps may be launched before the results of earlier ones were read."""
 
     @abstractmethod
     def __init__(self, model: StepModel) -> None: ...

@@ -25,10 +25,10 @@ def main() -> int:
     link = Connection(int(sys.argv[1]))
     task: RankTask = link.recv()
     transfers = RankTransfers(link, ends_process=True)
-    ranks = task.open_ranks()
-    for file in task.files:
-        os.close(file)
     try:
+        ranks = task.open_ranks()
+        for file in task.files:
+            os.close(file)
         compute_batches(task.config, ranks, transfers, task.security)
     except (RanksLostError, ConfigurationError) as error:
         logging.getLogger("baton.engine").error("rank %d: %s", task.rank, error)

@@ -14,13 +14,13 @@ from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.gloo import GlooRanks
 from engine.runtime.ranks.meeting import END, Meeting, shut_down
-from engine.runtime.ranks.nccl import NcclRanks, load_nccl
+from engine.runtime.ranks.nccl import open_group
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import RankPlace
 from engine.runtime.ranks.started import StartedRanks
 from kernels.ranks import EngineRanks, RankGroup, RanksLostError
 
-__all__ = ["HostRanks", "check_device"]
+__all__ = ["HostRanks"]
 
 
 class HostRanks(StartedRanks):
@@ -38,7 +38,6 @@ class HostRanks(StartedRanks):
     def __init__(
         self, place: RankPlace, config: EngineConfig, security: ClusterSecurity | None
     ) -> None:
-        check_device(config)
         self._has_started = False
         self._is_closing = False
         self._is_lost = False
@@ -48,13 +47,14 @@ class HostRanks(StartedRanks):
         self._met = Meeting(place, num_stages, key, self._check_others, has_gloo=is_on_cpu)
         try:
             self._met.meet()
+            opened = _opened(self._met, config)
         except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
             raise ConfigurationError(
                 f"rank {place.rank} of {place.size} did not meet the others at "
                 f"{place.address}:{place.port}: {error}"
             ) from error
         self.transfers = self._met.transfers
-        super().__init__(_opened(self._met, config), place.rank, place.size)
+        super().__init__(opened, place.rank, place.size)
         self._watchers = [
             threading.Thread(target=self._watch, args=(link,), daemon=True)
             for link in (self._met.steps.values() if self.rank == 0 else ())
@@ -114,35 +114,17 @@ class HostRanks(StartedRanks):
 def _opened(met: Meeting, config: EngineConfig) -> EngineRanks:
     """Returns the access to the other ranks through the connections of a meeting."""
     place, width = met.place, config.tensor_parallel_size
-    is_staged = met.num_stages > 1
     group: RankGroup | None = None
-    if width > 1:
-        steps = () if is_staged else list(met.steps.values())
-        rank = place.rank % width
-        if met.has_gloo:
-            group = GlooRanks(rank, width, place.num_local, met.gloo, steps)
-        else:
-            device = resolve_device(config.device, place.local_rank)
-            sizes = width, place.num_local, place.local_rank
-            group = NcclRanks(rank, *sizes, device, steps, load_nccl())
-    if not is_staged:
+    if not met.has_gloo:
+        group = open_group(config, place.rank, place.num_local, place.local_rank, met.steps)
+    elif width > 1:
+        steps = list(met.steps.values())
+        group = GlooRanks(place.rank % width, width, place.num_local, met.gloo, steps)
+    if met.num_stages == 1:
         assert group is not None, "one rank meets no others"
         return group
     links = PipelineLinks(met.steps, met.before, met.after)
-    return PipelineRanks(place.rank, config, group, links, place.num_local)
-
-
-def check_device(config: EngineConfig) -> None:
-    """Refuses devices on which several ranks cannot compute.
-
-    Raises:
-        ConfigurationError: names the flags.
-    """
-    if config.pipeline_parallel_size > 1 and resolve_device(config.device).type != "cpu":
-        raise ConfigurationError(
-            f"--pipeline-parallel-size is {config.pipeline_parallel_size}; several stages compute "
-            "on CPUs only so far: set --device cpu, or use --tensor-parallel-size"
-        )
+    return PipelineRanks(place.rank, config, group, links, place.num_local, place.local_rank)
 
 
 def _key_of(place: RankPlace, security: ClusterSecurity | None) -> bytes:
