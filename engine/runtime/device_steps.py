@@ -255,7 +255,7 @@ class DeviceSteps(Steps):
             return
         target = self._hidden[:num_tokens]
         is_on_gpu = target.device.type == "cuda"
-        # Each step has memory of its own: torch reuses pinned memory when it was copied from.
+        # New for each step: torch reuses pinned memory only once the copies from it are complete.
         received = torch.empty(target.shape, dtype=target.dtype, pin_memory=is_on_gpu)
         self._ranks.receive_hidden(received)
         target.copy_(received, non_blocking=True)

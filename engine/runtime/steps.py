@@ -100,7 +100,8 @@ class LaunchedStep:
 
     Attributes:
         fetched: the step's results, being copied to the host.
-        read: builds the output from the copied results.
+        read: builds the output from the copied results, and sends other stages what they need of
+            these.
         group: the ranks whose parts the step needs; None if it needs none.
     """
 

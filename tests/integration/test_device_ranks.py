@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from contextlib import closing, contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -13,19 +11,14 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.ranks import nccl, processes
-from engine.runtime.ranks.loop import compute_batches
-from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
-from engine.runtime.ranks.started import StartedRanks
-from engine.runtime.ranks.transfers import RankTransfers
-from kernels.ranks import EngineRanks, GroupEndedError, RanksLostError
+from kernels.ranks import RanksLostError
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.fake_nccl import FakeNccl
 from tests.support.rank_engines import all_kinds, check_greedy, tokens
+from tests.support.rank_threads import RankThreads
 from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
-WAIT_S = 60
 MEBIBYTE = 2**20
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
 STAGES = [(2, 1), (1, 3), (2, 2)]  # ranks of each stage, and stages
@@ -45,93 +38,9 @@ RARE_CASES = [
 ]
 
 
-class Rank0(StartedRanks):
-    """Rank 0 of ranks that are threads.
-
-    Args:
-        opened: its access to the others.
-    """
-
-    def __init__(self, opened: EngineRanks) -> None:
-        super().__init__(opened, 0, opened.size)
-        self.transfers: list[Connection] = []
-
-    def watch(self, on_lost: object) -> None: ...
-
-    def abort(self) -> None:
-        self._opened.abort()
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-class Threads:
-    """The ranks of an engine as threads.
-
-    Attributes:
-        first: rank 0.
-        others: the others, in their order.
-    """
-
-    first: Rank0
-    others: list[EngineRanks]
-
-    def __init__(self) -> None:
-        self.library = FakeNccl(1)
-        self._threads: list[threading.Thread] = []
-
-    def open(self, config: EngineConfig) -> None:
-        """Connects the ranks."""
-        width, size = config.tensor_parallel_size, config.num_ranks
-        self.library = FakeNccl(width)
-        steps: list[dict[int, Connection]] = [{} for _ in range(size)]
-        for rank in range(1, size):
-            steps[0][rank], steps[rank][0] = Pipe()
-        before: dict[int, Connection] = {}
-        after: dict[int, Connection] = {}
-        for rank in range(width, size):
-            before[rank - width], after[rank] = Pipe()
-        first, *self.others = (
-            _opened(config, rank, PipelineLinks(steps[rank], before.get(rank), after.get(rank)))
-            for rank in range(size)
-        )
-        self.first = Rank0(first)
-
-    def start(self, config: EngineConfig, _: object) -> Rank0:
-        """What starts the ranks of an engine; returns rank 0."""
-        self.open(config)
-        for ranks in self.others:
-            own = replace(config, num_threads=1)
-            thread = threading.Thread(target=self._follow, args=(own, ranks), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        return self.first
-
-    def join(self) -> None:
-        """Waits until the other ranks have ended."""
-        for thread in self._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-
-    @staticmethod
-    def _follow(config: EngineConfig, ranks: EngineRanks) -> None:
-        transfers = RankTransfers(Pipe()[1], ends_process=False)
-        with suppress(GroupEndedError, RanksLostError):
-            compute_batches(config, ranks, transfers, None)
-
-
-def _opened(config: EngineConfig, rank: int, links: PipelineLinks) -> EngineRanks:
-    size = config.num_ranks
-    group = nccl.open_group(config, rank, size, rank, links.steps)
-    if config.pipeline_parallel_size > 1:
-        return PipelineRanks(rank, config, group, links, size, rank)
-    assert group is not None
-    return group
-
-
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
-    ranks = Threads()
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankThreads]:
+    ranks = RankThreads()
     monkeypatch.setattr(nccl, "_stream_of", lambda device: 0)
     monkeypatch.setattr(nccl, "_load_nccl", lambda: ranks.library)
     monkeypatch.setattr(processes, "start_ranks", ranks.start)
@@ -165,7 +74,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(
     sizes: tuple[int, int],
     kind: str,
     flags: dict[str, object],
-    threads: Threads,
+    threads: RankThreads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_kind(kind, monkeypatch)
@@ -183,7 +92,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(
     ],
 )
 def test_preempted_requests_have_the_tokens_of_one_rank(
-    flags: dict[str, object], threads: Threads, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, object], threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"block_size": 8, "num_gpu_blocks_override": 32, "max_model_len": 96, **flags}
     found = tokens("llama", pipeline_parallel_size=3, **small)
@@ -194,7 +103,7 @@ def test_preempted_requests_have_the_tokens_of_one_rank(
 @pytest.mark.parametrize("sizes", STAGES)
 @pytest.mark.parametrize("poorest", [0, -1])
 def test_pools_are_as_large_as_the_rank_with_the_least_memory_allows(
-    poorest: int, sizes: tuple[int, int], threads: Threads, monkeypatch: pytest.MonkeyPatch
+    poorest: int, sizes: tuple[int, int], threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poorest %= sizes[0] * sizes[1]
 
@@ -210,7 +119,7 @@ def test_pools_are_as_large_as_the_rank_with_the_least_memory_allows(
 @pytest.mark.parametrize("sizes", STAGES)
 @pytest.mark.parametrize("lost", [0, -1])
 def test_a_rank_that_is_lost_ends_the_engine(
-    lost: int, sizes: tuple[int, int], threads: Threads
+    lost: int, sizes: tuple[int, int], threads: RankThreads
 ) -> None:
     with closing(_core(*sizes)) as core:
         run_all(core, all_kinds()[:1])
@@ -220,7 +129,7 @@ def test_a_rank_that_is_lost_ends_the_engine(
 
 
 def test_a_stage_that_does_not_compute_ends_the_engine(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = threading.Event()
     with closing(_core(1, 3, step_timeout_s=0.5)) as core:
@@ -231,7 +140,7 @@ def test_a_stage_that_does_not_compute_ends_the_engine(
     wakes.set()
 
 
-def test_all_stages_compute_at_once(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_compute_at_once(threads: RankThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage does not wait for the tokens of other rows than those that it runs."""
     with closing(_core(1, 3, **OVERLAPPED)) as core:
         sent: list[int] = []
@@ -255,7 +164,7 @@ def test_all_stages_compute_at_once(threads: Threads, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
 def test_a_wait_for_the_device_ends_when_another_rank_does_not_compute(
-    sizes: tuple[int, int], threads: Threads
+    sizes: tuple[int, int], threads: RankThreads
 ) -> None:
     threads.open(EngineConfig(model="m", **_sizes(*sizes)))
     threads.first.limit_waits(0.01)
@@ -267,7 +176,7 @@ def test_a_wait_for_the_device_ends_when_another_rank_does_not_compute(
 
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
 def test_waits_for_the_device_end_when_the_connection_does(
-    sizes: tuple[int, int], threads: Threads
+    sizes: tuple[int, int], threads: RankThreads
 ) -> None:
     threads.open(EngineConfig(model="m", **_sizes(*sizes)))
     threads.first.abort()

@@ -71,7 +71,7 @@ def open_group(
 
     Raises:
         ConfigurationError: there is no NCCL.
-        RanksLostError: rank 0 is lost, or has not answered in time.
+        RanksLostError: NCCL fails, or another rank is lost or has not answered in time.
     """
     width = config.tensor_parallel_size
     if width == 1:
@@ -104,7 +104,10 @@ def _load_nccl() -> Any:
 
 def _send_names(library: Any, config: EngineConfig, steps: Mapping[int, Connection]) -> bytes:
     """Makes NCCL's name of each stage's group, and sends it to the group's ranks; returns that of
-    rank 0's. NCCL lets the ranks of all groups meet in the process that has made their names.
+    rank 0's. NCCL lets the ranks of a group meet in the process that has made its name.
+
+    Raises:
+        RanksLostError: NCCL fails, or another rank is lost.
     """
     width, names = config.tensor_parallel_size, list[bytes]()
     for _ in range(config.pipeline_parallel_size):
@@ -121,7 +124,11 @@ def _send_names(library: Any, config: EngineConfig, steps: Mapping[int, Connecti
 
 
 def _receive_name(link: Connection) -> bytes:
-    """Returns NCCL's name of this rank's group, which rank 0 sends."""
+    """Returns NCCL's name of this rank's group, which rank 0 sends.
+
+    Raises:
+        RanksLostError: rank 0 is lost, or has not answered in time.
+    """
     try:
         if link.poll(_MEETING_S):
             return link.recv_bytes(_ID_BYTES)
