@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import Pipe
 
 import pytest
+import torch
 
+from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
@@ -185,6 +187,24 @@ def test_waits_for_the_device_end_when_the_connection_does(
         assert group is not None
         with pytest.raises(RanksLostError, match="has ended"):
             group.wait(lambda: False)
+
+
+def test_stages_of_one_rank_have_a_gpu_each_and_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
+    config = EngineConfig(model="m", **_sizes(1, 2))
+    with ExitStack() as files:
+        own, (other,), steps = processes._tasks(config, None, files)
+        both = [own.open_ranks(steps), other.open_ranks()]
+    for number, ranks in enumerate(both):
+        assert (ranks.local_rank, ranks.num_local, ranks.group) == (number, 2, None)
+        ranks.close()
+
+
+def test_every_rank_of_every_stage_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ConfigurationError, match="is 4, and this machine has 3 GPUs"):
+        processes._check_machine(EngineConfig(model="m", **_sizes(2, 2)))
 
 
 def test_a_rank_whose_connection_ends_before_it_has_a_name_fails() -> None:
