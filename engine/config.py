@@ -78,14 +78,14 @@ class EngineConfig:
     )
     tensor_parallel_size: int = flag(
         1,
-        "number of processes that divide each layer among them, on CPUs",
+        "number of processes that divide each layer among them; it never ran on GPUs",
         parse=count,
         aliases={"-tp": None},
     )
     pipeline_parallel_size: int = flag(
         1,
         "number of stages that divide the layers among them, each of --tensor-parallel-size "
-        "processes, on CPUs",
+        "processes; it never ran on GPUs",
         parse=count,
         aliases={"-pp": None},
     )

@@ -141,11 +141,11 @@ class EngineRanks(ABC):
 
     @abstractmethod
     def send_hidden(self, hidden: "torch.Tensor") -> None:
-        """Sends hidden states to the next stage. They may change afterwards."""
+        """Sends hidden states, on the host, to the next stage. They may change afterwards."""
 
     @abstractmethod
     def receive_hidden(self, hidden: "torch.Tensor") -> None:
-        """Fills a contiguous tensor with the hidden states of the stage before."""
+        """Fills a contiguous tensor on the host with the hidden states of the stage before."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -3,6 +3,8 @@
     row ids -> inputs -> forward pass -> logits and maxima      `DeviceDecode.run`
     -> tokens -> the rows' state                                `DeviceDecode.draw`
 
+A stage before a pipeline's last computes hidden states instead of logits, and draws nothing.
+
 All tensors that these read and write keep their memory, and neither waits for the device. The
 launches of `run` depend on the number of rows alone, so `DecodeGraphs` captures it as a CUDA
 graph, once per number of rows; a step of another size is padded to the next captured one.
@@ -39,6 +41,8 @@ class DeviceDecode:
     Args:
         model: the model and its limits.
         rows: the rows, whose state it reads and advances.
+        hidden: `[max_tokens, hidden_size]`; hidden states of the stage before, which the caller
+            fills for the rows that decode; None for the first stage.
 
     Attributes:
         row_ids: `[max_rows]` int64; the rows that decode, padded with the spare row.
@@ -48,8 +52,8 @@ class DeviceDecode:
 
     ruled: RuledRows | None = None
 
-    def __init__(self, model: StepModel, rows: DeviceRows) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: StepModel, rows: DeviceRows, hidden: torch.Tensor | None) -> None:
+        self._model, self._rows, self._hidden = model, rows, hidden
         size, device = model.max_rows, model.device
         self.row_ids = torch.full((size,), rows.spare_row, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
@@ -74,11 +78,20 @@ class DeviceDecode:
         self.ruled = RuledRows.among(row_ids, host.has_rules, device)
 
     def run(self, size: int) -> torch.Tensor:
-        """Runs the first `size` of `row_ids`; returns the logits, `[size, vocab]` float32."""
+        """Runs the first `size` of `row_ids`. Those that pad a step read any hidden states.
+
+        Returns:
+            The logits, `[size, vocab]` float32; of a stage before the last, hidden states,
+            `[size, hidden_size]`.
+        """
         model, inputs = self._model, _first(self._inputs, size)
         kernels.lay_out_decode(self._rows.state, self.row_ids[:size], model.block_size, inputs)
         kv = model.paged_kv(_metadata(inputs, model.max_model_len))
-        logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
+        given = inputs.token_ids if self._hidden is None else self._hidden[:size]
+        hidden: torch.Tensor = model.model(given, inputs.positions, kv)
+        if not model.model.part.is_last:
+            return hidden
+        logits = model.model.logits(hidden)
         scores = self.scores(logits)
         kernels.row_maxima(logits, (scores.maxima, scores.likeliest))
         return logits
@@ -111,6 +124,13 @@ class DeviceDecode:
         else:
             tokens.copy_(scores.likeliest)
         kernels.keep_drawn(state, row_ids, tokens)
+
+    def advance(self, num_rows: int) -> None:
+        """Advances the first `num_rows` rows, whose tokens another rank draws: the caller stores
+        these before the rows decode again, if it reads tokens.
+        """
+        row_ids, tokens = self.row_ids[:num_rows], self.tokens[:num_rows]
+        kernels.keep_drawn(self._rows.state, row_ids, tokens)
 
 
 def _new_inputs(model: StepModel) -> DecodeInputs:
@@ -181,7 +201,8 @@ class DecodeGraphs:
 
     Args:
         sizes: the numbers of rows to capture, ascending.
-        run: launches a step of the given size, always on the same memory; returns the logits.
+        run: launches a step of the given size, always on the same memory; returns the logits, or
+            a stage's hidden states.
         record: records what a function launches.
 
     Attributes:
@@ -207,5 +228,5 @@ class DecodeGraphs:
         self._graphs[size] = self._record(lambda: self._run(size))
 
     def run(self, size: int) -> torch.Tensor:
-        """Runs a step of a captured size; returns its logits, which the next run overwrites."""
+        """Runs a step of a captured size; returns its result, which the next run overwrites."""
         return self._graphs[size].run()

@@ -95,6 +95,17 @@ class DeviceRows:
         for column, sent_column in zip(state.draws.columns, table.columns, strict=True):
             column.index_copy_(0, rows, sent_column)
 
+    def keep_tokens(self, row_ids: np.ndarray, tokens: np.ndarray) -> None:
+        """Stores tokens that another rank drew, as `Rows.keep_drawn` does.
+
+        Args:
+            row_ids: `[n]` int64, all different.
+            tokens: `[n]` int64.
+        """
+        last_tokens = self.state.last_tokens
+        sent = to_device(np.stack((row_ids, np.maximum(tokens, 0))), last_tokens.device)
+        last_tokens.index_copy_(0, sent[0], sent[1])
+
 
 def _last_entries(
     updates: Iterable[TableUpdate], shape: tuple[int, ...]

@@ -1,8 +1,11 @@
-"""`DeviceSteps`: computes steps on a GPU, launched ahead of their results.
+"""`DeviceSteps`: computes steps on a GPU, launched ahead of their results if there is one stage.
 
 The host only launches work. A step that only decodes is one CUDA graph, or without graphs the
 same calls, on state that lives on the device. A step's tokens are copied to the host behind it
 and read by `LaunchedStep.result`; meanwhile the next step may have been launched.
+
+In a pipeline this is the last stage. Its steps wait on the host for the hidden states of the stage
+before, and end when the tokens are on their way to the first stage.
 """
 
 import gc
@@ -29,10 +32,11 @@ from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
 from engine.runtime.logprobs import DecodeReports, PromptTokens
 from engine.runtime.row_processors import RowProcessors
+from engine.runtime.rows import drawn_tokens
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
-from kernels import CudaGraphRecorder, DeviceRankGroup
+from kernels import CudaGraphRecorder, DeviceRankGroup, EngineRanks
 
 __all__ = ["DeviceSteps"]
 
@@ -48,7 +52,7 @@ _logger = logging.getLogger("baton.engine")
 
 
 class DeviceSteps(Steps):
-    """`Steps` on a GPU.
+    """`Steps` on a GPU, of the only or the last stage.
 
     Args:
         model: the model and its limits.
@@ -56,30 +60,28 @@ class DeviceSteps(Steps):
     """
 
     num_spare_blocks = 1  # receives the KV of the rows that pad a step
-    is_asynchronous = True
 
     def __init__(self, model: StepModel, record: GraphRecorder | None = None) -> None:
-        self._model = model
+        self._model, self._part = model, model.model.part
+        self.is_asynchronous = self._part.num_stages == 1
         spare_block = model.num_blocks - 1
         self._rows = DeviceRows(
             model.num_layer_groups, model.max_rows, model.max_blocks, spare_block, model.device
         )
-        sizes = model.max_tokens, model.block_size
+        self._hidden = None if self._part.is_first else model.new_hidden()
+        limits = model.max_tokens, model.block_size
         self._inputs = StepInputs(
-            self._rows.host, *sizes, model.device, max_drafts=model.max_drafts
+            self._rows.host, *limits, model.device, self._hidden, model.max_drafts
         )
-        self._decode = DeviceDecode(model, self._rows)
-        graph_sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
+        self._decode = DeviceDecode(model, self._rows, self._hidden)
+        sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
         self._group = None if model.ranks is None else model.ranks.device_group
         self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         self._processors = RowProcessors(model.processors)
-        # All graphs write their logits here; otherwise each would keep its own memory for them.
-        num_logits = vocab_size
-        if self._group is not None and self._group.rank > 0:
-            num_logits = self._group.cut(vocab_size).size
-        self._logits = torch.empty((max(graph_sizes, default=0), num_logits), device=model.device)
-        self._graphs = DecodeGraphs(graph_sizes, self._run_in_place, record or CudaGraphRecorder())
+        # All graphs write their results here; otherwise each would keep its own memory for them.
+        self._results = self._new_results(max(sizes, default=0))
+        self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._reports = self._decode_reports()
@@ -100,7 +102,7 @@ class DeviceSteps(Steps):
         num_decodes = len(self._decode_ids)
         draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
         prompts = PromptTokens(batch)
-        scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        scores, positions = self._compute_scores(batch)
         if self._group is not None and self._group.rank > 0:
             prompts.compute_part(self._model.model, scores.hidden)
             return self._follow(batch, self._group)
@@ -116,7 +118,7 @@ class DeviceSteps(Steps):
         of_chunks = draws.draw(scores, raw)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
-        if self._group is not None:
+        if self._group is not None and self._part.is_first:
             self._group.broadcast(self._rows.state.last_tokens)
         reports, of_decodes = self._reports, list[torch.Tensor]()
         if num_decodes:
@@ -127,6 +129,9 @@ class DeviceSteps(Steps):
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
             chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
             decoded = reports.read(tensors[: len(of_decodes)])
+            if not self._part.is_first:
+                tokens = drawn_tokens(batch.chunks, chunks, decoded.tokens)
+                self._ranks.send_tokens(tokens.tobytes())
             return StepOutput(
                 batch.step, tuple(chunks), *decoded, prompts.read(tensors[num_drawn:])
             )
@@ -136,10 +141,9 @@ class DeviceSteps(Steps):
 
     def _follow(self, batch: ScheduledBatch, group: DeviceRankGroup) -> LaunchedStep:
         """Ends a step of another rank than 0, which draws the tokens."""
-        num_decodes = len(self._decode_ids)
-        row_ids, tokens = self._decode.row_ids[:num_decodes], self._decode.tokens[:num_decodes]
-        kernels.keep_drawn(self._rows.state, row_ids, tokens)  # advances the rows
-        group.broadcast(self._rows.state.last_tokens)
+        self._decode.advance(len(self._decode_ids))
+        if self._part.is_first:  # other stages read no tokens
+            group.broadcast(self._rows.state.last_tokens)
         fetched = fetch(self._model.device, ())
         return LaunchedStep(fetched, lambda _: StepOutput(batch.step), group)
 
@@ -173,6 +177,23 @@ class DeviceSteps(Steps):
         for row in range(min(2, self._model.max_rows)):
             self._run_and_wait(_warm_up_batch(row, 1, ()))
             self._run_and_wait(ScheduledBatch(0, decode_rows=(row,)))
+        self.finish()
+
+    @property
+    def _ranks(self) -> EngineRanks:
+        ranks = self._model.ranks
+        assert ranks is not None, "one rank has one stage"
+        return ranks
+
+    def _new_results(self, num_rows: int) -> torch.Tensor:
+        """Allocates memory for the results of decode steps of up to `num_rows` rows."""
+        model = self._model.model
+        num_columns, dtype = model.config.vocab_size, torch.float32
+        if not self._part.is_last:
+            num_columns, dtype = model.config.hidden_size, self._model.dtype
+        elif self._group is not None and self._group.rank > 0:
+            num_columns = self._group.cut(num_columns).size
+        return torch.empty((num_rows, num_columns), dtype=dtype, device=self._model.device)
 
     def _decode_reports(self) -> DecodeReports:
         model, rows = self._model, self._rows.host
@@ -192,22 +213,32 @@ class DeviceSteps(Steps):
         return max(0, free_before - _free_bytes(device))
 
     def _run_in_place(self, size: int) -> torch.Tensor:
-        """Runs `DeviceDecode.run` and copies the logits to the memory that all graphs share."""
-        return self._logits[:size].copy_(self._decode.run(size))
+        """Runs `DeviceDecode.run` and copies its result to the memory that all graphs share."""
+        return self._results[:size].copy_(self._decode.run(size))
 
-    def _run_decode(self) -> tuple[Scores, torch.Tensor]:
-        """Computes a step that only decodes; returns its scores and the positions to draw."""
+    def _compute_scores(self, batch: ScheduledBatch) -> tuple[Scores, torch.Tensor]:
+        """Computes a step; returns its scores, and the positions of the tokens that decoding rows
+        draw.
+        """
+        num_decodes = len(self._decode_ids)
+        if not batch.chunks:
+            scores = self._decode.scores(self._run_decode())
+            return scores, self._decode.draw_positions[:num_decodes]
+        inputs = self._chunk_inputs(batch)
+        return self._scores_of(inputs), inputs.positions[len(inputs.positions) - num_decodes :] + 1
+
+    def _run_decode(self) -> torch.Tensor:
+        """Computes a step that only decodes; returns the rows' part of `DeviceDecode.run`."""
         num_rows = len(self._decode_ids)
         self._rows.advance((), self._decode_ids)
+        self._receive_hidden(num_rows)
         size = padded_size(self._graphs.sizes, num_rows)
-        logits = self._decode.run(num_rows) if size is None else self._graphs.run(size)
-        return self._decode.scores(logits[:num_rows]), self._decode.draw_positions[:num_rows]
+        result = self._decode.run(num_rows) if size is None else self._graphs.run(size)
+        return result[:num_rows]
 
-    def _run_chunks(self, batch: ScheduledBatch) -> tuple[Scores, torch.Tensor]:
-        """Computes a step of chunks and decoding rows, whose tokens only the device knows.
-
-        Returns:
-            The scores, and the positions of the tokens that decoding rows draw.
+    def _chunk_inputs(self, batch: ScheduledBatch) -> BatchInputs:
+        """Returns the inputs of a step of chunks and decoding rows, whose tokens only the device
+        knows.
         """
         self._inputs.fill(batch, self._rows.host, self._decode_ids)
         self._rows.advance(batch.chunks, self._decode_ids)
@@ -215,7 +246,21 @@ class DeviceSteps(Steps):
         first = len(inputs.token_ids) - num_decodes
         last_tokens, row_ids = self._rows.state.last_tokens, self._decode.row_ids[:num_decodes]
         inputs.token_ids[first:] = last_tokens.index_select(0, row_ids)
-        return self._scores_of(inputs), inputs.positions[first:] + 1
+        self._receive_hidden(len(inputs.token_ids))
+        return inputs
+
+    def _receive_hidden(self, num_tokens: int) -> None:
+        """Waits for the hidden states of the stage before, and copies them to the device; does
+        nothing on the first stage.
+        """
+        if self._hidden is None:
+            return
+        target = self._hidden[:num_tokens]
+        is_on_gpu = target.device.type == "cuda"
+        # New for each step: torch reuses pinned memory only once the copies from it are complete.
+        received = torch.empty(target.shape, dtype=target.dtype, pin_memory=is_on_gpu)
+        self._ranks.receive_hidden(received)
+        target.copy_(received, non_blocking=True)
 
     def _draw_decodes(self, scores: Scores, positions: torch.Tensor) -> None:
         """Draws the tokens of the rows that decode, from logits that follow their rules."""
@@ -227,7 +272,7 @@ class DeviceSteps(Steps):
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        states = model.model(inputs.token_ids, inputs.positions, kv)
+        states = model.model(inputs.of_model, inputs.positions, kv)
         logits = model.model.logits(inputs.logit_states(states))
         hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):

@@ -13,7 +13,7 @@ from engine.runtime.drawing import ChunkDraws, DecodeRows
 from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.row_processors import RowProcessors
-from engine.runtime.rows import Rows, drawing_rows
+from engine.runtime.rows import Rows, drawing_rows, drawn_tokens
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import FinishedStep, StepModel, Steps
@@ -84,12 +84,7 @@ class HostSteps(Steps):
         self._apply_rules(draws, scores)
         decoded = decode.draw(scores, raw, rows.positions)
         chunks = draws.outputs(draws.draw(scores, raw))
-        single = [
-            one.token_ids[0]
-            for one, chunk in zip(chunks, batch.chunks, strict=True)
-            if one is not None and chunk.draws_for_row
-        ]
-        tokens = np.array([*single, *decoded.tokens], np.int64)
+        tokens = drawn_tokens(batch.chunks, chunks, decoded.tokens)
         rows.keep_drawn(drawing, tokens)
         if self._ranks is not None:
             self._ranks.send_tokens(tokens.tobytes())

@@ -25,6 +25,7 @@ from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
+from engine.runtime.device_stage_steps import DeviceStageSteps
 from engine.runtime.device_steps import DeviceSteps
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
@@ -45,7 +46,12 @@ from engine.runtime.logits_processors import (
     load_processors,
     make_processors,
 )
-from engine.runtime.ranks.batches import BatchSender, check_same_engine, check_same_pools
+from engine.runtime.ranks.batches import (
+    BatchSender,
+    check_same_engine,
+    check_same_pools,
+    least_of_all,
+)
 from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
@@ -108,9 +114,7 @@ class ModelRunner:
         local_rank = None if ranks is None else ranks.local_rank
         self._device = resolve_device(config.device, local_rank)
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
-        self._steps_type: type[Steps] = DeviceSteps
-        if self._is_on_cpu:
-            self._steps_type = HostSteps if part.is_last else StageSteps
+        self._steps_type = _steps_type_of(part, self._device)
         if self._is_on_cpu:
             num_local = 1 if ranks is None else ranks.num_local
             share = max(1, kernels.default_num_threads() // num_local)
@@ -195,7 +199,8 @@ class ModelRunner:
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
         """Submits one step, which runs after those submitted before it.
 
-        A GPU's step is launched in the caller's thread, a CPU's runs in the runner's thread.
+        A GPU's step is launched in the caller's thread; that of a CPU, or of a pipeline, runs in
+        the runner's thread.
         """
         if self._steps.is_asynchronous:
             return self._launch(batch)
@@ -410,12 +415,9 @@ class ModelRunner:
 
     def _least(self, free_bytes: int | None) -> int | None:
         """Returns the least of what the ranks have left for their pools, which are equal."""
-        group = None if self._ranks is None else self._ranks.group
-        if free_bytes is None or group is None:
+        if free_bytes is None or self._ranks is None:
             return free_bytes
-        mebibytes = torch.zeros((1, group.size), device=self._device)  # float32 has them exactly
-        mebibytes[0, group.rank] = free_bytes // _MEBIBYTE
-        return int(group.all_reduce(mebibytes).min()) * _MEBIBYTE
+        return least_of_all(self._ranks, free_bytes // _MEBIBYTE, self._device) * _MEBIBYTE
 
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info
@@ -476,6 +478,13 @@ def _part_of(ranks: EngineRanks | None) -> ModelPart:
     if ranks is None:
         return WHOLE_MODEL
     return ModelPart(ranks.group, ranks.stage, ranks.num_stages)
+
+
+def _steps_type_of(part: ModelPart, device: torch.device) -> type[Steps]:
+    """Returns the class that computes the steps of a part of the model on a device."""
+    if device.type == "cpu":
+        return HostSteps if part.is_last else StageSteps
+    return DeviceSteps if part.is_last else DeviceStageSteps
 
 
 def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:

@@ -1,13 +1,13 @@
 """`Rows`: the runner's state of the running sequences, in arrays with one row each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.batch import NO_LOGPROBS, ScheduledChunk, TableUpdate
+from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
 from engine.runtime.sampler import DRAW_RECORD, draw_record
 
-__all__ = ["Rows", "drawing_rows"]
+__all__ = ["Rows", "drawing_rows", "drawn_tokens"]
 
 
 class Rows:
@@ -82,3 +82,23 @@ def drawing_rows(chunks: Iterable[ScheduledChunk], decode_rows: np.ndarray) -> n
     """
     single = [chunk.row for chunk in chunks if chunk.draws_for_row]
     return np.concatenate((np.array(single, np.int64), decode_rows)) if single else decode_rows
+
+
+def drawn_tokens(
+    chunks: Sequence[ScheduledChunk],
+    outputs: Sequence[ChunkOutput | None],
+    decoded: Sequence[int],
+) -> np.ndarray:
+    """Returns the tokens that `drawing_rows` have drawn in a step, `[n]` int64, in their order.
+
+    Args:
+        chunks: the step's.
+        outputs: one per chunk, as in `StepOutput`.
+        decoded: the tokens of the rows that decode.
+    """
+    single = [
+        output.token_ids[0]
+        for output, chunk in zip(outputs, chunks, strict=True)
+        if output is not None and chunk.draws_for_row
+    ]
+    return np.array([*single, *decoded], np.int64)

@@ -102,7 +102,8 @@ class LaunchedStep:
 
     Attributes:
         fetched: the step's results, being copied to the host.
-        read: builds the output from the copied results.
+        read: builds the output from the copied results, and sends other stages what they need of
+            these.
         group: the ranks whose parts the step needs; None if it needs none.
     """
 
@@ -131,8 +132,8 @@ class Steps(ABC):
 
     num_spare_blocks: ClassVar[int]
     """Number of blocks that the steps need at the end of the pool, beyond the scheduler's."""
-    is_asynchronous: ClassVar[bool]
-    """Whether `launch` may return before the step has finished."""
+    is_asynchronous: bool
+    """Whether steps may be launched before the results of earlier ones were read."""
 
     @abstractmethod
     def __init__(self, model: StepModel) -> None: ...

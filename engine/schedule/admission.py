@@ -228,8 +228,6 @@ class Admission:
         many others overtake it as the engine has seats; then it stops there. It passes over groups
         that wait for anything else.
         """
-        if not self._queues.waiting:
-            return
         loads = self._transfers.loads
         first = self._queues.waiting[: self._config.max_running]
         if loads.looks_up:

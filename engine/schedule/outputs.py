@@ -242,9 +242,7 @@ class OutputProcessor:
 
     # Tokens.
 
-    def _take_tokens(
-        self, sequence: Sequence, result: ChunkOutput, num_drafts: int = 0
-    ) -> Outputs:
+    def _take_tokens(self, sequence: Sequence, result: ChunkOutput, num_drafts: int = 0) -> Outputs:
         """Processes the tokens that a candidate draws: one, or several if it has drafts."""
         group = sequence.group
         sequence.logprob += sum(result.logprobs)

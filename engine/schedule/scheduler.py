@@ -356,7 +356,7 @@ class Scheduler:
                 continue  # preempted for a group before it, or to be tried alone
             if self._admission.renew_due(group, due.get(group, []), plan):
                 self._admission.run_chunks(group, plan)
-        if not plan.admits_none and not retries:
+        if self._queues.waiting and not plan.admits_none and not retries:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
 

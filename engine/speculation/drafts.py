@@ -1,4 +1,4 @@
-"""`Drafts`: decides which sequences get guesses ("drafts") of their next tokens, and how many. Pure.
+"""`Drafts`: decides which sequences get guesses of their next tokens ("drafts"), how many. Pure.
 
 A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
 token after each, with the noise of its position, and keeps them as long as the guesses are equal:

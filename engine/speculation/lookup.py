@@ -107,7 +107,8 @@ class AnswerLookup(Proposer):
         if other is not None and (own is None or other.width > own.width):
             found = self._ring[other.end : other.end + limit]
             ends = np.flatnonzero(found == _NO_TOKEN)
-            return found[: ends[0] if len(ends) else limit].tolist()
+            end = int(ends[0]) if len(ends) else limit
+            return [int(token) for token in found[:end]]
         return [] if own is None else _continuation(tokens, own.end, limit)
 
     @override

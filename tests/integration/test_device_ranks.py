@@ -2,89 +2,53 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
+from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.runtime import model_runner
+from engine.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.ranks import nccl, processes
-from engine.runtime.ranks.loop import compute_batches
-from engine.runtime.ranks.nccl import NcclRanks
-from engine.runtime.ranks.transfers import RankTransfers
-from kernels.ranks import GroupEndedError, RanksLostError
+from kernels.ranks import RanksLostError
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.fake_nccl import FakeNccl
 from tests.support.rank_engines import all_kinds, check_greedy, tokens
+from tests.support.rank_threads import RankThreads
 from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request
-from tests.support.traced_graphs import RerunDeviceSteps
+from tests.support.runner_kinds import use_kind
 
-WAIT_S = 60
-CPU = torch.device("cpu")
-UNLIMITED = {"tensor_parallel_size": 2, "num_gpu_blocks_override": None}
-
-
-class Rank0(NcclRanks):
-    """Rank 0 of ranks that are threads."""
-
-    transfers: tuple[Connection, ...] = ()
-
-    def watch(self, on_lost: object) -> None: ...
-
-
-class Group:
-    """Ranks that are threads, for one engine.
-
-    Args:
-        size: number of ranks.
-    """
-
-    def __init__(self, size: int) -> None:
-        pipes = [Pipe() for _ in range(size - 1)]
-        self.library = FakeNccl(size)
-        self.first = Rank0(0, size, 1, 0, CPU, [own for own, _ in pipes], self.library)
-        self.others = [
-            NcclRanks(rank, size, 1, 0, CPU, [theirs], self.library)
-            for rank, (_, theirs) in enumerate(pipes, 1)
-        ]
-        self._threads: list[threading.Thread] = []
-
-    def start(self, config: EngineConfig, _: object) -> Rank0:
-        """What starts the ranks of an engine; returns rank 0."""
-        for ranks in self.others:
-            own = replace(config, num_threads=1)
-            thread = threading.Thread(target=self._follow, args=(own, ranks), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        return self.first
-
-    def join(self) -> None:
-        """Waits until the other ranks have ended."""
-        for thread in self._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-
-    @staticmethod
-    def _follow(config: EngineConfig, ranks: NcclRanks) -> None:
-        transfers = RankTransfers(Pipe()[1], ends_process=False)
-        with suppress(GroupEndedError, RanksLostError):
-            compute_batches(config, ranks, transfers, None)
+MEBIBYTE = 2**20
+OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+STAGES = [(2, 1), (1, 3), (2, 2)]  # ranks of each stage, and stages
+CASES = [
+    ("llama", (2, 1), "device, rerun", OVERLAPPED),
+    ("llama_four_layers", (1, 2), "device, graphs", OVERLAPPED),
+    ("llama", (1, 3), "device, eager", {}),
+    ("qwen3_four_layers", (2, 2), "device, rerun", OVERLAPPED),
+]
+RARE_CASES = [
+    ("gpt2", (2, 1), "device, rerun", OVERLAPPED),
+    ("llama_tied_biased_four_layers", (1, 2), "device, rerun", {}),
+    ("llama", (1, 3), "device, graphs", OVERLAPPED),
+    ("mistral_sliding_four_layers", (1, 4), "device, graphs", OVERLAPPED),
+    ("gpt2_four_layers", (2, 2), "device, eager", {}),
+    ("opt_post_norm_four_layers", (2, 2), "device, rerun", OVERLAPPED),
+]
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    two = Group(2)
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankThreads]:
+    ranks = RankThreads()
     monkeypatch.setattr(nccl, "_stream_of", lambda device: 0)
-    monkeypatch.setattr(model_runner, "HostSteps", RerunDeviceSteps)
-    monkeypatch.setattr(processes, "start_ranks", two.start)
-    yield two
-    two.join()
+    monkeypatch.setattr(nccl, "_load_nccl", lambda: ranks.library)
+    monkeypatch.setattr(processes, "start_ranks", ranks.start)
+    use_kind("device, rerun", monkeypatch)
+    yield ranks
+    ranks.join()
 
 
 @contextmanager
@@ -94,42 +58,157 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("variant", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def _sizes(width: int, num_stages: int) -> dict[str, object]:
+    return {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages}
+
+
+def _core(width: int, num_stages: int, **flags: object) -> EngineCore:
+    variant = "llama" if num_stages in (1, 3) else "llama_four_layers"
+    return build_core(tiny_checkpoint(variant), "both", **_sizes(width, num_stages), **flags)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "kind", "flags"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in RARE_CASES)],
+)
 def test_tokens_are_those_of_one_rank_and_of_transformers(
-    variant: str, group: Group, monkeypatch: pytest.MonkeyPatch
+    variant: str,
+    sizes: tuple[int, int],
+    kind: str,
+    flags: dict[str, object],
+    threads: RankThreads,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = {"block_size": 8, "async_scheduling": True}
-    found = tokens(variant, **flags, tensor_parallel_size=2)
+    use_kind(kind, monkeypatch)
+    found = tokens(variant, block_size=8, **flags, **_sizes(*sizes))
     with _one_rank(monkeypatch):
-        assert found == tokens(variant, **flags)
+        assert found == tokens(variant, block_size=8, **flags)
     check_greedy(variant, found)
 
 
-def test_pools_are_as_large_as_the_rank_with_the_least_memory_allows(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"preemption_mode": "swap", "swap_space": 1 << 20, **OVERLAPPED},
+        pytest.param({"preemption_mode": "recompute"}, marks=pytest.mark.slow),
+    ],
+)
+def test_preempted_requests_have_the_tokens_of_one_rank(
+    flags: dict[str, object], threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = {0: 9 << 20, 1: (5 << 20) + 1}
-    monkeypatch.setattr(ModelRunner, "profile", lambda self, _: free[self._ranks.rank])
-    with closing(build_core(tiny_checkpoint("llama"), "both", **UNLIMITED)) as core:
+    small = {"block_size": 8, "num_gpu_blocks_override": 32, "max_model_len": 96, **flags}
+    found = tokens("llama", pipeline_parallel_size=3, **small)
+    with _one_rank(monkeypatch):
+        assert found == tokens("llama", **small)
+
+
+@pytest.mark.parametrize("sizes", STAGES)
+@pytest.mark.parametrize("poorest", [0, -1])
+def test_pools_are_as_large_as_the_rank_with_the_least_memory_allows(
+    poorest: int, sizes: tuple[int, int], threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poorest %= sizes[0] * sizes[1]
+
+    def left(runner: ModelRunner, _: int) -> int:
+        return 5 * MEBIBYTE + 1 if runner._ranks.rank == poorest else 9 * MEBIBYTE
+
+    monkeypatch.setattr(ModelRunner, "profile", left)
+    with closing(_core(*sizes, num_gpu_blocks_override=None)) as core:
         block_bytes = core._runner.kv_pool[0].nbytes
-        assert core.num_blocks == (5 << 20) // block_bytes
+        assert core.num_blocks == 5 * MEBIBYTE // block_bytes
 
 
-def test_a_rank_that_is_lost_ends_the_engine(group: Group) -> None:
-    with closing(build_core(tiny_checkpoint("llama"), "both", tensor_parallel_size=2)) as core:
+@pytest.mark.parametrize("sizes", STAGES)
+@pytest.mark.parametrize("lost", [0, -1])
+def test_a_rank_that_is_lost_ends_the_engine(
+    lost: int, sizes: tuple[int, int], threads: RankThreads
+) -> None:
+    with closing(_core(*sizes)) as core:
         run_all(core, all_kinds()[:1])
-        group.others[0].abort()
+        threads.others[lost].abort()
         with pytest.raises(RanksLostError):
             run_all(core, [engine_request("late", (1, 2, 3), max_tokens=50)])
 
 
-def test_a_wait_for_the_device_ends_when_another_rank_does_not_compute(group: Group) -> None:
-    group.first.limit_waits(0.01)
+def test_a_stage_that_does_not_compute_ends_the_engine(
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes = threading.Event()
+    with closing(_core(1, 3, step_timeout_s=0.5)) as core:
+        run_all(core, all_kinds()[:1])
+        monkeypatch.setattr(threads.others[0], "receive_hidden", lambda hidden: wakes.wait())
+        with pytest.raises(RanksLostError, match="not answered in time"):
+            run_all(core, [engine_request("late", (1, 2, 3), max_tokens=50)])
+    wakes.set()
+
+
+def test_all_stages_compute_at_once(threads: RankThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage does not wait for the tokens of other rows than those that it runs."""
+    with closing(_core(1, 3, **OVERLAPPED)) as core:
+        sent: list[int] = []
+        send_hidden, send_tokens = threads.others[1].send_hidden, threads.first.send_tokens
+        most_ahead = [0]
+
+        def count_step(hidden: object) -> None:
+            send_hidden(hidden)
+            sent.append(1)
+            most_ahead[0] = max(most_ahead[0], sum(sent))
+
+        def count_tokens(data: bytes) -> None:
+            sent.append(-1)
+            send_tokens(data)
+
+        monkeypatch.setattr(threads.others[1], "send_hidden", count_step)
+        monkeypatch.setattr(threads.first, "send_tokens", count_tokens)
+        run_all(core, [engine_request(str(n), (n, 2, 3), max_tokens=9) for n in range(6)])
+    assert 1 < most_ahead[0] <= 3
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_a_wait_for_the_device_ends_when_another_rank_does_not_compute(
+    sizes: tuple[int, int], threads: RankThreads
+) -> None:
+    threads.open(EngineConfig(model="m", **_sizes(*sizes)))
+    threads.first.limit_waits(0.01)
+    group = threads.first.device_group
+    assert group is not None
     with pytest.raises(RanksLostError, match="not answered in time"):
-        group.first.wait(lambda: False)
+        group.wait(lambda: False)
 
 
-def test_a_wait_for_the_device_ends_when_the_connection_does(group: Group) -> None:
-    group.others[0].abort()
-    with pytest.raises(RanksLostError, match="has ended"):
-        group.first.wait(lambda: False)
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_waits_for_the_device_end_when_the_connection_does(
+    sizes: tuple[int, int], threads: RankThreads
+) -> None:
+    threads.open(EngineConfig(model="m", **_sizes(*sizes)))
+    threads.first.abort()
+    for ranks in threads.others:
+        group = ranks.device_group
+        assert group is not None
+        with pytest.raises(RanksLostError, match="has ended"):
+            group.wait(lambda: False)
+
+
+def test_stages_of_one_rank_have_a_gpu_each_and_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
+    config = EngineConfig(model="m", **_sizes(1, 2))
+    with ExitStack() as files:
+        own, (other,), steps = processes._tasks(config, None, files)
+        both = [own.open_ranks(steps), other.open_ranks()]
+    for number, ranks in enumerate(both):
+        assert (ranks.local_rank, ranks.num_local, ranks.group) == (number, 2, None)
+        ranks.close()
+
+
+def test_every_rank_of_every_stage_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ConfigurationError, match="is 4, and this machine has 3 GPUs"):
+        processes._check_machine(EngineConfig(model="m", **_sizes(2, 2)))
+
+
+def test_a_rank_whose_connection_ends_before_it_has_a_name_fails() -> None:
+    own, theirs = Pipe()
+    theirs.close()
+    with pytest.raises(RanksLostError, match="rank 0 is lost"):
+        nccl._receive_name(own)

@@ -8,29 +8,30 @@ import numpy as np
 
 _TYPES = {4: np.int64, 7: np.float32}
 _WAIT_S = 60
+_MAX_SIZE = 100  # of a group; handles number groups and ranks
 
 
 class FakeNccl:
     """Adds up, joins and copies memory. Ranks that wait for one that is lost fail when it aborts.
 
     Args:
-        size: number of ranks.
+        size: number of ranks of each group.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._barrier = threading.Barrier(size)
-        self._given: dict[int, np.ndarray] = {}
+        self._groups: list[_Group] = []
 
     def ncclGetUniqueId(self, name: Any) -> int:
-        name._obj.internal = b"an id"
+        self._groups.append(_Group(self._size))
+        name._obj.internal = str(len(self._groups)).encode()
         return 0
 
     def ncclCommInitRank(self, comm: Any, size: int, name: Any, rank: int) -> int:
         assert size == self._size
-        assert name.internal == b"an id"
-        comm._obj.value = rank + 1
-        return self._meet()
+        number = int(name.internal)
+        comm._obj.value = number * _MAX_SIZE + rank
+        return self._groups[number - 1].meet()
 
     def ncclAllReduce(
         self, sent: int, received: int, count: int, kind: int, operation: int, comm: int, _: int
@@ -50,7 +51,7 @@ class FakeNccl:
         return self._exchange(comm, sent, count, received, count, kind, lambda all_: all_[root])
 
     def ncclCommAbort(self, comm: int) -> int:
-        self._barrier.abort()
+        self._groups[comm // _MAX_SIZE - 1].abort()
         return 0
 
     def ncclGetErrorString(self, status: int) -> bytes:
@@ -59,21 +60,36 @@ class FakeNccl:
     def _exchange(
         self, comm: int, sent: int, count: int, received: int, total: int, kind: int, join: Any
     ) -> int:
-        self._given[comm] = _memory(sent, count, kind).copy()
-        if status := self._meet():
-            return status
-        joined = join([self._given[rank + 1] for rank in range(self._size)])
-        if status := self._meet():
-            return status
-        _memory(received, total, kind)[:] = joined
+        number, rank = divmod(comm, _MAX_SIZE)
+        all_ = self._groups[number - 1].exchange(rank, _memory(sent, count, kind).copy())
+        if all_ is None:
+            return 1
+        _memory(received, total, kind)[:] = join(all_)
         return 0
 
-    def _meet(self) -> int:
+
+class _Group:
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._given: list[np.ndarray] = [np.empty(0)] * size
+
+    def meet(self) -> int:
         try:
             self._barrier.wait(_WAIT_S)
         except threading.BrokenBarrierError:
             return 1
         return 0
+
+    def exchange(self, rank: int, given: np.ndarray) -> list[np.ndarray] | None:
+        """Returns what all ranks have given; None if one is lost."""
+        self._given[rank] = given
+        if self.meet():
+            return None
+        all_ = list(self._given)
+        return None if self.meet() else all_
+
+    def abort(self) -> None:
+        self._barrier.abort()
 
 
 def _memory(place: int, count: int, kind: int) -> np.ndarray:

@@ -8,9 +8,17 @@ from engine.config import EngineConfig
 from engine.runtime import model_runner
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.model_runner import ModelRunner
+from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import Steps
 from kernels import dispatch
-from tests.support.traced_graphs import EagerDeviceSteps, RerunDeviceSteps, TracedDeviceSteps
+from tests.support.traced_graphs import (
+    EagerDeviceStageSteps,
+    EagerDeviceSteps,
+    RerunDeviceStageSteps,
+    RerunDeviceSteps,
+    TracedDeviceStageSteps,
+    TracedDeviceSteps,
+)
 
 __all__ = ["KINDS", "RunnerKind", "current_kind", "make_runner", "use_kind"]
 
@@ -22,16 +30,19 @@ class RunnerKind:
     """A way to compute steps.
 
     Attributes:
-        steps: the class that computes them.
+        steps: the class that computes those of the only or the last stage.
+        stage_steps: the class that computes those of other stages.
         kernels: "torch" or "triton" kernels; None for the CPU's default kernels.
     """
 
     steps: type[Steps] = HostSteps
+    stage_steps: type[Steps] = StageSteps
     kernels: str | None = None
 
     def enter(self, monkeypatch) -> None:
         """Makes runners of this kind until the test ends."""
         monkeypatch.setattr(model_runner, "HostSteps", self.steps)
+        monkeypatch.setattr(model_runner, "StageSteps", self.stage_steps)
         if self.kernels is not None:
             use_kernels(self.kernels, monkeypatch)
 
@@ -47,10 +58,11 @@ def use_kernels(name: str, monkeypatch) -> None:
 
 KINDS = {
     "host": RunnerKind(),
-    "device, eager": RunnerKind(EagerDeviceSteps),
-    "device, graphs": RunnerKind(TracedDeviceSteps, kernels="torch"),
-    "triton, eager": RunnerKind(EagerDeviceSteps, kernels="triton"),
-    "triton, graphs": RunnerKind(RerunDeviceSteps, kernels="triton"),
+    "device, eager": RunnerKind(EagerDeviceSteps, EagerDeviceStageSteps),
+    "device, rerun": RunnerKind(RerunDeviceSteps, RerunDeviceStageSteps),
+    "device, graphs": RunnerKind(TracedDeviceSteps, TracedDeviceStageSteps, "torch"),
+    "triton, eager": RunnerKind(EagerDeviceSteps, EagerDeviceStageSteps, "triton"),
+    "triton, graphs": RunnerKind(RerunDeviceSteps, RerunDeviceStageSteps, "triton"),
 }
 
 _current = {"kind": "host"}

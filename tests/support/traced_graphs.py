@@ -8,11 +8,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine.runtime.device_stage_steps import DeviceStageSteps
 from engine.runtime.device_steps import DeviceSteps
 from engine.runtime.steps import StepModel
 from kernels.recorded_step import RecordedStep
 
-__all__ = ["EagerDeviceSteps", "RerunDeviceSteps", "TracedDeviceSteps", "TracedStep"]
+__all__ = [
+    "EagerDeviceStageSteps",
+    "EagerDeviceSteps",
+    "RerunDeviceStageSteps",
+    "RerunDeviceSteps",
+    "TracedDeviceStageSteps",
+    "TracedDeviceSteps",
+    "TracedStep",
+]
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,22 @@ class EagerDeviceSteps(DeviceSteps):
         super().__init__(replace(model, enforce_eager=True))
 
 
+class EagerDeviceStageSteps(DeviceStageSteps):
+    """`EagerDeviceSteps` of a stage before the last."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__(replace(model, enforce_eager=True))
+
+
 class TracedDeviceSteps(DeviceSteps):
     """Traces steps; needs kernels that are made of torch's operations."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__(model, TracedStep)
+
+
+class TracedDeviceStageSteps(DeviceStageSteps):
+    """`TracedDeviceSteps` of a stage before the last."""
 
     def __init__(self, model: StepModel) -> None:
         super().__init__(model, TracedStep)
@@ -105,6 +128,13 @@ class _Rerun(RecordedStep):
 
 class RerunDeviceSteps(DeviceSteps):
     """Calls the function that a graph would record, for kernels that cannot be traced."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__(model, _Rerun)
+
+
+class RerunDeviceStageSteps(DeviceStageSteps):
+    """`RerunDeviceSteps` of a stage before the last."""
 
     def __init__(self, model: StepModel) -> None:
         super().__init__(model, _Rerun)

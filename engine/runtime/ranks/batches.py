@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
+
 from baton.errors import ConfigurationError
 from baton.version import __version__
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
@@ -18,7 +20,13 @@ from engine.config import EngineConfig
 from engine.runner import ModelInfo
 from kernels import EngineRanks
 
-__all__ = ["BatchReceiver", "BatchSender", "check_same_engine", "check_same_pools"]
+__all__ = [
+    "BatchReceiver",
+    "BatchSender",
+    "check_same_engine",
+    "check_same_pools",
+    "least_of_all",
+]
 
 _SAME_FLAGS = (
     *("max_num_seqs", "max_num_batched_tokens"),
@@ -51,6 +59,39 @@ def check_same_pools(ranks: EngineRanks, num_blocks: int, num_host_blocks: int) 
     """
     counts = {"the number of KV blocks": num_blocks, "the number of host blocks": num_host_blocks}
     _check_same(ranks, {name: str(count) for name, count in counts.items()})
+
+
+def least_of_all(ranks: EngineRanks, own: int, device: torch.device) -> int:
+    """Returns the least of the numbers of all ranks, which all call this.
+
+    The ranks of a stage add up a tensor in which each has a place. The result goes from stage to
+    stage as hidden states do, and from rank 0 to all.
+
+    Args:
+        ranks: the group.
+        own: this rank's number, below 2**24, so that float32 has it exactly.
+        device: the rank's.
+
+    Raises:
+        RanksLostError: another rank is lost.
+    """
+    group, least = ranks.group, own
+    if group is not None:
+        numbers = torch.zeros((1, group.size), device=device)
+        numbers[0, group.rank] = own
+        least = int(group.all_reduce(numbers).min())
+    if ranks.num_stages == 1:
+        return least
+    passed = torch.tensor([least])
+    if ranks.stage > 0:
+        ranks.receive_hidden(passed)
+        passed.clamp_(max=least)
+    if ranks.stage < ranks.num_stages - 1:
+        ranks.send_hidden(passed)
+    if ranks.rank == 0:
+        ranks.send(str(int(passed)).encode())
+        return int(passed)
+    return int(ranks.receive(waits_forever=True))
 
 
 def _check_same(ranks: EngineRanks, own: Mapping[str, str]) -> None:

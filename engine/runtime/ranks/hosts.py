@@ -21,13 +21,13 @@ from engine.runtime.device import resolve_device
 from engine.runtime.ranks.children import RankChildren
 from engine.runtime.ranks.gloo import GlooRanks
 from engine.runtime.ranks.meeting import END, Meeting, shut_down
-from engine.runtime.ranks.nccl import NcclRanks, load_nccl
+from engine.runtime.ranks.nccl import open_group
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import RankPlace
 from engine.runtime.ranks.started import StartedRanks
 from kernels.ranks import EngineRanks, RankGroup, RanksLostError
 
-__all__ = ["HostRanks", "HostTask", "check_device", "check_gpus"]
+__all__ = ["HostRanks", "HostTask", "check_gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class HostRanks(StartedRanks):
     def __init__(
         self, place: RankPlace, config: EngineConfig, security: ClusterSecurity | None
     ) -> None:
-        check_device(config)
         self._has_started = False
         self._is_closing = False
         self._is_lost = False
@@ -80,13 +79,13 @@ class HostRanks(StartedRanks):
         try:
             for other in place.places_to_start():
                 self._children.start(other.rank, HostTask(other, config, security))
-            self._meet()
+            opened = self._meet(config)
         except BaseException:
             self._children.kill()
             self._children.close()
             raise
         self.transfers = self._met.transfers
-        super().__init__(_opened(self._met, config), place.rank, place.size)
+        super().__init__(opened, place.rank, place.size)
         self._watchers = [
             threading.Thread(target=self._watch, args=(link,), daemon=True)
             for link in (self._met.steps.values() if self.rank == 0 else ())
@@ -127,10 +126,11 @@ class HostRanks(StartedRanks):
         if self._is_lost:
             on_lost()
 
-    def _meet(self) -> None:
+    def _meet(self, config: EngineConfig) -> EngineRanks:
         place = self._met.place
         try:
             self._met.meet()
+            return _opened(self._met, config)
         except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
             raise ConfigurationError(
                 f"rank {place.rank} of {place.size} did not meet the others at "
@@ -159,35 +159,17 @@ class HostRanks(StartedRanks):
 def _opened(met: Meeting, config: EngineConfig) -> EngineRanks:
     """Returns the access to the other ranks through the connections of a meeting."""
     place, width = met.place, config.tensor_parallel_size
-    is_staged = met.num_stages > 1
     group: RankGroup | None = None
-    if width > 1:
-        steps = () if is_staged else list(met.steps.values())
-        rank = place.rank % width
-        if met.has_gloo:
-            group = GlooRanks(rank, width, place.num_local, met.gloo, steps)
-        else:
-            device = resolve_device(config.device, place.local_rank)
-            sizes = width, place.num_local, place.local_rank
-            group = NcclRanks(rank, *sizes, device, steps, load_nccl())
-    if not is_staged:
+    if not met.has_gloo:
+        group = open_group(config, place.rank, place.num_local, place.local_rank, met.steps)
+    elif width > 1:
+        steps = list(met.steps.values())
+        group = GlooRanks(place.rank % width, width, place.num_local, met.gloo, steps)
+    if met.num_stages == 1:
         assert group is not None, "one rank meets no others"
         return group
     links = PipelineLinks(met.steps, met.before, met.after)
-    return PipelineRanks(place.rank, config, group, links, place.num_local)
-
-
-def check_device(config: EngineConfig) -> None:
-    """Refuses devices on which several ranks cannot compute.
-
-    Raises:
-        ConfigurationError: names the flags.
-    """
-    if config.pipeline_parallel_size > 1 and resolve_device(config.device).type != "cpu":
-        raise ConfigurationError(
-            f"--pipeline-parallel-size is {config.pipeline_parallel_size}; several stages compute "
-            "on CPUs only so far: set --device cpu, or use --tensor-parallel-size"
-        )
+    return PipelineRanks(place.rank, config, group, links, place.num_local, place.local_rank)
 
 
 def check_gpus(num_local: int) -> None:
@@ -198,8 +180,8 @@ def check_gpus(num_local: int) -> None:
     """
     if torch.cuda.device_count() < num_local:
         raise ConfigurationError(
-            f"--tensor-parallel-size gives this machine {num_local} ranks, and it has "
-            f"{torch.cuda.device_count()} GPUs; each rank needs one"
+            "--tensor-parallel-size times --pipeline-parallel-size gives this machine "
+            f"{num_local} ranks, and it has {torch.cuda.device_count()} GPUs; each rank needs one"
         )
 
 

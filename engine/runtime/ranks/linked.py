@@ -20,8 +20,9 @@ class LinkedGroup(RankGroup):
         rank: see `RankGroup`.
         size: see `RankGroup`.
         num_local: see `RankGroup`.
-        steps: rank 0's connections to the others, or the one to rank 0, for messages; empty if they
-            get none through the group. Not closed with it.
+        steps: rank 0's connections to the others, or the one to rank 0, for messages; in a
+            pipeline those of the engine's rank, through which the group sends none. Not closed
+            with the group.
     """
 
     def __init__(self, rank: int, size: int, num_local: int, steps: Sequence[Connection]) -> None:

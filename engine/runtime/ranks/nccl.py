@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
-from engine.runtime.device import current
+from engine.config import EngineConfig
+from engine.runtime.device import current, resolve_device
 from engine.runtime.ranks.linked import LinkedGroup
 from kernels.ranks import DeviceRankGroup, RanksLostError
 
-__all__ = ["NcclRanks", "load_nccl"]
+__all__ = ["NcclRanks", "open_group"]
 
 # Values of nccl.h.
 _SUM = 0
@@ -52,7 +53,36 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_nccl() -> Any:
+def open_group(
+    config: EngineConfig,
+    rank: int,
+    num_local: int,
+    local_rank: int,
+    steps: Mapping[int, Connection],
+) -> "NcclRanks | None":
+    """Opens a rank's access to the others of its stage; returns None if there is no other.
+
+    Args:
+        config: of the engine.
+        rank: number of the rank among all of the engine.
+        num_local: see `EngineRanks`.
+        local_rank: see `EngineRanks`.
+        steps: rank 0's connections to the others by rank; another one's to rank 0.
+
+    Raises:
+        ConfigurationError: there is no NCCL.
+        RanksLostError: NCCL fails, or another rank is lost or has not answered in time.
+    """
+    width = config.tensor_parallel_size
+    if width == 1:
+        return None
+    library, device = _load_nccl(), resolve_device(config.device, local_rank)
+    name = _receive_name(steps[0]) if rank > 0 else _send_names(library, config, steps)
+    sizes = width, num_local, local_rank
+    return NcclRanks(rank % width, *sizes, device, list(steps.values()), library, name)
+
+
+def _load_nccl() -> Any:
     """Returns NCCL's library, which torch's packages for GPUs bring along.
 
     Raises:
@@ -72,6 +102,41 @@ def load_nccl() -> Any:
     return library
 
 
+def _send_names(library: Any, config: EngineConfig, steps: Mapping[int, Connection]) -> bytes:
+    """Makes NCCL's name of each stage's group, and sends it to the group's ranks; returns that of
+    rank 0's. NCCL lets the ranks of a group meet in the process that has made its name.
+
+    Raises:
+        RanksLostError: NCCL fails, or another rank is lost.
+    """
+    width, names = config.tensor_parallel_size, list[bytes]()
+    for _ in range(config.pipeline_parallel_size):
+        name = _UniqueId()
+        if status := library.ncclGetUniqueId(ctypes.byref(name)):
+            raise RanksLostError(f"NCCL fails: {_reason(library, status)}")
+        names.append(bytes(name))
+    try:
+        for rank, link in steps.items():
+            link.send_bytes(names[rank // width])
+    except OSError as error:
+        raise RanksLostError(f"a rank has ended: {error}") from error
+    return names[0]
+
+
+def _receive_name(link: Connection) -> bytes:
+    """Returns NCCL's name of this rank's group, which rank 0 sends.
+
+    Raises:
+        RanksLostError: rank 0 is lost, or has not answered in time.
+    """
+    try:
+        if link.poll(_MEETING_S):
+            return link.recv_bytes(_ID_BYTES)
+    except (OSError, EOFError) as error:
+        raise RanksLostError(f"rank 0 is lost: {error}") from error
+    raise RanksLostError("rank 0 has not answered in time")
+
+
 class NcclRanks(LinkedGroup, DeviceRankGroup):
     """A rank of a group that adds up through NCCL, on the current stream of its GPU. The ranks meet
     in NCCL at their first operation.
@@ -83,7 +148,8 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
         local_rank: see `EngineRanks`.
         device: the GPU.
         steps: see `LinkedGroup`.
-        library: NCCL's, as `load_nccl` returns it.
+        library: NCCL's.
+        name: NCCL's name of the group, the same on all its ranks.
     """
 
     def __init__(
@@ -95,9 +161,10 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
         device: torch.device,
         steps: Sequence[Connection],
         library: Any,
+        name: bytes,
     ) -> None:
         super().__init__(rank, size, num_local, steps)
-        self.local_rank = local_rank
+        self.local_rank, self._name = local_rank, name
         self._device, self._library = device, library
         self._lock = threading.Lock()  # of `_comm`: any thread may call `abort`
         self._comm: int | None = None
@@ -160,12 +227,7 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
 
     def _meet(self) -> int:
         """Joins the group; returns NCCL's handle of it."""
-        name = _UniqueId()
-        if self.rank == 0:
-            self._check(self._library.ncclGetUniqueId(ctypes.byref(name)))
-            self.send(bytes(name))
-        else:
-            name = _UniqueId.from_buffer_copy(self.receive(waits_forever=True))
+        name = _UniqueId.from_buffer_copy(self._name)
         comm, met = _POINTER(), list[int]()
 
         def join() -> None:
@@ -195,8 +257,12 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
 
     def _check(self, status: int) -> None:
         if status:
-            reason = self._library.ncclGetErrorString(status).decode()
-            raise self._lost(f"another rank is lost: {reason}")
+            raise self._lost(f"another rank is lost: {_reason(self._library, status)}")
+
+
+def _reason(library: Any, status: int) -> str:
+    reason: bytes = library.ncclGetErrorString(status)
+    return reason.decode()
 
 
 def _stream_of(device: torch.device) -> int:

@@ -60,6 +60,7 @@ class PipelineRanks(EngineRanks):
         group: the ranks of the same stage; None if there is no other.
         links: closed with the ranks.
         num_local: number of ranks that share this machine.
+        local_rank: number of this rank among them.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class PipelineRanks(EngineRanks):
         group: RankGroup | None,
         links: PipelineLinks,
         num_local: int,
+        local_rank: int = 0,
     ) -> None:
-        self.rank, self.size, self.num_local = rank, config.num_ranks, num_local
+        self.rank, self.size = rank, config.num_ranks
+        self.num_local, self.local_rank = num_local, local_rank
         self.num_stages = config.pipeline_parallel_size
         self.stage = self.stage_of(rank)
         self._group, self._links = group, links

@@ -21,8 +21,8 @@ from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.children import RankChildren
-from engine.runtime.ranks.hosts import HostRanks, check_device, check_gpus
-from engine.runtime.ranks.nccl import NcclRanks, load_nccl
+from engine.runtime.ranks.hosts import HostRanks, check_gpus
+from engine.runtime.ranks.nccl import open_group
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
 from engine.runtime.ranks.ray_ranks import RayRanks
@@ -71,16 +71,17 @@ class RankTask:
             steps: rank 0's connections to the others by rank, as `steps`.
 
         Raises:
+            ConfigurationError: there is no such device, or no NCCL.
             MemoryError: the system refuses the memory.
+            RanksLostError: rank 0 is lost.
         """
         config, size = self.config, self.config.num_ranks
         to_others = steps if self.rank == 0 else {0: self.steps}
         links = {rank: _link(file) for rank, file in to_others.items() if file is not None}
-        device = resolve_device(config.device, self.rank)
-        if device.type != "cpu":
-            sizes = size, size, self.rank
-            return NcclRanks(self.rank, *sizes, device, list(links.values()), load_nccl())
-        group = self._open_group()
+        if resolve_device(config.device, self.rank).type == "cpu":
+            group = self._open_memory()
+        else:
+            group = open_group(config, self.rank, size, self.rank, links)
         if config.pipeline_parallel_size == 1:
             assert group is not None, "the rank has others"
             return group
@@ -89,9 +90,9 @@ class RankTask:
             before=None if self.before is None else _link(self.before),
             after=None if self.after is None else _link(self.after),
         )
-        return PipelineRanks(self.rank, config, group, neighbours, size)
+        return PipelineRanks(self.rank, config, group, neighbours, size, self.rank)
 
-    def _open_group(self) -> RankGroup | None:
+    def _open_memory(self) -> RankGroup | None:
         if self.file is None:
             return None
         native, size = library(), self.config.tensor_parallel_size
@@ -193,7 +194,6 @@ def _check_machine(config: EngineConfig) -> None:
         ConfigurationError: names the flag.
     """
     size = config.num_ranks
-    check_device(config)
     if resolve_device(config.device, 0).type == "cuda":
         check_gpus(size)
         return

@@ -21,7 +21,7 @@ from baton.ray_cluster import actor_options, in_bundle, join_cluster, reserve
 from baton.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
-from engine.runtime.ranks.hosts import HostRanks, check_device
+from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.loop import follow
 from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
@@ -71,7 +71,6 @@ class RayRanks(HostRanks):
     """
 
     def __init__(self, config: EngineConfig, security: ClusterSecurity | None) -> None:
-        check_device(config)
         self._ray = join_cluster()
         size, bundle = config.num_ranks, rank_resources(config)
         purpose = f"{size - 1} of the {size} ranks of an engine"
