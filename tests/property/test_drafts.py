@@ -1,0 +1,99 @@
+"""Drafts change no token: random requests on the fake model, with and without guesses, in small
+pools, overlapped or not, with stop tokens and ends inside of a row of guesses.
+"""
+
+from collections import Counter
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.structured_outputs import StructuredOutputs
+from engine.request import EngineRequest
+from engine.validation import num_blocks_needed
+from tests.support.checked_engine import CheckedEngine, CheckedRequest
+from tests.support.fake_model import fake_config, fake_info
+from tests.support.requests import engine_request
+
+MAX_MODEL_LEN = 40
+PATTERNS = [(0,), (1, 0), (0, 0, 1), (0, 1, 1, 0, 1)]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[EngineRequest]:
+    """Requests whose prompts repeat themselves, as their texts do with a vocabulary of two."""
+    return [draw(_request(str(index))) for index in range(draw(st.integers(1, 6)))]
+
+
+@st.composite
+def _request(draw: st.DrawFn, request_id: str) -> EngineRequest:
+    pattern, seed = draw(st.sampled_from(PATTERNS)), draw(st.integers(0, 9))
+    regex = draw(st.sampled_from(["", "", "", "...........", "......................"]))
+    return engine_request(
+        request_id=request_id,
+        prompt_token_ids=(pattern * MAX_MODEL_LEN)[: draw(st.integers(1, 16))],
+        temperature=1.0 if seed else 0.0,
+        seed=seed,
+        max_tokens=draw(st.integers(1, 30)),
+        n=draw(st.sampled_from([1, 1, 2])),
+        stop_token_ids=draw(st.sampled_from([frozenset(), frozenset({1})])),
+        repetition_penalty=draw(st.sampled_from([1.0, 2.0])),  # the fake runner checks the history
+        logprobs=draw(st.sampled_from([None, None, 1])),
+        structured_outputs=StructuredOutputs(regex=regex) if regex else None,
+        cache_salt=draw(st.sampled_from(["", "tenant"])),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, object]:
+    """Flags of an engine that guesses."""
+    return {
+        "speculative_config": {
+            "method": draw(st.sampled_from(["ngram", "suffix"])),
+            "num_speculative_tokens": draw(st.integers(1, 6)),
+            "prompt_lookup_min": 1,
+        },
+        "max_num_batched_tokens": draw(st.sampled_from([3, 12, 64])),
+        "max_num_seqs": draw(st.sampled_from([2, 4])),
+        "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "async_scheduling": draw(st.booleans()),
+        "pipeline_parallel_size": draw(st.sampled_from([1, 1, 2])),
+        "kv_transfer_layer_slices": 1,
+    }
+
+
+def test_drafts_change_no_token() -> None:
+    happened = Counter[str]()
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @given(
+        batch=requests(),
+        config=configs(),
+        windows=st.sampled_from([(None,), (5, None)]),
+        num_spare=st.sampled_from([0, 0, 1, 2, 100]),
+    )
+    def compare(
+        batch: list[EngineRequest],
+        config: dict[str, object],
+        windows: tuple[int | None, ...],
+        num_spare: int,
+    ) -> None:
+        info = fake_info(4, MAX_MODEL_LEN, windows=windows)
+        blocks = max(num_blocks_needed(each, fake_config(**config), info) for each in batch)
+        engine = CheckedEngine(info, blocks + num_spare, num_host_blocks=50, **config)
+        for request in batch:
+            engine.add(CheckedRequest.of(request, info))  # which knows the right tokens
+        for _ in range(2000):
+            if not engine.core.has_work:
+                break
+            engine.step()
+        engine.step()  # with async scheduling, the last step is still to be committed
+        engine.check_is_empty()
+        values = engine.core.metrics.snapshot().values
+        for result in ("accepted", "rejected"):
+            happened[result] += values["baton_engine_draft_tokens", result]
+        happened["preempted"] += engine.core.load().num_preemptions
+
+    compare()
+    assert min(happened["accepted"], happened["rejected"]) > 200, happened
+    assert happened["preempted"], happened

@@ -1,0 +1,73 @@
+"""Look-ups of guesses, compared with plain searches."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.speculation.config import SpeculativeConfig
+from engine.speculation.lookup import AnswerLookup, SequenceLookup
+from engine.speculation.state import TokenHistory
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def _longest_latest(tokens: list[int], least: int, most: int) -> int | None:
+    """Returns the index after the latest of the longest earlier occurrences of the last tokens."""
+    for width in range(min(most, len(tokens) - 1), least - 1, -1):
+        for end in range(len(tokens) - 1, width - 1, -1):
+            if tokens[end - width : end] == tokens[-width:]:
+                return end
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=TOKENS, least=st.integers(1, 4), span=st.integers(0, 4), limit=st.integers(1, 9))
+def test_a_sequence_is_searched_for_its_last_tokens(
+    tokens: list[int], least: int, span: int, limit: int
+) -> None:
+    config = SpeculativeConfig(
+        method="ngram", prompt_lookup_min=least, prompt_lookup_max=least + span
+    )
+    start = _longest_latest(tokens, least, least + span)
+    # A text that repeats itself at its end goes on so.
+    expected = [] if start is None else (tokens[start:] * limit)[:limit]
+
+    found = SequenceLookup(config).propose(np.array(tokens, np.int32), limit, is_private=False)
+
+    assert found == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=300), max_size=25),
+    data=st.data(),
+)
+def test_earlier_answers_are_searched_as_long_as_they_are_kept(
+    answers: list[list[int]], data: st.DataObject
+) -> None:
+    config = SpeculativeConfig(method="suffix", max_cached_tokens=1024)
+    lookup = AnswerLookup(config)
+    for answer in answers:
+        lookup.keep_answer([99, *answer], 1)
+    assert len(lookup._latest) <= 1024
+
+    asked = data.draw(st.lists(st.integers(0, 20), min_size=3, max_size=6, unique=True))
+    found = lookup.propose(np.array(asked, np.int32), 8, is_private=False)
+
+    if found:  # an answer, or the prompt's end and the answer, that continues in this way
+        texts = [[99, *answer] for answer in answers]
+        parts = [text[i : i + 3 + len(found)] for text in texts for i in range(len(text))]
+        assert [*asked[-3:], *found] in parts
+    if answers and len(answers[-1]) > 3:
+        last = answers[-1]
+        newest = np.array([50, *last[:3]], np.int32)
+        assert lookup.propose(newest, 1, is_private=False)
+        assert not lookup.propose(newest[-3:], 1, is_private=True) or len(set(last[:3])) < 3
+
+
+@given(parts=st.lists(TOKENS, min_size=1, max_size=6))
+def test_a_history_grows_with_its_sequence(parts: list[list[int]]) -> None:
+    history, tokens = TokenHistory(), list[int]()
+    for part in parts:
+        tokens += part * 20
+        assert history.updated(tokens).tolist() == tokens
