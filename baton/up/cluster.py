@@ -28,6 +28,7 @@ async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
     def on_signal() -> None:
         if stop.is_set():
             for process in processes:
+                process.begin_stop()  # or it would be started again while the router drains
                 process.kill()
         stop.set()
 
