@@ -14,6 +14,7 @@ __all__ = [
     "ADDRESS_VARIABLE",
     "PLACING_S",
     "actor_options",
+    "cluster_address",
     "described",
     "in_bundle",
     "join_cluster",
@@ -61,6 +62,22 @@ def join_cluster() -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
     return ray
+
+
+def cluster_address() -> str:
+    """Returns the address of the cluster that `join_cluster` joins.
+
+    This process stays connected only to a cluster that it began, which ends with it: Ray ends a
+    connected process once the cluster's head has been away for a minute.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or the cluster cannot be reached.
+    """
+    ray = join_cluster()
+    address: str = ray.get_runtime_context().gcs_address
+    if not ray._private.worker._global_node.is_head():  # nothing public tells who began it
+        ray.shutdown()
+    return address
 
 
 def _check_address(address: str) -> None:

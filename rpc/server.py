@@ -50,6 +50,7 @@ _EXIT_FAILURE = 1
 
 _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
+_UNWINDING_TURNS = 10  # of the event loop, in which cancelled calls end
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _Result = TypeVar("_Result")
@@ -240,6 +241,9 @@ class RpcServer:
         """Refuses new calls, waits `grace_s` for those under way, then cancels them."""
         self.begin_stop()
         await self._server.stop(grace_s)
+        # gRPC logs a traceback for each cancelled call that the end of the event loop interrupts.
+        for _ in range(_UNWINDING_TURNS):
+            await asyncio.sleep(0)
 
 
 class _StopSignals:

@@ -6,10 +6,14 @@ passes no requests on.
 """
 
 import argparse
+import asyncio
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError, UnavailableError
+from typing_extensions import override
+
+from baton.errors import BatonError, ConfigurationError, UnavailableError
 from baton.flag_values import count
 from baton.flags import add_flags, flag
 from baton.processes.run_folder import sharing_machine
@@ -17,13 +21,14 @@ from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from engine.config import EngineConfig
 from kvstore.registry import has_fixed_port
 from rpc.cluster_calls import cluster_access
-from rpc.server import RpcServer, serve
+from rpc.server import RpcServer, Service, serve
 from rpc.worker import worker_server_config
 from worker.replica_set import MOST_REPLICAS, ReplicaSet, ReplicaSetServicer
 from worker.replicas import replicas_here, replicas_on_ray
 
-__all__ = ["ReplicaSetConfig", "add_replica_args", "run_replicas"]
+__all__ = ["ReplicaSetConfig", "StartingSet", "add_replica_args", "run_replicas"]
 
+_LOGGER = logging.getLogger("baton.worker")
 _SERVICE_NAME: str = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 
 
@@ -88,21 +93,8 @@ async def run_replicas(
     num_replicas = config.data_parallel_size
     server_config, security = worker_server_config(args)
 
-    async def start(server: RpcServer) -> ReplicaSet:
-        replicas = ReplicaSet(make_replica)
-        server.add_servicer(
-            replica_set_pb2_grpc.add_ReplicaSetServiceServicer_to_server,
-            ReplicaSetServicer(replicas),
-        )
-        try:
-            await replicas.scale(num_replicas)
-        except BaseException as error:
-            await replicas.close()
-            if isinstance(error, UnavailableError):  # no room: for the operator, no stack
-                raise ConfigurationError(error.message) from None
-            raise
-        server.set_serving(True)
-        return replicas
+    async def start(server: RpcServer) -> StartingSet:
+        return StartingSet(ReplicaSet(make_replica), num_replicas, server)
 
     access = cluster_access(security, server_config.host)
     with ExitStack() as folders:
@@ -114,6 +106,55 @@ async def run_replicas(
             shared = folders.enter_context(sharing_machine(engine, turns=takes_turns))
             make_replica = replicas_here(args, tier, shared, server_config)
         await serve(server_config, (_SERVICE_NAME,), start, access)
+
+
+class StartingSet(Service):
+    """A set whose first workers start. Sets its server serving when they have started.
+
+    It is a service before that, so that a signal drains the workers that serve already.
+
+    Args:
+        replicas: the set, still empty.
+        num_replicas: the number of workers to start.
+        server: gets the set's servicer; fails if a worker cannot start, unless the others serve
+            and there is only no room for it.
+    """
+
+    def __init__(self, replicas: ReplicaSet, num_replicas: int, server: RpcServer) -> None:
+        self._replicas, self._server = replicas, server
+        server.add_servicer(
+            replica_set_pb2_grpc.add_ReplicaSetServiceServicer_to_server,
+            ReplicaSetServicer(replicas),
+        )
+        self._starting = asyncio.create_task(self._start(num_replicas))
+
+    @override
+    async def drain(self, timeout_s: float) -> None:
+        self._starting.cancel()
+        await self._replicas.drain(timeout_s)
+
+    @override
+    async def close(self) -> None:
+        self._starting.cancel()
+        await self._replicas.close()
+
+    async def _start(self, num_replicas: int) -> None:
+        try:
+            await self._replicas.scale(num_replicas)
+        except Exception as error:
+            num_serving = len(self._replicas.addresses)
+            if not (isinstance(error, UnavailableError) and num_serving):
+                await self._fail(error)
+                return
+            _LOGGER.warning("serves with %d of %d workers: %s", num_serving, num_replicas, error)
+        self._server.set_serving(True)
+
+    async def _fail(self, error: Exception) -> None:
+        if self._replicas.addresses:
+            await self._replicas.drain(0)
+        if isinstance(error, BatonError):  # for the operator, who needs no stack
+            error = ConfigurationError(error.message)
+        self._server.fail(error)
 
 
 def _check(engine: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from baton.client import Client
 from baton.demo import DEMO_PROMPT
 from baton.errors import ConfigurationError
 from baton.processes.output import discard_unread_output, log_writer
-from baton.ray_cluster import join_cluster
+from baton.ray_cluster import cluster_address
 from baton.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
@@ -63,9 +63,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigurationError("--demo needs gRPC; leave --grpc-port none out")
     if args.chat and args.port is None:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
-    # A Ray cluster that this process begins ends with it, so it joins, too.
-    ray = join_cluster() if args.on == "ray" else None
-    ray_address = None if ray is None else ray.get_runtime_context().gcs_address
+    ray_address = cluster_address() if args.on == "ray" else None
     with running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:

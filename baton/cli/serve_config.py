@@ -35,7 +35,7 @@ _NOT_ROUTER = (
 _PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)
 """Workers listen on loopback alone, where the token suffices, or on a Ray cluster's network."""
 _DRAIN_TIMEOUT_S = 5.0
-"""Less than the supervisor's grace period."""
+"""Ctrl-C in a terminal should not take long."""
 _DEMO_MODEL = "demo"
 
 

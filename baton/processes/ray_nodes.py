@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,9 @@ _RETRY_S = 0.5
 class ServerActor:
     """Starts one process on its node. Nodes import this class, so they need Baton's packages."""
 
+    def __init__(self) -> None:
+        self._reading = asyncio.Lock()
+
     async def start(self, spec: ProcessSpec) -> tuple[str, int]:
         """Starts the process on a free port.
 
@@ -69,7 +73,9 @@ class ServerActor:
 
     async def read(self, num_bytes: int) -> bytes:
         """Returns output of the process; nothing at its end."""
-        return await self._process.stdout.read(num_bytes)
+        # A call whose connection was lost still waits here when its caller tries again.
+        async with self._reading:
+            return await self._process.stdout.read(num_bytes)
 
     async def wait(self) -> int:
         """Returns how the process ended, when it has."""
@@ -103,7 +109,7 @@ class RemoteProcess:
         """Returns output of the process; nothing at its end, or if its node is lost."""
         try:
             return bytes(await self._call(lambda: self._actor.read.remote(num_bytes)))
-        except self._ray.exceptions.RayError:
+        except self._ray.exceptions.RayActorError:
             return b""
 
     async def wait(self) -> int:
@@ -115,16 +121,21 @@ class RemoteProcess:
         return self.returncode
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
-        self._actor.send_signal.remote(signal.SIGTERM)
+        """Sends SIGTERM, perhaps twice: workers ignore the second one."""
+        self._terminating = asyncio.create_task(self._terminate())
 
     def kill(self) -> None:
         """Kills the process by killing its actor."""
-        self._ray.kill(self._actor)
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor)
 
     def close(self) -> None:
         """Gives the actor's room back."""
-        self._ray.kill(self._actor)
+        self.kill()
+
+    async def _terminate(self) -> None:
+        with suppress(self._ray.exceptions.RayError):  # then the process has ended
+            await self._call(lambda: self._actor.send_signal.remote(signal.SIGTERM))
 
     async def _call(self, start: Callable[[], Any]) -> Any:
         """Calls the actor, again if only the connection to it was lost.
@@ -159,16 +170,30 @@ class RayNodes:
         Raises:
             OSError: no node had room in time, or the node could not start it.
         """
-        options = actor_options(self._resources, "SPREAD")
         try:
-            actor = self._ray.remote(ServerActor).options(**options).remote()
+            actor = await self._create_actor()
             try:
                 return await self._start(spec, actor)
             except BaseException:
                 self._ray.kill(actor)
                 raise
-        except self._ray.exceptions.RayError as error:  # also if Ray's head is starting again
+        except self._ray.exceptions.RayError as error:
             raise OSError(str(error)) from error
+
+    async def _create_actor(self) -> Any:
+        """Creates an actor in a thread: while Ray's head is away, the call does not return."""
+        options = actor_options(self._resources, "SPREAD")
+        factory = self._ray.remote(ServerActor).options(**options)
+        creating = asyncio.create_task(asyncio.to_thread(factory.remote))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            creating.add_done_callback(self._kill_created)
+            raise
+
+    def _kill_created(self, creating: "asyncio.Task[Any]") -> None:
+        if not creating.cancelled() and creating.exception() is None:
+            self._ray.kill(creating.result())
 
     async def _start(self, spec: ProcessSpec, actor: Any) -> RemoteProcess:
         # As an argument of a call, the token in it does not appear in Ray's dashboard.
@@ -179,7 +204,7 @@ class RayNodes:
             starting.cancel()  # changes nothing if it is done
         if starting.cancelled():
             wanted = f"{spec.name}: {described(self._resources)}"
-            raise OSError(lack_of_room(self._ray, wanted, PLACING_S))
+            raise OSError(await asyncio.to_thread(lack_of_room, self._ray, wanted, PLACING_S))
         address, pid = starting.result()
         return RemoteProcess(self._ray, actor, address, pid)
 

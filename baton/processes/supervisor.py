@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +99,18 @@ class SupervisedProcess:
             ready.cancel()
             died.cancel()
 
+    def begin_stop(self) -> None:
+        """Begins what `stop` does, without waiting for the end."""
+        self._stopping.set()
+
     async def stop(self) -> None:
         """Ends the process with SIGTERM, and with SIGKILL after the grace period. Idempotent."""
-        self._stopping.set()
+        self.begin_stop()
         if self._keeper is not None:
             await self._keeper
 
     def kill(self) -> None:
-        """Kills the process; it is restarted unless `stop` was called."""
+        """Kills the process; it is restarted unless `stop` or `begin_stop` was called."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -115,7 +118,10 @@ class SupervisedProcess:
         delay_s = self._policy.first_delay_s
         while True:
             started_at = time.monotonic()
-            end = await self._run_once()
+            try:
+                end = await self._run_once()
+            except Exception as error:  # a process that nobody watches would stay listed
+                end = f"failed: {error!r}"
             if self._stopping.is_set():
                 return
             self.died.set()
@@ -140,18 +146,29 @@ class SupervisedProcess:
             return "was not started"
         self._process, self.pid = process, process.pid
         self.started.set()
+        await self._attend(process)
+        return f"ended with status {process.returncode}"
+
+    async def _attend(self, process: RunningProcess) -> None:
+        """Copies a process's output until it ends, or ends it once `stop` is called."""
         ending = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         copying = asyncio.create_task(self._copy_output(process))
-        await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not ending.done():
-            await self._terminate(process, ending)
-        self.pid = None
-        with suppress(TimeoutError):
-            await asyncio.wait_for(copying, _LAST_OUTPUT_S)
-        process.close()
-        return f"ended with status {process.returncode}"
+        try:
+            await asyncio.wait({ending, stopping, copying}, return_when=asyncio.FIRST_COMPLETED)
+            if copying.done():
+                copying.result()  # raises: without a reader the process would block at a full pipe
+            await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await self._terminate(process, ending)
+            ending.result()
+            await asyncio.wait({copying}, timeout=_LAST_OUTPUT_S)
+        finally:
+            self.pid = None
+            for task in (ending, stopping, copying):
+                task.cancel()
+            self.kill()  # has no effect unless this run has failed
+            process.close()
 
     async def _spawn_or_stop(self) -> RunningProcess | None:
         """Starts the process; returns None if `stop` was called first, as a start elsewhere may

@@ -10,12 +10,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.supervisor import SupervisedProcess
+from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
 
 __all__ = ["run_cluster", "start_server", "stop_in_order", "stop_on_signal"]
 
 _START_TIMEOUT_S = 900.0
+_SET_START_TIMEOUT_S = PLACING_S + _START_TIMEOUT_S + 60.0
+"""More than a set grants its workers for finding room and for their start."""
+_STOP_GRACE_S = 10.0
+"""Time to end for a server that has drained. A set grants its workers as much."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,6 +33,7 @@ async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
     def on_signal() -> None:
         if stop.is_set():
             for process in processes:
+                process.begin_stop()  # or it would be started again while the router drains
                 process.kill()
         stop.set()
 
@@ -60,7 +66,10 @@ async def run_cluster(
         BatonError: `on_ready` raised it.
     """
     servers = (*plan.workers, plan.router)
-    processes = [SupervisedProcess(server.spec, write_line) for server in servers]
+    processes = [
+        SupervisedProcess(server.spec, write_line, _restart_policy(server, plan.drain_timeout_s))
+        for server in servers
+    ]
     stopped = asyncio.create_task(wait_for_stop(processes))
     serving = asyncio.create_task(_serve(servers, processes, on_ready))
     try:
@@ -73,6 +82,11 @@ async def run_cluster(
         serving.cancel()
         await asyncio.wait({stopped, serving})
         await stop_in_order(processes)
+
+
+def _restart_policy(server: Server, drain_timeout_s: float) -> RestartPolicy:
+    grace_s = 2 * _STOP_GRACE_S if server.is_set else _STOP_GRACE_S
+    return RestartPolicy(stop_grace_s=drain_timeout_s + grace_s)
 
 
 async def _serve(
@@ -97,14 +111,15 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
 
 
 async def _wait_until_serving(server: Server) -> None:
+    timeout_s = _SET_START_TIMEOUT_S if server.is_set else _START_TIMEOUT_S
     if server.asks_for_certificates:  # this process has none
         for address in filter(None, (server.address, server.http_address)):
-            await wait_until_listening(address, _START_TIMEOUT_S)
+            await wait_until_listening(address, timeout_s)
         return
     if server.address:
-        await wait_until_serving(server.address, _START_TIMEOUT_S, lambda: server.tls)
+        await wait_until_serving(server.address, timeout_s, lambda: server.tls)
     if server.http_address:
-        await wait_until_ready(server.http_address, _START_TIMEOUT_S, server.tls)
+        await wait_until_ready(server.http_address, timeout_s, server.tls)
 
 
 async def stop_in_order(processes: Sequence[SupervisedProcess]) -> None:

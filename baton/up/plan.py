@@ -110,6 +110,7 @@ class Server:
         metrics_address: `host:port` for metrics; empty if it has none.
         tls: how this machine verifies it.
         asks_for_certificates: whether it takes calls only of clients with a certificate.
+        is_set: whether it starts the workers of a tier itself, on a Ray cluster.
     """
 
     spec: ProcessSpec
@@ -118,6 +119,7 @@ class Server:
     metrics_address: str = ""
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
+    is_set: bool = False
 
     @property
     def url(self) -> str:
@@ -136,11 +138,19 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The processes of a cluster."""
+    """The processes of a cluster.
+
+    Attributes:
+        router: the router.
+        prefill: the servers of the prefill tier.
+        decode: the servers of the decode tier.
+        drain_timeout_s: the time that each process has for its running requests when it stops.
+    """
 
     router: Server
     prefill: tuple[Server, ...]
     decode: tuple[Server, ...]
+    drain_timeout_s: float
 
     @property
     def workers(self) -> tuple[Server, ...]:
@@ -199,7 +209,8 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         )
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
     )
-    return ClusterPlan(_router_server(router, config.environment), prefill, decode)
+    server_of_router = _router_server(router, config.environment)
+    return ClusterPlan(server_of_router, prefill, decode, grpc.drain_timeout_s)
 
 
 def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Server:
@@ -232,7 +243,8 @@ def _worker_server(
     spec = worker_spec(tier, number, config.engine, own, config.environment)
     if config.ray is not None:
         spec = replace(spec, name=tier)  # those with numbers are its workers
-    return Server(spec, target, metrics_address=_reached(metrics))
+    is_set = config.ray is not None
+    return Server(spec, target, metrics_address=_reached(metrics), is_set=is_set)
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:

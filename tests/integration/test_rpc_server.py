@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -266,3 +268,30 @@ async def test_a_service_that_dies_ends_the_server_with_its_error():
         with pytest.raises(RuntimeError, match="the engine loop died"):
             await serve(ServerConfig(), SERVICE_NAMES, start)
     assert engine.is_closed
+
+
+def test_calls_that_a_failure_cuts_off_leave_the_log_to_the_error(caplog):
+    names, followers = ("baton.v1.WorkerService",), ThreadPoolExecutor()
+
+    def follow(port, is_watching):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            watch = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad
+            loads = watch(worker_pb2.WatchLoadRequest(), timeout=20)
+            next(loads)
+            is_watching.set()
+            with pytest.raises(grpc.RpcError):
+                deque(loads, maxlen=0)
+
+    async def start(server):
+        engine, is_watching = FakeEngine(Role.BOTH), threading.Event()
+        service = add_services(engine, server)
+        followed.append(followers.submit(follow, server.port, is_watching))
+        assert await asyncio.to_thread(is_watching.wait, 20)
+        server.fail(RuntimeError("the engine is lost"))
+        return service
+
+    followed = []
+    with followers, pytest.raises(RuntimeError, match="the engine is lost"):
+        asyncio.run(serve(ServerConfig(), names, start))
+    followed[0].result()
+    assert "CancelledError" not in caplog.text

@@ -198,6 +198,62 @@ async def test_a_stop_does_not_wait_for_a_start_elsewhere(lines):
     assert not process.started.is_set()
 
 
+class FailingProcess:
+    """A process that runs until it is killed; what is in `failing` fails."""
+
+    pid, returncode = 42, None
+
+    def __init__(self, failing: str) -> None:
+        self.calls: list[str] = []
+        self.stdout = self
+        self._failing, self._ended = failing, asyncio.Event()
+
+    async def read(self, num_bytes: int) -> bytes:
+        self._call("read")
+        return b""
+
+    async def wait(self) -> int:
+        self._call("wait")
+        await self._ended.wait()
+        self.returncode = -9
+        return -9
+
+    def terminate(self) -> None:
+        self._call("terminate")
+
+    def kill(self) -> None:
+        self._ended.set()
+        self._call("kill")
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._failing:
+            raise RuntimeError(f"{name} failed")
+
+
+@pytest.mark.parametrize("failing", ["read", "wait", "close"])
+async def test_a_run_that_fails_is_followed_by_another(lines, failing):
+    made = []
+
+    async def spawn(spec: ProcessSpec) -> RunningProcess:
+        made.append(FailingProcess(failing if not made else ""))
+        return made[-1]
+
+    process = SupervisedProcess(ProcessSpec("worker", "m", ()), lines.write, QUICK, spawn)
+    process.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await process.started.wait()
+        process.kill()
+        await lines.wait_for(f"failed: RuntimeError('{failing} failed')")
+        await lines.wait_for("starting again")
+        await process.stop()
+    assert made[0].calls[-1] == "close"
+    assert process.died.is_set()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_killed_parent_leaves_no_orphan():
     command = [sys.executable, "-m", "tests.support.supervising_parent", "2"]
@@ -233,6 +289,23 @@ async def test_a_signal_that_the_shell_has_set_to_be_ignored_stays_ignored():
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_process_that_a_second_signal_kills_is_not_started_again(lines, supervise):
+    process = supervise("stubborn")
+    await lines.wait_for("ready")
+    waiting = asyncio.create_task(stop_on_signal([process]))
+    try:
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(waiting, DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.5)  # `QUICK` would have started it by then
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    assert process.pid is None
+    assert len(lines.pids()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`baton serve`: planned processes, their flags, the embedded store, turns on the CPU."""
 
 import argparse
+import asyncio
 import shutil
 import socket
 import stat
@@ -18,6 +19,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.flags import config_from_args, flags_of_config
 from baton.processes.run_folder import embedded_store, sharing_machine
+from baton.up import cluster
 from baton.up.plan import ClusterConfig, plan_cluster
 from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
@@ -364,6 +366,45 @@ def test_workers_on_ray_are_a_set_for_each_tier(shared_memory):
         assert [server.spec.name for server in plan.workers] == ["prefill", "decode"]
         assert plan.router.metrics_url
     assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+async def test_processes_have_time_for_what_they_do_themselves(shared_memory, monkeypatch, address):
+    graces_s, starts_s = {}, []
+
+    class Process:
+        """Records its grace period, and starts at once."""
+
+        def __init__(self, spec, write_line, policy):
+            graces_s[spec.name] = policy.stop_grace_s
+
+        async def start_until(self, serving):
+            await serving
+
+        async def stop(self):
+            pass
+
+    async def wait_until_serving(address, timeout_s, tls):
+        starts_s.append(timeout_s)
+
+    is_ready = asyncio.Event()
+
+    async def on_ready():
+        is_ready.set()
+
+    monkeypatch.setattr(cluster, "SupervisedProcess", Process)
+    monkeypatch.setattr(cluster, "wait_until_serving", wait_until_serving)
+    flags = ("--drain-timeout-s=30", "--port=none", "--grpc-port=0")
+    with running_config(parse(serve.add_args, flags), address) as running:
+        plan = plan_cluster(running)
+        await cluster.run_cluster(plan, print, on_ready, lambda _: is_ready.wait())
+    assert graces_s.pop("router") == 40
+    if address is None:
+        assert graces_s == {"prefill-0": 40, "decode-0": 40}
+        assert starts_s == [900] * 3
+    else:  # their workers have 40 s to stop, and 300 s to find room before they load
+        assert graces_s == {"prefill": 50, "decode": 50}
+        assert starts_s == [1260, 1260, 900]
 
 
 def test_on_ray_decode_may_compute_prompts_too(shared_memory):

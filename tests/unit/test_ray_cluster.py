@@ -67,6 +67,21 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch):
         ray_cluster.join_cluster()
 
 
+@pytest.mark.parametrize("has_begun_it", [True, False])
+def test_a_command_stays_connected_only_to_a_cluster_that_it_began(monkeypatch, has_begun_it):
+    calls = []
+    ray = SimpleNamespace(
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"),
+        shutdown=lambda: calls.append("shutdown"),
+        _private=SimpleNamespace(
+            worker=SimpleNamespace(_global_node=SimpleNamespace(is_head=lambda: has_begun_it))
+        ),
+    )
+    monkeypatch.setattr(ray_cluster, "join_cluster", lambda: ray)
+    assert ray_cluster.cluster_address() == "10.0.0.1:6379"
+    assert calls == ([] if has_begun_it else ["shutdown"])
+
+
 def test_a_program_that_uses_ray_stays_connected(monkeypatch):
     module = ModuleType("ray")
     module.is_initialized = lambda: True

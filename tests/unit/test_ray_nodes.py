@@ -1,7 +1,9 @@
 """`--on ray` without Ray: what workers need, and what becomes of their actors."""
 
 import asyncio
+import signal
 import sys
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +13,13 @@ import pytest
 from baton.cli import main
 from baton.errors import ConfigurationError
 from baton.processes import ray_nodes
-from baton.processes.ray_nodes import RayNodes, RemoteProcess, engine_on_ray, worker_resources
+from baton.processes.ray_nodes import (
+    RayNodes,
+    RemoteProcess,
+    ServerActor,
+    engine_on_ray,
+    worker_resources,
+)
 from baton.processes.spawn import ProcessSpec
 from engine.config import EngineConfig
 
@@ -20,10 +28,14 @@ SPEC = ProcessSpec("decode-0", "worker.decode", ("--seed", "1"))
 
 
 class RayError(Exception):
-    """What Ray raises when an actor or a node is lost."""
+    """What Ray raises when a call fails."""
 
 
-class ActorUnavailableError(RayError):
+class RayActorError(RayError):
+    """What Ray raises when an actor or its node is lost."""
+
+
+class ActorUnavailableError(RayActorError):
     """What Ray raises when the connection to an actor is lost."""
 
 
@@ -71,21 +83,36 @@ class FakeResult:
 class FakeRay:
     """The module."""
 
-    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
+    exceptions = SimpleNamespace(
+        RayError=RayError,
+        RayActorError=RayActorError,
+        ActorUnavailableError=ActorUnavailableError,
+    )
 
     def __init__(self, actor):
         self.actor, self.killed = actor, []
+        self.kill_error = None
 
     def remote(self, _):
         return self.actor
 
     def kill(self, actor):
         self.killed.append(actor)
+        if self.kill_error is not None:
+            raise self.kill_error
 
     def cluster_resources(self):
         return {"CPU": 2.0}
 
     available_resources = cluster_resources
+
+
+async def until(is_reached):
+    for _ in range(1000):
+        if is_reached():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it takes too long")
 
 
 @pytest.fixture
@@ -122,8 +149,7 @@ async def test_a_worker_that_cannot_be_placed_is_an_error(nodes_of, monkeypatch,
 async def test_a_start_that_is_cancelled_leaves_no_actor(nodes_of):
     nodes, ray = nodes_of()
     starting = asyncio.create_task(nodes.spawn(SPEC))
-    await asyncio.sleep(0)  # until it waits for the actor
-    assert len(ray.actor.calls) == 2
+    await until(lambda: len(ray.actor.calls) == 2)  # it waits for the actor
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -148,6 +174,60 @@ async def test_a_lost_connection_to_an_actor_does_not_end_its_worker(monkeypatch
     assert ray.actor.calls == [("wait",)] * 3
 
 
+async def test_an_actor_is_read_by_one_call_at_a_time():
+    actor = ServerActor()
+    actor._process = SimpleNamespace(stdout=asyncio.StreamReader())
+    lost, again = (asyncio.create_task(actor.read(10)) for _ in range(2))
+    for chunk in (b"first", b"second"):
+        await asyncio.sleep(0.01)
+        actor._process.stdout.feed_data(chunk)
+    assert await lost == b"first"
+    assert await again == b"second"
+
+
+async def test_a_read_that_fails_is_not_the_end_of_the_output():
+    ray = FakeRay(FakeActor(read=RayError("a bug")))
+    process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
+    with pytest.raises(RayError, match="a bug"):
+        await process.read(10)
+
+
+async def test_a_signal_is_sent_again_if_the_connection_is_lost(monkeypatch):
+    monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.0)
+    ray = FakeRay(FakeActor(send_signal=[ActorUnavailableError(), True]))
+    process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
+    process.terminate()
+    await until(lambda: len(ray.actor.calls) == 2)
+    assert ray.actor.calls == [("send_signal", signal.SIGTERM)] * 2
+
+
+async def test_a_process_is_closed_although_ray_cannot_kill_its_actor():
+    ray = FakeRay(FakeActor())
+    ray.kill_error = RayError("the head is away")
+    RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42).close()
+    assert ray.killed == [ray.actor]
+
+
+async def test_an_actor_that_comes_after_a_cancel_is_killed(nodes_of, monkeypatch):
+    nodes, ray = nodes_of()
+    begun, may_return = threading.Event(), threading.Event()
+
+    def remote(actor):
+        begun.set()
+        assert may_return.wait(10)
+        return actor
+
+    monkeypatch.setattr(FakeActor, "remote", remote)
+    starting = asyncio.create_task(nodes.spawn(SPEC))
+    assert await asyncio.to_thread(begun.wait, 10)  # other tasks run in the meantime
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert ray.killed == []
+    may_return.set()
+    await until(lambda: ray.killed == [ray.actor])
+
+
 def test_a_numbered_gpu_is_refused():
     engine_on_ray(replace(ENGINE, device="cuda"))
     with pytest.raises(ConfigurationError, match="--device is cuda:1"):
@@ -155,9 +235,10 @@ def test_a_numbered_gpu_is_refused():
 
 
 async def test_a_process_on_a_node_that_is_lost_counts_as_killed():
-    lost = RayError("the node died")
-    ray = FakeRay(FakeActor(read=lost, wait=lost))
+    lost = RayActorError("the node died")
+    ray = FakeRay(FakeActor(read=lost, wait=lost, send_signal=lost))
     process = RemoteProcess(ray, ray.actor, "10.0.0.7:1234", 42)
+    process.terminate()
     assert await process.read(10) == b""
     assert await process.wait() == process.returncode == -9
 

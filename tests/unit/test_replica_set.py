@@ -6,11 +6,14 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import ConfigurationError, UnavailableError
+from baton.errors import ConfigurationError, DeadlineExceededError, UnavailableError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
+from rpc.server import RpcServer
+from rpc.server_config import ServerConfig
 from tests.support.replica_sets import SERVICE_NAME, HeldReplica
 from tests.support.rpc_servers import running_server
 from tests.support.running_router import failed_call
+from worker.replica_processes import StartingSet
 from worker.replica_set import ReplicaSet, ReplicaSetServicer
 
 
@@ -191,6 +194,71 @@ async def test_close_kills_what_does_not_end(held):
     async with asyncio.timeout(10):
         await held.set.close()
     assert [replica.calls for replica in held.made] == [["start", "stop", "kill"]] * 2
+
+
+@pytest.fixture
+async def server():
+    return RpcServer(ServerConfig(), (SERVICE_NAME,))
+
+
+async def first_serves(held, server):
+    """A set of two workers, the first of which serves."""
+    starting = StartingSet(held.set, 2, server)
+    await held.has_made.wait()
+    held.made[0].may_start.set()
+    await listed(held.set, 2)
+    return starting
+
+
+async def test_a_set_without_room_serves_with_the_workers_that_it_has(held, server):
+    starting = await first_serves(held, server)
+    assert not server.is_serving
+    held.made[1].refusal = UnavailableError("the Ray cluster had no room")
+    held.made[1].may_start.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert server.is_serving
+    assert held.set.addresses == [":1000"]
+    assert held.made[0].calls == ["start"]
+    await starting.close()
+
+
+@pytest.mark.parametrize("num_serving", [0, 1])
+@pytest.mark.parametrize("error", [DeadlineExceededError, ConfigurationError, RuntimeError])
+async def test_a_worker_that_cannot_start_ends_the_set_after_a_drain(
+    held, server, error, num_serving
+):
+    starting = StartingSet(held.set, num_serving + 1, server)
+    await held.has_made.wait()
+    for replica in held.made:
+        replica.may_start.set()
+    held.made[-1].refusal = error("it could not start")
+    held.made[-1].may_end.set()
+    failed = asyncio.create_task(server.wait_failed())
+    if num_serving:
+        await asyncio.wait({failed}, timeout=0.05)
+        assert held.made[0].calls == ["start", "stop"]
+        assert not failed.done()
+        held.made[0].may_end.set()
+    shown = RuntimeError if error is RuntimeError else ConfigurationError
+    with pytest.raises(shown, match="it could not start"):
+        await asyncio.wait_for(failed, 10)
+    await starting.close()
+    assert "kill" not in held.made[0].calls
+    assert not server.is_serving
+
+
+async def test_a_set_that_ends_while_it_starts_drains_the_workers_that_serve(held, server):
+    starting = await first_serves(held, server)
+    held.made[1].may_end.set()
+    draining = asyncio.create_task(starting.drain(1.0))
+    await asyncio.wait({draining}, timeout=0.05)
+    assert not draining.done()
+    held.made[0].may_end.set()
+    await asyncio.wait_for(draining, 10)
+    await starting.close()
+    assert [replica.calls for replica in held.made] == [["start", "stop"]] * 2
+    assert not server.is_serving
 
 
 @asynccontextmanager
