@@ -1,0 +1,160 @@
+"""Engines that guess tokens: the tokens of engines that do not, for real models.
+
+Most guesses come from an oracle, which knows the tokens and is wrong now and then, so that rows of
+every length are accepted and rejected.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from engine.core import EngineCore
+from engine.speculation import drafts
+from engine.speculation.lookup import Proposer
+from kernels.native.commands import library
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import engine_request
+from tests.support.runner_kinds import use_kind
+
+VARIANTS = ("llama", "gpt2", "opt", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding")
+GUESSING = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    "max_num_batched_tokens": 48,  # room for the guesses of all sequences
+}
+
+
+class Oracle(Proposer):
+    """Guesses texts that it knows; every fifth guess is wrong.
+
+    Args:
+        texts: the sequences.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = [list(text) for text in texts]
+        self._num_guesses = 0
+
+    def propose(self, tokens: np.ndarray, limit: int, *, is_private: bool) -> list[int]:
+        known = tokens.tolist()
+        guesses = next(
+            (text[len(known) :] for text in self._texts if text[: len(known)] == known), []
+        )[:limit]
+        for index in range(len(guesses)):
+            self._num_guesses += 1
+            if self._num_guesses % 5 == 0:
+                guesses[index] = (guesses[index] + 1) % 250
+        return guesses
+
+
+def _guess(monkeypatch: pytest.MonkeyPatch, found: dict[tuple[str, int], list[int]]) -> None:
+    """Makes engines guess the tokens that were found without guesses."""
+    prompts = {each.spec.request_id: each.spec.prompt_token_ids for each in all_kinds()}
+    oracle = Oracle([(*prompts[name], *text) for (name, _), text in found.items()])
+    monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
+
+
+def _num_drafts(core: EngineCore) -> tuple[float, float]:
+    values = core.metrics.snapshot().values
+    return tuple(values["baton_engine_draft_tokens", each] for each in ("accepted", "rejected"))
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_guesses_change_no_token(
+    variant: str, overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tokens(variant, block_size=8)
+    _guess(monkeypatch, plain)
+
+    flags = {**GUESSING, "async_scheduling": overlapped, "block_size": 8}
+    with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
+        for _ in range(2):  # the second time prompts are found in the prefix cache
+            outputs = run_all(core, all_kinds())
+            assert {key: tokens_of(outputs[key[0]], key[1]) for key in plain} == plain
+        accepted, rejected = _num_drafts(core)
+
+    assert accepted > 60
+    assert rejected > 10
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "device, eager",
+        pytest.param("device, graphs", marks=pytest.mark.slow),
+        pytest.param("triton, eager", marks=pytest.mark.slow),
+    ],
+)
+def test_guesses_change_no_token_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tokens("llama")
+    _guess(monkeypatch, plain)
+    use_kind(kind, monkeypatch)
+
+    assert tokens("llama", **GUESSING) == plain
+    assert tokens("llama", **GUESSING, async_scheduling=True) == plain
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_sequences_guess_on(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (7, 16, 33, 50)
+    prompts = [prompt_of(length) for length in lengths]
+    expected = [reference_greedy(tiny_checkpoint("llama"), prompt, 40) for prompt in prompts]
+    oracle = Oracle([(*a, *b) for a, b in zip(prompts, expected, strict=True)])
+    monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
+    flags = {"max_model_len": 96, "num_gpu_blocks_override": 14, "block_size": 8}
+    swap = {"preemption_mode": mode, "swap_space": 2**26}
+    with closing(build_core(tiny_checkpoint("llama"), "both", **GUESSING, **flags, **swap)) as core:
+        requests = [
+            engine_request(str(length), tuple(prompt), max_tokens=40)
+            for length, prompt in zip(lengths, prompts, strict=True)
+        ]
+        outputs = run_all(core, requests)
+        assert [tokens_of(outputs[str(length)]) for length in lengths] == expected
+        assert core.load().num_preemptions > 0
+        assert _num_drafts(core)[0] > 30
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_texts_that_repeat_themselves_are_guessed(method: str) -> None:
+    """A tiny model's greedy text ends in a loop, which a look-up finds."""
+    prompt = prompt_of(12)
+    expected = reference_greedy(tiny_checkpoint("llama"), prompt, 120)
+    flags = {"speculative_config": {"method": method, "prompt_lookup_min": 1}}
+    with closing(build_core(tiny_checkpoint("llama"), "both", **flags)) as core:
+        for turn in range(2):
+            request = engine_request(str(turn), tuple(prompt), max_tokens=120)
+            assert tokens_of(run_all(core, [request])[str(turn)]) == expected
+        accepted, _ = _num_drafts(core)
+    assert accepted > 0
+
+
+def test_a_decode_tier_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint("llama")
+    prompts = [prompt_of(length, seed=length) for length in (1, 8, 9, 31, 43)]
+    oracle = Oracle([(*p, *reference_greedy(path, p, 10)) for p in prompts])
+    monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
+    with tiers(path, GUESSING, GUESSING, kv_connector="memory://guesses") as split:
+        check_handed_over(path, split)
+        assert _num_drafts(split._decode)[0] > 15
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param(
+            {"pipeline_parallel_size": 2, "async_scheduling": True}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_guess(ranks: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tokens("llama")
+    _guess(monkeypatch, plain)
+
+    assert tokens("llama", **GUESSING, **ranks) == plain
