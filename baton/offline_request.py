@@ -40,6 +40,7 @@ class OfflineRequest:
         ]
         self._prompt_logprobs: list[Logprobs | None] | None = None
         self._cached_tokens = 0
+        self._num_accepted = self._num_rejected = 0  # of guesses
         self._stages = StageTimings()
         self._first_token_at: float | None = None
         self._ended_at = 0.0
@@ -107,7 +108,13 @@ class OfflineRequest:
         return RequestOutput(
             request_id=self.spec.request_id,
             outputs=outputs,
-            usage=Usage(len(prompt_token_ids), self._cached_tokens, num_generated),
+            usage=Usage(
+                len(prompt_token_ids),
+                self._cached_tokens,
+                num_generated,
+                self._num_accepted,
+                self._num_rejected,
+            ),
             timings=self._timings(),
             prompt=self._prompt,
             prompt_token_ids=prompt_token_ids,
@@ -141,6 +148,8 @@ class OfflineRequest:
                 candidate.end(reason)
 
     def _add_usage(self, output: EngineOutput) -> None:
+        self._num_accepted += output.accepted_drafts
+        self._num_rejected += output.rejected_drafts
         if output.token_ids and self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._cached_tokens = output.cached_tokens

@@ -19,13 +19,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` counts the prompt tokens whose
-    KV was found instead of computed.
+    """Token counts of one request.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them whose KV was found instead of computed.
+        completion_tokens: generated tokens.
+        accepted_prediction_tokens: those of them that a worker with `--speculative-config` had
+            guessed.
+        rejected_prediction_tokens: its guesses that were wrong.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,7 +366,7 @@ def stated_stop(
 
 
 def _parse_usage(usage: common_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    return Usage(**{count.name: getattr(usage, count.name) for count in fields(Usage)})
 
 
 def _parse_timings(timings: common_pb2.Timings) -> Timings:

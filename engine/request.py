@@ -146,6 +146,8 @@ class EngineOutput:
             every block: decode must then compute the prompt itself.
         saved: full blocks of the prompt that decode can load already and that no
             earlier output listed. Such an output has no other content.
+        accepted_drafts: guesses of `token_ids` that were right, with `--speculative-config`.
+        rejected_drafts: guesses that were wrong.
     """
 
     request_id: str
@@ -162,6 +164,8 @@ class EngineOutput:
     timings: StageTimings | None = None
     handoff: KvHandoff | None = None
     saved: KvHandoff | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def stages(self) -> tuple[tuple[str, float, float], ...]:

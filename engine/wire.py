@@ -115,6 +115,9 @@ def output_to_proto(
         cached_tokens=output.cached_tokens,
         timings=timings_to_proto(output.timings),
     )
+    if output.accepted_drafts or output.rejected_drafts:
+        message.accepted_drafts = output.accepted_drafts
+        message.rejected_drafts = output.rejected_drafts
     # Most requests ask for neither; this runs once per token.
     if output.logprobs:
         message.logprobs.extend(logprobs_to_proto(output.logprobs))

@@ -81,7 +81,11 @@ class Completion:
         if self._prompt is not None:
             response.MergeFrom(self._prompt)
             self._prompt = None
-        self._usage.completion_tokens += len(response.token_ids)
+        usage = self._usage
+        usage.completion_tokens += len(response.token_ids)
+        if output.accepted_drafts or output.rejected_drafts:
+            usage.accepted_prediction_tokens += output.accepted_drafts
+            usage.rejected_prediction_tokens += output.rejected_drafts
         if response.finish_reason:
             del self._running[output.index]
             self._record.add_end(response.finish_reason, is_over=self.is_over)

@@ -673,20 +673,28 @@ class Usage(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens in the prompt."""
     cached_tokens: builtins.int
     """Prompt tokens whose KV came from a prefix cache or a KV store."""
     completion_tokens: builtins.int
     """Tokens generated, over all candidates returned."""
+    accepted_prediction_tokens: builtins.int
+    """Guesses of workers with --speculative-config that became generated tokens."""
+    rejected_prediction_tokens: builtins.int
+    """Guesses of these workers that were wrong."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
+        accepted_prediction_tokens: builtins.int = ...,
+        rejected_prediction_tokens: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage

@@ -219,6 +219,8 @@ class CandidateOutput(google.protobuf.message.Message):
     SCORE_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    ACCEPTED_DRAFTS_FIELD_NUMBER: builtins.int
+    REJECTED_DRAFTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """RequestSpec.request_id."""
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
@@ -237,6 +239,12 @@ class CandidateOutput(google.protobuf.message.Message):
     """The score of a ranked candidate: that of beam search, or the mean
     log-probability of its tokens.
     """
+    accepted_drafts: builtins.int
+    """Guesses of the tokens since the last output that were right: those of
+    token_ids that one step drew with others, but for the last one of each step.
+    """
+    rejected_drafts: builtins.int
+    """Guesses since the last output that were wrong."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last output of this candidate. Ranked candidates send all
@@ -278,10 +286,12 @@ class CandidateOutput(google.protobuf.message.Message):
         score: builtins.float | None = ...,
         logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
+        accepted_drafts: builtins.int = ...,
+        rejected_drafts: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "error", b"error", "score", b"score", "timings", b"timings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "accepted_drafts", b"accepted_drafts", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rejected_drafts", b"rejected_drafts", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

@@ -247,14 +247,19 @@ class OutputProcessor:
         group = sequence.group
         sequence.logprob += sum(result.logprobs)
         token_ids = self._append(sequence, result.token_ids)
-        if num_drafts and self._drafts is not None:
-            self._drafts.checked(sequence, num_drafts, len(result.token_ids) - 1)
         if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
         details = result.details[: len(token_ids)]
-        return self._end_if_over(sequence, token_ids, details) or self._go_on(
+        outputs = self._end_if_over(sequence, token_ids, details) or self._go_on(
             sequence, token_ids, details
         )
+        if num_drafts and self._drafts is not None:
+            num_right = len(result.token_ids) - 1
+            self._drafts.checked(sequence, num_drafts, num_right)
+            for output in outputs:
+                output.accepted_drafts = num_right
+                output.rejected_drafts = num_drafts - num_right
+        return outputs
 
     def _append(self, sequence: Sequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Appends drawn tokens, until one ends the sequence; all but the last one were drafts, so

@@ -43,12 +43,16 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatUsage:
-    """Token counts. `reasoning_tokens` of the completion's tokens are of its reasoning part."""
+    """Token counts. `reasoning_tokens` of the completion's tokens are of its reasoning part.
+
+    `predicted` has the guesses of workers that were right, and those that were wrong.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
+    predicted: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ class _Answers:
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             reasoning_tokens=num_reasoning,
+            predicted=(usage.accepted_prediction_tokens, usage.rejected_prediction_tokens),
         )
 
     def _new_output(self) -> ChatOutput:

@@ -267,6 +267,7 @@ def _usage(usage: ChatUsage) -> dict[str, Any]:
         usage.completion_tokens,
         usage.cached_tokens,
         usage.reasoning_tokens,
+        usage.predicted,
     )
 
 

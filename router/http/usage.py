@@ -12,8 +12,18 @@ def usage_fields(
     completion_tokens: int,
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
+    predicted: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """OpenAI's `usage`. Details that are None are left out."""
+    """OpenAI's `usage`.
+
+    Args:
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: generated tokens.
+        cached_tokens: those of the prompt whose KV was found; None to leave them out.
+        reasoning_tokens: generated tokens of the reasoning; None to leave them out.
+        predicted: the guesses of workers that were right, and those that were wrong; left out if
+            there were none.
+    """
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -21,8 +31,13 @@ def usage_fields(
     }
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    details: dict[str, int] = {}
     if reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        details["reasoning_tokens"] = reasoning_tokens
+    if any(predicted):
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = predicted
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 
@@ -38,6 +53,7 @@ class UsageCount:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._completion_tokens = 0
+        self._num_accepted = self._num_rejected = 0  # of guesses
 
     def add(self, usage: common_pb2.Usage) -> None:
         """Adds the counts of one prompt."""
@@ -45,7 +61,14 @@ class UsageCount:
         self._cached_tokens += usage.cached_tokens
         if self._counts_completion:
             self._completion_tokens += usage.completion_tokens
+            self._num_accepted += usage.accepted_prediction_tokens
+            self._num_rejected += usage.rejected_prediction_tokens
 
     def fields(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return usage_fields(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+        return usage_fields(
+            self._prompt_tokens,
+            self._completion_tokens,
+            self._cached_tokens,
+            predicted=(self._num_accepted, self._num_rejected),
+        )
