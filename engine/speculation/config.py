@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from typing_extensions import override
 
 from baton.errors import ConfigurationError
 
@@ -49,6 +51,11 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise _bad_key(name, value, f"a number from {least} to {most}")
+
+    @override
+    def __str__(self) -> str:
+        """The JSON object that `of` reads."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, value: "str | Mapping[str, Any] | SpeculativeConfig") -> "SpeculativeConfig":

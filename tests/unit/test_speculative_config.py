@@ -16,6 +16,7 @@ def test_a_json_object_and_a_mapping_are_the_same() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     assert EngineConfig(model="m", speculative_config=given).speculative_config == expected
     assert SpeculativeConfig.of(expected) is expected
+    assert SpeculativeConfig.of(str(expected)) == expected  # as `baton serve` passes it on
 
 
 @pytest.mark.parametrize(
