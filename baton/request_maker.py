@@ -19,7 +19,7 @@ from router.reasoning import encode_marks, marks_for
 from router.request import truncate_prompt
 from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
-from router.validation import check_token_ids, fitting_params
+from router.validation import check_prediction, check_token_ids, fitting_params
 
 __all__ = ["OfflineFiles", "RequestMaker"]
 
@@ -117,9 +117,17 @@ class RequestMaker:
             cache_salt=prompt.cache_salt,
             bad_words_token_ids=bad_words,
             reasoning=marks_for(params, self._marks, self._limits.vocab_size),
+            prediction_token_ids=self._prediction_ids(params.prediction),
             **fields,
         )
         return OfflineRequest(spec, self._tokenizer, prompt.text)
+
+    def _prediction_ids(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        token_ids = self._tokenizer.encode(text, False, "prediction")
+        check_prediction(token_ids, self._limits)
+        return tuple(token_ids)
 
     def _token_ids(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[int, ...]:
         token_ids: Sequence[int]

@@ -75,6 +75,7 @@ class RequestSpec:
         reasoning: the marks of the reasoning part, if `params.structured_outputs` or
             `params.thinking_token_budget` depends on it; None: the text has no such part.
         traceparent: the sender's span, as W3C's header; empty if the request is not traced.
+        prediction_token_ids: the tokens of `params.prediction`, whose text workers do not get.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class RequestSpec:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     reasoning: ReasoningMarks | None = None
     traceparent: str = ""
+    prediction_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def with_defaults(
@@ -101,6 +103,7 @@ class RequestSpec:
         deadline: float | None = None,
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
         reasoning: ReasoningMarks | None = None,
+        prediction_token_ids: tuple[int, ...] = (),
     ) -> "RequestSpec":
         """Makes a spec from a user's parameters.
 
@@ -117,6 +120,7 @@ class RequestSpec:
             deadline: when the request must have ended.
             bad_words_token_ids: the token sequences of `params.bad_words`.
             reasoning: the marks of the reasoning part, if the request depends on it.
+            prediction_token_ids: the tokens of `params.prediction`.
         """
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64) if params.temperature > 0 else 0)
@@ -131,6 +135,7 @@ class RequestSpec:
             deadline=deadline,
             bad_words_token_ids=bad_words_token_ids,
             reasoning=reasoning,
+            prediction_token_ids=prediction_token_ids,
         )
 
     @property

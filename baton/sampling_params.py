@@ -127,6 +127,9 @@ class SamplingParams:
         extra_args: JSON values for logits processors (`--logits-processors`), by name; a
             mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
             applies.
+        prediction: a text that the output will probably repeat. Workers with
+            `--speculative-config` take guesses from it, which changes no token; others ignore
+            it. At most as many tokens as the model's context has. Empty: none.
         output_kind: what `AsyncLLM.generate` yields. Nothing else reads it.
 
     Raises:
@@ -164,6 +167,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     extra_args: Mapping[str, Any] | None = None
+    prediction: str = ""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -210,6 +214,8 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError.for_field(name, getattr(self, name), "True or False")
+        if not isinstance(self.prediction, str):
+            raise InvalidArgumentError.for_field("prediction", self.prediction, "a text")
 
     @property
     def num_candidates(self) -> int:

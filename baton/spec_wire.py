@@ -39,6 +39,7 @@ _EARLY_STOPPING = {
 _ALL_FIELDS = frozenset(SamplingParams.__slots__)
 _DEFAULTS = SamplingParams()
 _ALWAYS_SENT = ("max_tokens", "seed")
+_NEVER_SENT = ("prediction",)  # workers get its tokens
 _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
 
@@ -153,7 +154,7 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         name
         for name in SamplingParams.__slots__
         if name in _ALWAYS_SENT or getattr(spec.params, name) != getattr(_DEFAULTS, name)
-    }
+    }.difference(_NEVER_SENT)
     return request_pb2.RequestSpec(
         request_id=spec.request_id,
         prompt_token_ids=spec.prompt_token_ids,
@@ -168,6 +169,7 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         ],
         reasoning=_reasoning_to_proto(spec.reasoning),
         traceparent=spec.traceparent,
+        prediction_token_ids=spec.prediction_token_ids,
     )
 
 
@@ -208,6 +210,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         bad_words_token_ids=tuple(tuple(each.ids) for each in message.bad_words_token_ids),
         reasoning=_reasoning_from_proto(message),
         traceparent=message.traceparent,
+        prediction_token_ids=tuple(message.prediction_token_ids),
     )
 
 

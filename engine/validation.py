@@ -47,6 +47,7 @@ def check_request(
     _check_progress(request)
     _check_tokens(request, info)
     _check_rules(spec, info)
+    _check_prediction(spec, info)
     _check_salt(spec)
     _check_logprobs(spec, info)
     _check_blocks(request, config, info, num_blocks)
@@ -173,6 +174,16 @@ def _check_bad_words(words: Sequence[Sequence[int]]) -> None:
         raise InvalidArgumentError(
             f"{field} has a word of {longest} tokens; each may have at most {_MAX_BAD_WORD_TOKENS}"
         )
+
+
+def _check_prediction(spec: RequestSpec, info: ModelInfo) -> None:
+    field, token_ids = "prediction_token_ids", spec.prediction_token_ids
+    if len(token_ids) > info.max_model_len:
+        raise InvalidArgumentError(
+            f"{field} has {len(token_ids)} tokens; it must have at most {info.max_model_len}"
+        )
+    if token_ids:
+        _check_vocabulary(field, token_ids, info)
 
 
 def _check_vocabulary(field: str, token_ids: Sequence[int], info: ModelInfo) -> None:

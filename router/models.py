@@ -160,14 +160,14 @@ class Model:
         wait_s = min(self._queue_timeout_s, longest_s)
         return (await self.fleet.wait_for_model(priority, deadline, wait_s))[1]
 
-    async def encode(self, text: str, **options: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`Tokenizer.encode_async`, for a call that wants the tokens alone.
 
         Raises:
             ResourceExhaustedError: too many such calls wait.
         """
         async with self._admission.tokenizing.turn():
-            return await self.tokenizer.encode_async(text, **options)
+            return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], **options: bool) -> str:
         """`Tokenizer.decode_async`; errors are those of `encode`."""

@@ -18,6 +18,7 @@ from router.validation import (
     check_candidates,
     check_length,
     check_logprobs,
+    check_prediction,
     check_prompt_length,
     check_token_ids,
     check_vocabulary,
@@ -103,10 +104,12 @@ async def prepare_request(
         add_special_tokens=message.add_special_tokens or not message.HasField("add_special_tokens"),
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
-    params = _checked(params, len(token_ids), limits, max(len(message.prompts.prompts), 1))
+    num_prompts = max(len(message.prompts.prompts), 1)
+    params = _checked(params, len(token_ids), limits, num_prompts)
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
+    prediction = await _tokenize_prediction(params.prediction, tokenizer, limits, num_prompts)
     spec = RequestSpec.with_defaults(
         unique_request_id(record.request_id),
         token_ids,
@@ -117,6 +120,7 @@ async def prepare_request(
         deadline=deadline,
         bad_words_token_ids=bad_words,
         reasoning=reasoning,
+        prediction_token_ids=prediction,
     )
     return RoutedRequest(
         spec=spec,
@@ -182,6 +186,19 @@ async def tokenize_prompt(
         added_by = tokenizer if isinstance(prompt, str) and add_special_tokens else None
         token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, added_by)
     check_prompt_length(len(token_ids), limits)
+    return tuple(token_ids)
+
+
+async def _tokenize_prediction(
+    text: str, tokenizer: Tokenizer, limits: RequestLimits, num_prompts: int
+) -> tuple[int, ...]:
+    """The token ids of `SamplingParams.prediction`, encoded for each prompt of a message."""
+    if not text:
+        return ()
+    most_chars = limits.max_model_len * tokenizer.longest_token_chars // num_prompts
+    check_length("prediction", text, most_chars)
+    token_ids = await tokenizer.encode_async(text, add_special_tokens=False, field="prediction")
+    check_prediction(token_ids, limits, num_prompts)
     return tuple(token_ids)
 
 

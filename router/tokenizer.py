@@ -61,13 +61,13 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast(["a"])
         return encoding.special_tokens_mask.index(0)  # 1 for each token that was added
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "text") -> list[int]:
         """The token ids of `text`, by default with the model's special tokens.
 
         Raises:
-            InvalidArgumentError: `text` has no UTF-8 form (a lone surrogate).
+            InvalidArgumentError: `text` has no UTF-8 form (a lone surrogate); names `field`.
         """
-        (ids,) = self._encode_batch([text], add_special_tokens, "text")
+        (ids,) = self._encode_batch([text], add_special_tokens, field)
         return ids
 
     def _encode_batch(
@@ -90,11 +90,13 @@ class Tokenizer:
             )
         return text
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "text"
+    ) -> list[int]:
         """Like `encode`; a long text is encoded off the event loop."""
         if len(text) <= MAX_INLINE_LENGTH:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+            return self.encode(text, add_special_tokens, field)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens, field)
 
     async def decode_async(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True

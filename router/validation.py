@@ -26,6 +26,7 @@ __all__ = [
     "check_candidates",
     "check_length",
     "check_logprobs",
+    "check_prediction",
     "check_prompt_length",
     "check_token_ids",
     "check_vocabulary",
@@ -153,6 +154,21 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
             raise InvalidArgumentError(
                 f"prompt has {num_prompt_tokens} tokens; it must have fewer than {limit}, {what}"
             )
+
+
+def check_prediction(token_ids: Sequence[int], limits: RequestLimits, num_prompts: int = 1) -> None:
+    """Refuses predictions that the prompts of a message have no room for.
+
+    Args:
+        token_ids: those of `SamplingParams.prediction`.
+        limits: the engine's.
+        num_prompts: prompts of the message; each gets a copy.
+
+    Raises:
+        InvalidArgumentError: names the field and the limit.
+    """
+    check_length("prediction", token_ids, limits.max_model_len // num_prompts, "tokens")
+    check_token_ids("prediction", token_ids, limits.vocab_size)
 
 
 def fitting_params(

@@ -125,6 +125,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("thinking-token-budget", _INTEGER, "maximum number of tokens of the reasoning part"),
     ("extra-args", {"metavar": "JSON"}, "a JSON object with values for logits processors"),
+    ("prediction", _FILE, "the text of this file will probably be repeated; speeds up guessing"),
     ("skip-special-tokens", _SWITCH, "leave special tokens out of the text"),
     ("spaces-between-special-tokens", _SWITCH, "keep spaces between special tokens"),
     ("detokenize", _SWITCH, "print text, not only the counts of tokens"),
@@ -154,7 +155,7 @@ def add_sampling_args(
             default: Any = max_tokens or "the server decides"
         else:
             default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
-        note = "" if default in (None, ()) or "(default" in text else f" (default: {default})"
+        note = "" if default in (None, (), "") or "(default" in text else f" (default: {default})"
         group.add_argument(f"--{flag}", **options, help=text + note)
 
 

@@ -185,6 +185,7 @@ class SamplingParams(google.protobuf.message.Message):
     STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
     THINKING_TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     EXTRA_ARGS_JSON_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Logits are divided by this; 0 is greedy decoding. Unset: 1.0. Finite, >= 0."""
     top_k: builtins.int
@@ -240,6 +241,12 @@ class SamplingParams(google.protobuf.message.Message):
     (--logits-processors), by name. At most 64 KiB. Unset: none applies.
     Excludes beam_search.
     """
+    prediction: builtins.str
+    """A text that the output will probably repeat. Workers with
+    --speculative-config take guesses from it, which changes no token; others
+    ignore it. At most as many tokens as the model's context has, which several
+    prompts of a message share. Unset: none.
+    """
     @property
     def beam_search(self) -> Global___BeamSearch:
         """Search with beams instead of drawing, and return the n best hypotheses.
@@ -288,10 +295,11 @@ class SamplingParams(google.protobuf.message.Message):
         structured_outputs: Global___StructuredOutputs | None = ...,
         thinking_token_budget: builtins.int | None = ...,
         extra_args_json: builtins.str | None = ...,
+        prediction: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_extra_args_json", b"_extra_args_json", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "extra_args_json", b"extra_args_json", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
@@ -305,6 +313,8 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__n: typing_extensions.TypeAlias = typing.Literal["n"]
     _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
+    _WhichOneofReturnType__prediction: typing_extensions.TypeAlias = typing.Literal["prediction"]
+    _WhichOneofArgType__prediction: typing_extensions.TypeAlias = typing.Literal["_prediction", b"_prediction"]
     _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
     _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
     _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
@@ -333,6 +343,8 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prediction) -> _WhichOneofReturnType__prediction | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @typing.overload

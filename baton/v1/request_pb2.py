@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/request.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xd8\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x04 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12/\n\x13\x62\x61\x64_words_token_ids\x18\t \x03(\x0b\x32\x12.baton.v1.TokenIds\x12+\n\treasoning\x18\n \x01(\x0b\x32\x18.baton.v1.ReasoningMarks\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"i\n\x0eReasoningMarks\x12\x17\n\x0fstart_token_ids\x18\x01 \x03(\r\x12\x15\n\rend_token_ids\x18\x02 \x03(\r\x12\'\n\x05start\x18\x03 \x01(\x0e\x32\x18.baton.v1.ReasoningStart\"~\n\x11\x43\x61ndidateProgress\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12/\n\x0etoken_logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\".\n\tFirstBeam\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x95\x03\n\x0f\x43\x61ndidateOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.baton.v1.WorkerError\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\"\n\x07timings\x18\x06 \x01(\x0b\x32\x11.baton.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12\x0f\n\x07is_last\x18\x08 \x01(\x08\x12\x12\n\x05score\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x0c \x01(\r\x12\x17\n\x0frejected_drafts\x18\r \x01(\rB\x08\n\x06_score\",\n\x0bWorkerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/request.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xf6\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x04 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12/\n\x13\x62\x61\x64_words_token_ids\x18\t \x03(\x0b\x32\x12.baton.v1.TokenIds\x12+\n\treasoning\x18\n \x01(\x0b\x32\x18.baton.v1.ReasoningMarks\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x1c\n\x14prediction_token_ids\x18\x0c \x03(\r\"i\n\x0eReasoningMarks\x12\x17\n\x0fstart_token_ids\x18\x01 \x03(\r\x12\x15\n\rend_token_ids\x18\x02 \x03(\r\x12\'\n\x05start\x18\x03 \x01(\x0e\x32\x18.baton.v1.ReasoningStart\"~\n\x11\x43\x61ndidateProgress\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12/\n\x0etoken_logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\".\n\tFirstBeam\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x95\x03\n\x0f\x43\x61ndidateOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.baton.v1.WorkerError\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\"\n\x07timings\x18\x06 \x01(\x0b\x32\x11.baton.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12\x0f\n\x07is_last\x18\x08 \x01(\x08\x12\x12\n\x05score\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x0c \x01(\r\x12\x17\n\x0frejected_drafts\x18\r \x01(\rB\x08\n\x06_score\",\n\x0bWorkerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.request_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REQUESTSPEC']._serialized_start=60
-  _globals['_REQUESTSPEC']._serialized_end=404
-  _globals['_REASONINGMARKS']._serialized_start=406
-  _globals['_REASONINGMARKS']._serialized_end=511
-  _globals['_CANDIDATEPROGRESS']._serialized_start=513
-  _globals['_CANDIDATEPROGRESS']._serialized_end=639
-  _globals['_FIRSTBEAM']._serialized_start=641
-  _globals['_FIRSTBEAM']._serialized_end=687
-  _globals['_CANDIDATEOUTPUT']._serialized_start=690
-  _globals['_CANDIDATEOUTPUT']._serialized_end=1095
-  _globals['_WORKERERROR']._serialized_start=1097
-  _globals['_WORKERERROR']._serialized_end=1141
+  _globals['_REQUESTSPEC']._serialized_end=434
+  _globals['_REASONINGMARKS']._serialized_start=436
+  _globals['_REASONINGMARKS']._serialized_end=541
+  _globals['_CANDIDATEPROGRESS']._serialized_start=543
+  _globals['_CANDIDATEPROGRESS']._serialized_end=669
+  _globals['_FIRSTBEAM']._serialized_start=671
+  _globals['_FIRSTBEAM']._serialized_end=717
+  _globals['_CANDIDATEOUTPUT']._serialized_start=720
+  _globals['_CANDIDATEOUTPUT']._serialized_end=1125
+  _globals['_WORKERERROR']._serialized_start=1127
+  _globals['_WORKERERROR']._serialized_end=1171
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,7 @@ class RequestSpec(google.protobuf.message.Message):
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The router's name for the request, never used before: the client's id, a
     slash and 16 random hex digits; a repeat on another replica adds a slash
@@ -87,6 +88,12 @@ class RequestSpec(google.protobuf.message.Message):
         Unset: the text has no such part.
         """
 
+    @property
+    def prediction_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens of the client's `sampling.prediction`, whose text is not sent to
+        workers. Empty: there is none.
+        """
+
     def __init__(
         self,
         *,
@@ -101,10 +108,11 @@ class RequestSpec(google.protobuf.message.Message):
         bad_words_token_ids: collections.abc.Iterable[baton.v1.common_pb2.TokenIds] | None = ...,
         reasoning: Global___ReasoningMarks | None = ...,
         traceparent: builtins.str = ...,
+        prediction_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "stopping", b"stopping"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestSpec: typing_extensions.TypeAlias = RequestSpec

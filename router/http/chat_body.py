@@ -32,6 +32,7 @@ class ChatBody(SamplingBody):
         top_logprobs: how many likeliest tokens are returned at each place.
         reasoning_effort: a variable of the chat template.
         include_reasoning: whether the answer has the reasoning part.
+        prediction: a text that the answer will probably repeat.
     """
 
     messages: Array[JsonObject]
@@ -47,6 +48,7 @@ class ChatBody(SamplingBody):
     documents: Array[JsonObject] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: JsonObject | None = None
 
     @property
     def forced_choice(self) -> str | dict[str, Any] | None:
@@ -103,7 +105,7 @@ class ChatBody(SamplingBody):
 
         Raises:
             InvalidArgumentError: a field is set that chats do not have, or without another one
-                that it needs.
+                that it needs, or the prediction is malformed.
         """
         stated = stated_fields(self)
         if self.prompt_logprobs is not None:
@@ -114,7 +116,23 @@ class ChatBody(SamplingBody):
             stated["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
             raise InvalidArgumentError("top_logprobs is set without logprobs; set both")
+        if self.prediction is not None:
+            stated["prediction"] = _predicted_text(Fields(self.prediction, "prediction"))
         return stated
+
+
+def _predicted_text(prediction: Fields) -> str:
+    """The text of a prediction, or its parts in one."""
+    prediction.required("type")
+    prediction.choice("type", ("content",))
+    if not isinstance(prediction.required("content"), list):
+        return prediction.required_text("content")
+    texts = []
+    for part in prediction.objects("content"):
+        part.required("type")
+        part.choice("type", ("text",))
+        texts.append(part.required_text("text"))
+    return "".join(texts)
 
 
 def _name_of(tool: Mapping[str, Any]) -> Any:

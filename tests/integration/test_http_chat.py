@@ -90,6 +90,54 @@ async def test_a_chat_is_rendered_and_answered():
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.parametrize(
+    "content", ["the dog", [{"type": "text", "text": "the "}, {"type": "text", "text": "dog"}]]
+)
+async def test_a_prediction_reaches_the_workers_as_tokens(content):
+    decode = answering(TEXT)
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL, messages=USER, prediction={"type": "content", "content": content}
+        )
+    assert answer.choices[0].message.content == TEXT
+    (start,) = decode.starts
+    expected = tokenizer().encode("the dog", add_special_tokens=False)
+    assert list(start.spec.prediction_token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ("the dog", "prediction"),
+        ({}, "prediction.type is missing"),
+        ({"type": "text", "content": "a"}, "prediction.type is 'text'; it must be one of content"),
+        ({"type": "content"}, "prediction.content is missing"),
+        ({"type": "content", "content": 5}, "prediction.content is 5; it must be a text"),
+        (
+            {"type": "content", "content": ["a"]},
+            r"prediction.content\[0\] is 'a'; it must be a JSON",
+        ),
+        (
+            {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+            r"prediction.content\[0\].type is 'image_url'",
+        ),
+        (
+            {"type": "content", "content": [{"type": "text"}]},
+            r"prediction.content\[0\].text is missing",
+        ),
+        ({"type": "content", "content": "a " * 99999}, "prediction has [0-9]+ "),
+    ],
+)
+async def test_a_malformed_prediction_is_refused_by_name(prediction, message):
+    decode = answering(TEXT)
+    async with running_chat(decode) as api:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await api.openai.chat.completions.create(
+                model=MODEL, messages=USER, extra_body={"prediction": prediction}
+            )
+    assert not decode.starts
+
+
 async def test_a_stream_has_the_role_first_and_joined_equals_the_whole():
     async with running_chat(answering(TEXT)) as api:
         create = api.openai.chat.completions.create

@@ -85,6 +85,10 @@ _CHAT = {
     "include_reasoning": (True, False),
     "chat_template_kwargs": ({"mood": "good"},),
     "documents": ([{"title": "a", "text": "b"}],),
+    "prediction": (
+        {"type": "content", "content": "He"},
+        {"type": "content", "content": [{"type": "text", "text": "He"}]},
+    ),
     "add_generation_prompt": (True, False),
     "continue_final_message": (True, False),
 }

@@ -216,7 +216,7 @@ def test_generate_has_a_flag_for_every_parameter():
         "thinking_token_budget": 7,
         "extra_args": '{"a": 1}',
     }
-    not_flags = {"structured_outputs", "output_kind"}
+    not_flags = {"structured_outputs", "prediction", "output_kind"}
     assert given.keys() | not_flags == set(SamplingParams.__slots__)
     parser = argparse.ArgumentParser()
     add_sampling_args(parser)
@@ -259,6 +259,15 @@ def test_generate_has_a_flag_for_every_form(flags, form, tmp_path):
     add_sampling_args(parser)
     args = parser.parse_args([str(path) if flag == "FILE" else flag for flag in flags])
     assert sampling_fields_from_args(args) == {"max_tokens": 128, "structured_outputs": form}
+
+
+def test_generate_reads_a_prediction_from_a_file(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("the dog\n")
+    parser = argparse.ArgumentParser()
+    add_sampling_args(parser)
+    stated = sampling_fields_from_args(parser.parse_args(["--prediction", str(path)]))
+    assert stated == {"max_tokens": 128, "prediction": "the dog\n"}
 
 
 def test_generate_sends_the_form_of_the_text(capsys):

@@ -112,6 +112,8 @@ def test_progress_that_another_replica_may_have_made_is_accepted():
         ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
         ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
         ({"reasoning": ReasoningMarks((0,), (1, 2))}, "reasoning is 2"),
+        ({"prediction_token_ids": (0, 2)}, "prediction_token_ids is 2"),
+        ({"prediction_token_ids": (0,) * 1000}, "prediction_token_ids has 1000 tokens; .* at most"),
         ({"bad_words_token_ids": ((0, 1), ())}, "bad_words_token_ids has an empty word"),
         (
             {"bad_words_token_ids": ((0, 1),) * 513},

@@ -213,6 +213,28 @@ async def prepare_text(params, marks=None):
     )
 
 
+async def test_a_prediction_becomes_tokens_without_special_ones():
+    request = await prepare_text(SamplingParams(prediction="the dog"))
+    expected = tokenizer().encode("the dog", add_special_tokens=False)
+    assert request.spec.prediction_token_ids == tuple(expected)
+    assert request.spec.for_attempt(1).prediction_token_ids == tuple(expected)
+    assert (await prepare_text(SamplingParams())).spec.prediction_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_prompts", "message"),
+    [
+        ("the dog " * 9, 1, "prediction has [0-9]+ tokens; it must have at most 8"),
+        ("the dog " * 2, 4, "prediction has [0-9]+ tokens; it must have at most 2"),
+        ("x" * 1000, 1, "prediction has 1000 characters; it must have at most"),
+        ("a\ud800", 1, "prediction is not valid Unicode: lone surrogate at character 1"),
+    ],
+)
+async def test_predictions_that_do_not_fit_are_refused_by_name(text, num_prompts, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        await prepare(SamplingParams(prediction=text), num_prompts=num_prompts)
+
+
 MARKS = ReasoningMarks(start_token_ids=(5,), end_token_ids=(6, 7))
 
 

@@ -237,6 +237,7 @@ BAD = [
     ({"extra_args": {"a": object()}}, "extra_args is not JSON: Object of type object"),
     ({"extra_args": {"a": "x" * 2**16}}, "extra_args has 65544 bytes of UTF-8; at most 65536"),
     ({"extra_args": {"a": "\ud800"}}, "extra_args is not valid Unicode"),
+    ({"prediction": ["a"]}, r"prediction is \['a'\]; it must be a text"),
 ]
 
 

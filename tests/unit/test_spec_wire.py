@@ -74,6 +74,7 @@ DRAWING = {
     "structured_outputs": st.none() | OUTPUTS,
     "thinking_token_budget": st.none() | st.integers(-1, 2**32 - 1),
     "extra_args": st.none() | NAMED_JSON,
+    "prediction": st.text("ab é", max_size=5),
 }
 PARAMS = (
     st.builds(
@@ -117,6 +118,7 @@ SPEC = RequestSpec(
     cache_salt="tenant",
     bad_words_token_ids=((3,), (4, 3)),
     reasoning=ReasoningMarks(start_token_ids=(), end_token_ids=(8, 7)),
+    prediction_token_ids=(7, 5, 7),
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
 )
 
@@ -187,6 +189,13 @@ def test_a_spec_survives_a_round_trip_with_its_remaining_time():
     back = spec_from_proto(message, now=100.0)
     assert back.deadline == 100.0 + message.timeout_ms / 1000
     assert replace(back, deadline=None) == SPEC
+
+
+def test_workers_get_the_tokens_of_a_prediction_not_its_text():
+    params = replace(SPEC.params, prediction="a text")
+    message = spec_to_proto(replace(SPEC, params=params, deadline=time.monotonic() + 5))
+    assert not message.sampling.HasField("prediction")
+    assert list(message.prediction_token_ids) == [7, 5, 7]
 
 
 def test_only_parameters_that_differ_from_the_defaults_are_sent():
