@@ -16,7 +16,7 @@ from engine.group import Sequence
 from engine.metrics.counts import EngineMetrics
 from engine.speculation.config import SpeculativeConfig
 from engine.speculation.lookup import make_proposer
-from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState
+from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState, TokenHistory
 
 __all__ = ["Drafts", "may_draft"]
 
@@ -82,12 +82,11 @@ class Drafts:
         """
         state = _state_of(sequence)
         state.num_steps_without += 1
-        tokens = state.history.updated(sequence.token_ids)
         room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
         limit = min(limit, room, self._num_worthwhile(state))
         if limit <= 0:
             return ()
-        guesses = self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
+        guesses = self._guesses(sequence, limit)
         if guesses:
             state.num_steps_without = 0
         return tuple(guesses)
@@ -106,8 +105,7 @@ class Drafts:
         state.num_right += _FORGOTTEN_SHARE * (FIRST_RIGHT - state.num_right)
         if not may_draft(sequence) or not self._num_worthwhile(state):
             return False
-        tokens = state.history.updated(sequence.token_ids)
-        begins = bool(self._proposer.propose(tokens, 1, is_private=_is_private(sequence)))
+        begins = bool(self._guesses(sequence, 1))
         if begins:
             state.num_steps_without = 0
         return begins
@@ -126,6 +124,15 @@ class Drafts:
         """Keeps a sequence that has ended for guesses of later ones."""
         if not _is_private(sequence):
             self._proposer.keep_answer(sequence.token_ids, sequence.group.num_prompt)
+
+    def _guesses(self, sequence: Sequence, limit: int) -> list[int]:
+        """Returns at most `limit` guesses: what the prediction says, or what a look-up finds."""
+        history = _state_of(sequence).history
+        tokens = history.updated(sequence.token_ids)
+        predicted = history.predicted(sequence.group.num_prompt, limit)
+        if predicted:
+            return predicted
+        return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
 
     def _num_worthwhile(self, state: DraftState) -> int:
         """Returns how many guesses are worth their time in a step like the last one."""
@@ -153,7 +160,8 @@ def may_draft(sequence: Sequence) -> bool:
 
 def _state_of(sequence: Sequence) -> DraftState:
     if sequence.drafts is None:
-        sequence.drafts = DraftState()
+        prediction = sequence.group.request.spec.prediction_token_ids
+        sequence.drafts = DraftState(TokenHistory(prediction))
     return sequence.drafts
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from typing_extensions import override
 
 from engine.speculation.config import SpeculativeConfig
+from engine.speculation.state import NO_TOKEN
 
 __all__ = ["AnswerLookup", "Proposer", "SequenceLookup", "make_proposer"]
 
 _KEY_WIDTH = 3
 _BITS_PER_TOKEN = 21  # three tokens fill an int64; larger vocabularies do not exist
-_NO_TOKEN = -1
 
 
 class Proposer(ABC):
@@ -28,7 +28,7 @@ class Proposer(ABC):
         """Returns the guesses, the next token first; empty if there are none.
 
         Args:
-            tokens: `[n]` int32; the sequence.
+            tokens: `[n]` int32; the sequence, after its prediction and `NO_TOKEN` if it has one.
             limit: the most guesses.
             is_private: whether nothing of other requests may be used for this one.
         """
@@ -55,7 +55,8 @@ class _Match(NamedTuple):
 
 
 class SequenceLookup(Proposer):
-    """Searches the sequence itself, so that texts that repeat the prompt or themselves are guessed.
+    """Searches the sequence itself and its prediction, so that texts that repeat the prompt, the
+    prediction or themselves are guessed.
 
     Args:
         config: the widths.
@@ -73,6 +74,7 @@ class SequenceLookup(Proposer):
         """Returns the latest of the longest matches; None if none is long enough."""
         last = len(tokens) - 1
         ends, width = np.flatnonzero(tokens[:last] == tokens[last]), 1
+        ends = ends[tokens[ends + 1] != NO_TOKEN]  # nothing follows the prediction's last token
         while len(ends) and width < self._most:
             earlier = ends[ends >= width]
             longer = earlier[tokens[earlier - width] == tokens[last - width]]
@@ -96,7 +98,7 @@ class AnswerLookup(Proposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._own = SequenceLookup(config)
         self._most = config.prompt_lookup_max
-        self._ring = np.full(config.max_cached_tokens, _NO_TOKEN, np.int32)
+        self._ring = np.full(config.max_cached_tokens, NO_TOKEN, np.int32)
         self._next = 0
         self._latest: dict[int, int] = {}  # by the key of three tokens: the index after them
 
@@ -105,21 +107,18 @@ class AnswerLookup(Proposer):
         own = self._own.match(tokens)
         other = None if is_private else self._match(tokens)
         if other is not None and (own is None or other.width > own.width):
-            found = self._ring[other.end : other.end + limit]
-            ends = np.flatnonzero(found == _NO_TOKEN)
-            end = int(ends[0]) if len(ends) else limit
-            return [int(token) for token in found[:end]]
+            return _before_end(self._ring[other.end : other.end + limit])
         return [] if own is None else _continuation(tokens, own.end, limit)
 
     @override
     def keep_answer(self, token_ids: Sequence[int], num_prompt: int) -> None:
         first = max(0, num_prompt - _KEY_WIDTH)  # so that the answer's beginning is found
-        kept = np.array([*token_ids[first:], _NO_TOKEN], np.int32)
+        kept = np.array([*token_ids[first:], NO_TOKEN], np.int32)
         size = len(self._ring)
         if len(kept) > size:
             return
         if self._next + len(kept) > size:
-            self._overwrite(np.full(size - self._next, _NO_TOKEN, np.int32))
+            self._overwrite(np.full(size - self._next, NO_TOKEN, np.int32))
             self._next = 0
         start = self._next
         self._overwrite(kept)
@@ -146,7 +145,7 @@ class AnswerLookup(Proposer):
             return None
         most = min(self._most, len(tokens), end)
         earlier, latest = self._ring[end - most : end], tokens[-most:]
-        differing = np.flatnonzero(earlier != latest)
+        differing = np.flatnonzero((earlier != latest) | (latest == NO_TOKEN))
         return _Match(most - 1 - int(differing[-1]) if len(differing) else most, end)
 
 
@@ -156,9 +155,21 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
 
 
 def _continuation(tokens: np.ndarray, start: int, limit: int) -> list[int]:
-    """Returns the tokens from `start` on; at the end they begin again, as in text with a period."""
-    period = tokens[start : start + limit]
-    return [int(token) for token in np.resize(period, limit)]
+    """Returns the tokens from `start` on. At the sequence's end they begin again, as in text with a
+    period; at the prediction's end they end.
+    """
+    following = tokens[start : start + limit]
+    known = _before_end(following)
+    if len(known) < len(following):
+        return known
+    return [int(token) for token in np.resize(following, limit)]
+
+
+def _before_end(tokens: np.ndarray) -> list[int]:
+    """Returns the tokens before the first `NO_TOKEN`."""
+    ends = np.flatnonzero(tokens == NO_TOKEN)
+    known = tokens[: ends[0]] if len(ends) else tokens
+    return [int(token) for token in known]
 
 
 def _keys(tokens: np.ndarray) -> np.ndarray:

@@ -1,36 +1,59 @@
 """`DraftState`: what is known of one sequence's guesses. Pure."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FIRST_CHECKED", "FIRST_RIGHT", "DraftState", "TokenHistory"]
+__all__ = ["FIRST_CHECKED", "FIRST_RIGHT", "NO_TOKEN", "DraftState", "TokenHistory"]
+
+NO_TOKEN = -1
 
 # What is assumed of a new sequence: so many guesses were checked, and so many of them were right.
 FIRST_CHECKED, FIRST_RIGHT = 2.0, 1.5
 
 
 class TokenHistory:
-    """The tokens of one sequence as an array, which grows with it."""
+    """The tokens of one sequence as an array, which grows with it.
 
-    def __init__(self) -> None:
-        self._tokens = np.empty(0, np.int32)
-        self._length = 0
+    Those of its prediction and `NO_TOKEN` come before them, if it has one.
+
+    Args:
+        prediction: tokens that the answer will probably repeat.
+    """
+
+    def __init__(self, prediction: Sequence[int] = ()) -> None:
+        self._num_predicted = len(prediction)
+        self._tokens = np.array([*prediction, NO_TOKEN] if prediction else [], np.int32)
+        self._start = self._length = len(self._tokens)
 
     def updated(self, token_ids: list[int]) -> np.ndarray:
         """Returns all tokens, `[n]` int32, as a view that the next call may overwrite.
 
         Args:
-            token_ids: those of the last call, and those that have followed.
+            token_ids: the sequence's at the last call, and those that have followed.
         """
-        length = len(token_ids)
+        length = self._start + len(token_ids)
         if length > len(self._tokens):
             grown = np.empty(max(2 * length, 256), np.int32)
             grown[: self._length] = self._tokens[: self._length]
             self._tokens = grown
-        self._tokens[self._length : length] = token_ids[self._length :]
+        self._tokens[self._length : length] = token_ids[self._length - self._start :]
         self._length = length
         return self._tokens[:length]
+
+    def predicted(self, num_prompt: int, limit: int) -> list[int]:
+        """Returns the next tokens of the prediction if the answer so far is its beginning.
+
+        Args:
+            num_prompt: how many of the sequence's tokens are its prompt.
+            limit: the most tokens.
+        """
+        answer = self._tokens[self._start + num_prompt : self._length]
+        rest = self._tokens[len(answer) : self._num_predicted][:limit]
+        if not len(rest) or not np.array_equal(answer, self._tokens[: len(answer)]):
+            return []
+        return [int(token) for token in rest]
 
 
 @dataclass(slots=True)
@@ -38,7 +61,7 @@ class DraftState:
     """What is known of one sequence.
 
     Attributes:
-        history: its tokens.
+        history: its tokens, after those of its prediction.
         num_checked: guesses that were compared with what was drawn, the newest ones count more.
         num_right: those of them that were equal to it.
         num_steps_without: steps since the last one with drafts.
@@ -46,7 +69,7 @@ class DraftState:
         num_accepted: those of them that were right.
     """
 
-    history: TokenHistory = field(default_factory=TokenHistory)
+    history: TokenHistory
     num_checked: float = FIRST_CHECKED
     num_right: float = FIRST_RIGHT
     num_steps_without: int = 0

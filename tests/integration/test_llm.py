@@ -12,6 +12,7 @@ import pytest
 from tqdm import tqdm
 
 from baton import LLM, SamplingParams, StructuredOutputs
+from baton.demo import demo_model_path
 from baton.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
 from baton.prompts import parse_prompts
 from engine.batch import candidate_seed
@@ -172,6 +173,25 @@ def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkey
     formed = replace(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
     assert made(llm, "abc", formed).spec.reasoning == marks
     assert made(llm, "abc", GREEDY).spec.reasoning is None
+
+
+def test_a_prediction_is_recorded_as_tokens(llm):
+    request = made(llm, "abc", replace(GREEDY, prediction="no"))
+    assert request.spec.prediction_token_ids == tuple(b"no")
+    with pytest.raises(InvalidArgumentError, match=r"^prediction has 99999 tokens; it must have"):
+        made(llm, "abc", replace(GREEDY, prediction="n" * 99999))
+
+
+def test_usage_counts_the_tokens_that_a_prediction_had():
+    prompt = "Open the file and return a corresponding file object. If the file"
+    params = {"temperature": 0, "max_tokens": 24}
+    with LLM(demo_model_path(), speculative_config={"method": "ngram"}, num_threads=1) as guessing:
+        (plain,) = guessing.generate(prompt, params, use_tqdm=False)
+        params["prediction"] = plain.text
+        (predicted,) = guessing.generate(prompt, params, use_tqdm=False)
+    assert predicted.token_ids == plain.token_ids
+    num_accepted = [each.usage.accepted_prediction_tokens for each in (plain, predicted)]
+    assert num_accepted[1] > num_accepted[0]
 
 
 def test_bad_words_outside_the_models_vocabulary_are_refused_by_name(llm, monkeypatch):

@@ -140,6 +140,51 @@ def test_texts_that_repeat_themselves_are_guessed(method: str) -> None:
     assert accepted > 0
 
 
+def _nearly(tokens: Sequence[int], place: int) -> tuple[int, ...]:
+    """Returns the tokens with another one at a place."""
+    return (*tokens[:place], (tokens[place] + 1) % 250, *tokens[place + 1 :])
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_prediction_is_guessed(method: str, salt: str) -> None:
+    """Guesses follow it from the answer's second token on, and again after a wrong token."""
+    path, prompt = tiny_checkpoint("llama"), prompt_of(12)
+    expected = reference_greedy(path, prompt, 40)
+    flags = GUESSING | {"speculative_config": {"method": method}}
+    num_accepted = []
+    for prediction in ((), _nearly(expected, 0), _nearly(expected, 15)):
+        request = engine_request(
+            "r",
+            tuple(prompt),
+            max_tokens=40,
+            cache_salt=salt,
+            prediction_token_ids=prediction,
+        )
+        with closing(build_core(path, "both", **flags)) as core:
+            assert tokens_of(run_all(core, [request])["r"]) == expected
+            num_accepted.append(_num_drafts(core)[0])
+    none, wrong_first, wrong_later = num_accepted
+    assert wrong_first > none + 10
+    assert wrong_later > none + 10
+
+
+def test_a_decode_tier_guesses_a_prediction() -> None:
+    path, prompt = tiny_checkpoint("llama"), tuple(prompt_of(12))
+    expected = reference_greedy(path, prompt, 10)
+    no_look_ups = {"prompt_lookup_min": 64, "prompt_lookup_max": 64}
+    flags = GUESSING | {"speculative_config": {"method": "ngram", **no_look_ups}}
+    with tiers(path, {}, flags, kv_connector="memory://predictions") as split:
+        request = engine_request(
+            "r", prompt, max_tokens=10, prediction_token_ids=_nearly(expected, 8)
+        )
+        split.run([request])
+        (handed,) = split.handed.values()
+        found = [*handed.progress[0].output_token_ids, *tokens_of(split.outputs["r"])]
+        assert found == expected
+        assert _num_drafts(split._decode) == (6, 1)  # rows of five and of two
+
+
 def test_a_decode_tier_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("llama")
     prompts = [prompt_of(length, seed=length) for length in (1, 8, 9, 31, 43)]

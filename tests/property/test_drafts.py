@@ -40,6 +40,7 @@ def _request(draw: st.DrawFn, request_id: str) -> EngineRequest:
         logprobs=draw(st.sampled_from([None, None, 1])),
         structured_outputs=StructuredOutputs(regex=regex) if regex else None,
         cache_salt=draw(st.sampled_from(["", "tenant"])),
+        prediction_token_ids=tuple(draw(st.just([]) | st.lists(st.integers(0, 1), max_size=30))),
     )
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation.config import SpeculativeConfig
-from engine.speculation.lookup import AnswerLookup, SequenceLookup
-from engine.speculation.state import TokenHistory
+from engine.speculation.lookup import AnswerLookup, SequenceLookup, make_proposer
+from engine.speculation.state import NO_TOKEN, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -63,6 +63,53 @@ def test_earlier_answers_are_searched_as_long_as_they_are_kept(
         newest = np.array([50, *last[:3]], np.int32)
         assert lookup.propose(newest, 1, is_private=False)
         assert not lookup.propose(newest[-3:], 1, is_private=True) or len(set(last[:3])) < 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prediction=TOKENS,
+    tokens=TOKENS,
+    method=st.sampled_from(["ngram", "suffix"]),
+    least=st.integers(1, 4),
+    limit=st.integers(1, 9),
+)
+def test_guesses_from_a_prediction_continue_it(
+    prediction: list[int], tokens: list[int], method: str, least: int, limit: int
+) -> None:
+    """The longest of the last tokens that occur count; in the sequence rather than before it."""
+    config = SpeculativeConfig(method=method, prompt_lookup_min=least, prompt_lookup_max=8)
+    searched = TokenHistory(prediction).updated(tokens)
+    assert searched.tolist() == [*prediction, NO_TOKEN, *tokens]
+
+    found = make_proposer(config).propose(searched, limit, is_private=False)
+
+    own, width = _longest_latest(tokens, least, 8), 0
+    while own is not None and width < 8 and tokens[:own][-width - 1 :] == tokens[-width - 1 :]:
+        width += 1
+    expected = [] if own is None else (tokens[own:] * limit)[:limit]
+    for wider in range(min(8, len(tokens)), max(width, least - 1), -1):
+        ends = range(len(prediction) - 1, wider - 1, -1)
+        starts = [end for end in ends if prediction[end - wider : end] == tokens[-wider:]]
+        if starts:
+            expected = prediction[starts[0] :][:limit]
+            break
+    assert found == expected
+
+
+@given(prediction=TOKENS, tokens=TOKENS, data=st.data())
+def test_a_prediction_goes_on_while_the_answer_is_its_beginning(
+    prediction: list[int], tokens: list[int], data: st.DataObject
+) -> None:
+    answer = data.draw(st.just(prediction[: data.draw(st.integers(0, 40))]) | TOKENS)
+    history = TokenHistory(prediction)
+    history.updated(tokens)
+    history.updated([*tokens, *answer])
+
+    found = history.predicted(len(tokens), 4)
+
+    is_beginning = prediction[: len(answer)] == answer
+    assert found == (prediction[len(answer) :][:4] if is_beginning else [])
+    assert TokenHistory().predicted(0, 4) == []
 
 
 @given(parts=st.lists(TOKENS, min_size=1, max_size=6))
