@@ -32,6 +32,7 @@ __all__ = [
 _SAME_FLAGS = (
     *("max_num_seqs", "max_num_batched_tokens"),
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
+    *("enforce_eager", "speculative_config"),
 )
 _DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
