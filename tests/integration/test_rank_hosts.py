@@ -119,7 +119,7 @@ def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -
         ({"max_num_seqs": 7}, "--max-num-seqs of rank 1 is 7, of rank 0 8"),
         (
             {"speculative_config": '{"method": "ngram"}'},
-            "--speculative-config of rank 1 is SpeculativeConfig(method='ngram'",
+            '--speculative-config of rank 1 is {"method": "ngram"',
         ),
         ({"block_size": 16}, "the KV cache of rank 1 is"),
         ({"model": "qwen2"}, "the checkpoint of rank 1 is"),

@@ -11,6 +11,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from engine.speculation.config import SpeculativeConfig
 from kvstore.registry import known_stores
 
 
@@ -69,6 +70,7 @@ def test_every_field_can_be_given(tmp_path):
         swap_space=4321,
         async_scheduling=True,
         enforce_eager=True,
+        speculative_config=SpeculativeConfig(method="suffix", num_speculative_tokens=3),
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=1234,
