@@ -92,7 +92,9 @@ def test_every_field_can_be_given(tmp_path):
     )
     default = EngineConfig(model="m")
     arguments = []
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in (
+        (one.name, getattr(config, one.name)) for one in dataclasses.fields(config)
+    ):
         assert value != getattr(default, name), f"{name} is not exercised"
         flag = name.replace("_", "-")
         text = ",".join(value) if isinstance(value, tuple) else str(value)
