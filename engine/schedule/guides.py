@@ -14,7 +14,7 @@ from engine.constraints.matcher import Constraint
 from engine.constraints.retokenizer import Retokenizer
 from engine.group import GroupState, Sequence, SequenceGroup
 
-__all__ = ["GrammarSource", "Guides"]
+__all__ = ["GrammarSource", "Guides", "masks_after"]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -148,6 +148,19 @@ class Guides:
         elif sequence.finish_reason is None:
             guide.update_mask()
         return tuple(forced)
+
+
+def masks_after(
+    sequence: Sequence, guide: Guide, drafts: tuple[int, ...]
+) -> tuple[bytes | None, ...]:
+    """Returns the masks after guesses of a sequence's tokens, as far as these may follow; none
+    if that fails: the error, if it is one of the tokens, occurs again when they are drawn.
+    """
+    try:
+        with _typed_errors():
+            return tuple(guide.follow(drafts, sequence.token_ids))
+    except BatonError:
+        return ()
 
 
 _OTHER_TOKENS = (

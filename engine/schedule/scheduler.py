@@ -15,6 +15,7 @@ touch are not reused before its output is in (`KvCacheManager.step_started`).
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
@@ -349,7 +350,7 @@ class Scheduler:
         if retries and self._retries.plan(plan):
             return self._start_step(plan)
         if self._drafts is not None:
-            plan.num_reserved = sum(len(group.running) for group in self._queues.chunking)
+            plan.num_reserved = self._num_chunking()
         # The most important first: only groups after the current one are preempted.
         for group in sorted((due | self._queues.chunking).keys(), key=order_of):
             if group.state is not GroupState.RUNNING or group in self._retries:
@@ -359,6 +360,11 @@ class Scheduler:
         if self._queues.waiting and not plan.admits_none and not retries:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
+
+    def _num_chunking(self) -> int:
+        """Returns how many running sequences do not decode."""
+        sequences = chain.from_iterable(group.running for group in self._queues.chunking)
+        return sum(sequence not in self._decoding for sequence in sequences)
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""

@@ -14,6 +14,7 @@ from engine.batch import (
 )
 from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
+from engine.schedule.guides import masks_after
 
 __all__ = ["StepPlan", "StepRecord"]
 
@@ -121,7 +122,7 @@ class StepPlan:
         guide = sequence.guide if draws else None
         draft_masks: tuple[bytes | None, ...] = ()
         if guide is not None and drafts:
-            draft_masks = tuple(guide.follow(drafts, sequence.token_ids))
+            draft_masks = masks_after(sequence, guide, drafts)
             drafts = drafts[: len(draft_masks)]
         chunk = ScheduledChunk(
             row=sequence.row,

@@ -100,7 +100,7 @@ async def test_streams_outlive_a_rank_on_another_host(tmp_path: Path) -> None:
             ],
         )
         started.callback(router.kill)
-        await router.wait_listening()
+        await router.wait_serving()
         async with AsyncClient(router.address) as client:
             for number in (signal.SIGKILL, signal.SIGSTOP):
                 tokens, is_lost = [], False

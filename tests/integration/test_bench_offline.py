@@ -157,6 +157,37 @@ def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, caps
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    model = ("--model", str(tiny_checkpoint("llama")), "--num-threads", "1")
+    sizes = ("--batch-size", "3", "--max-tokens", "6", "--rounds", "1")
+    guesses = ("--num-speculative-tokens", "3")
+    assert main(["bench", "speculation", *model, *sizes, *guesses, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    cases = [(each["workload"], each["method"]) for each in report["workloads"]]
+    assert cases == list(product(("repetitive", "ordinary"), ("ngram", "suffix")))
+    for each in report["workloads"]:
+        assert (each["batch_size"], each["num_requests"], each["num_differing"]) == (3, 8, 0)
+        speeds = each["tokens_per_s_with"], each["tokens_per_s_without"]
+        assert each["ratio"] == pytest.approx(speeds[0] / speeds[1]) == each["ratios"][0]
+        assert 0 <= each["num_accepted"] <= each["num_guesses"]
+        assert 1 <= each["tokens_per_step"] <= 4
+    assert [row["batch_size"] for row in report["rows"]] == [1, 8]
+    for row in report["rows"]:
+        assert list(row["known_ms"]) == ["1", "2", "3", "4"]
+        assert min(row["decode_ms"], *row["known_ms"].values()) > 0
+    shown = capsys.readouterr().out
+    assert "plain texts" in shown
+    assert shown.count("equal") == 4
+
+
+def test_speculation_needs_room_for_its_rows(capsys):
+    model = ("--model", str(tiny_checkpoint("llama")), *ENGINE)
+    pool = ("--num-gpu-blocks-override", "60")
+    assert main(["bench", "speculation", *model, *pool]) == 2
+    assert "4 blocks too few for 8 rows of 128 tokens" in capsys.readouterr().err
+
+
 def test_profiling_does_not_change_the_engine(engine):
     scheduler, runner = engine.core.scheduler, engine.core._runner
     profile_steps(engine, [BenchRequest(prompt_of(9), 4)])
@@ -174,6 +205,7 @@ def test_profiling_does_not_change_the_engine(engine):
         ("engine-step", ("--async-scheduling",), "--async-scheduling runs phases side by side"),
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
         ("constraints", ("--num-steps", "65"), "--num-steps is 65"),
+        ("speculation", ("--rounds", "0"), "--rounds is 0"),
     ],
 )
 def test_bad_flags_are_refused(command, flags, message, capsys):

@@ -1,9 +1,13 @@
 """Ranks with a GPU each: the steps of GPUs, and calls of NCCL, on the CPU in threads."""
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,9 @@ from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.ranks import nccl, processes
-from kernels.ranks import RanksLostError
+from engine.runtime.ranks import batches, nccl, processes
+from engine.runtime.ranks.batches import least_of_all
+from kernels.ranks import DeviceRankGroup, RanksLostError
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.rank_engines import all_kinds, check_greedy, tokens
 from tests.support.rank_threads import RankThreads
@@ -23,6 +28,7 @@ from tests.support.runner_kinds import use_kind
 
 MEBIBYTE = 2**20
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+SOON = 30
 STAGES = [(2, 1), (1, 3), (2, 2)]  # ranks of each stage, and stages
 CASES = [
     ("llama", (2, 1), "device, rerun", OVERLAPPED),
@@ -203,7 +209,7 @@ def test_stages_of_one_rank_have_a_gpu_each_and_no_nccl(monkeypatch: pytest.Monk
 def test_every_rank_of_every_stage_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ConfigurationError, match="is 4, and this machine has 3 GPUs"):
+    with pytest.raises(ConfigurationError, match="this machine 4 ranks, and it has 3 GPUs"):
         processes._check_machine(EngineConfig(model="m", **_sizes(2, 2)))
 
 
@@ -212,3 +218,90 @@ def test_a_rank_whose_connection_ends_before_it_has_a_name_fails() -> None:
     theirs.close()
     with pytest.raises(RanksLostError, match="rank 0 is lost"):
         nccl._receive_name(own)
+
+
+def _open_two(threads: RankThreads) -> tuple[DeviceRankGroup, DeviceRankGroup]:
+    """Returns two ranks, which have not met in NCCL."""
+    threads.open(EngineConfig(model="m", **_sizes(2, 1)))
+    first, second = threads.first.device_group, threads.others[0].device_group
+    assert first is not None
+    assert second is not None
+    return first, second
+
+
+def _add_up(group: DeviceRankGroup) -> float:
+    return float(group.all_reduce(torch.ones(1, 1)))
+
+
+def test_ranks_meet_though_one_loads_for_long(
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = _open_two(threads)
+    monkeypatch.setattr(nccl, "_MEETING_S", 0.01)
+    with ThreadPoolExecutor(2) as executor:
+        first = executor.submit(_add_up, groups[0])
+        time.sleep(0.5)
+        second = executor.submit(_add_up, groups[1])
+        assert first.result(SOON) == second.result(SOON) == 2
+    groups[0].close()
+
+
+def test_a_rank_that_is_lost_while_others_meet_ends_them(threads: RankThreads) -> None:
+    groups = _open_two(threads)
+    groups[1].abort()
+    with pytest.raises(RanksLostError, match="has ended"):
+        _add_up(groups[0])
+
+
+def test_the_group_closes_though_nccl_waits_for_graphs(
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.01)
+    groups = _open_two(threads)
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(_add_up, groups)) == [2, 2]
+    threads.library.abort_returns.clear()
+    closing_ = threading.Thread(target=groups[0].close, daemon=True)
+    closing_.start()
+    closing_.join(SOON)
+    assert not closing_.is_alive()
+    threads.library.abort_returns.set()
+
+
+def test_abort_ends_a_call_that_hangs_on_the_host(
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_LOCK_S", 0.01)
+    groups = _open_two(threads)
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(_add_up, groups)) == [2, 2]
+        hanging = executor.submit(_add_up, groups[0])
+        while not groups[0]._lock.locked():
+            time.sleep(0.01)
+        executor.submit(groups[0].abort).result(SOON)
+        with pytest.raises(RanksLostError):
+            hanging.result(SOON)
+
+
+def test_the_exchange_of_pool_sizes_ends_with_another_rank(
+    threads: RankThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, other = _open_two(threads)
+    never = SimpleNamespace(is_done=lambda: False)
+    monkeypatch.setattr(group, "all_reduce", lambda partial: partial)
+    monkeypatch.setattr(batches, "fetch", lambda *_: never)
+    other.abort()
+    with pytest.raises(RanksLostError, match="has ended"):
+        least_of_all(threads.first, 5, torch.device("cpu"))
+
+
+def test_the_engine_learns_of_an_ended_process_before_nccl_has_aborted() -> None:
+    events: list[str] = []
+    ranks = processes.RankProcesses.__new__(processes.RankProcesses)
+    ranks._is_closing = False
+    children: Any = SimpleNamespace(kill=lambda: events.append("kill"), has_ended=False)
+    opened: Any = SimpleNamespace(abort=lambda: events.append("abort"))
+    ranks._children, ranks._opened = children, opened
+    ranks.watch(lambda: events.append("lost"))
+    ranks._on_child_end()
+    assert events == ["lost", "kill", "abort"]

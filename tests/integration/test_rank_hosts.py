@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -116,6 +117,10 @@ def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -
     ("flags", "message"),
     [
         ({"max_num_seqs": 7}, "--max-num-seqs of rank 1 is 7, of rank 0 8"),
+        (
+            {"speculative_config": '{"method": "ngram"}'},
+            '--speculative-config of rank 1 is {"method": "ngram"',
+        ),
         ({"block_size": 16}, "the KV cache of rank 1 is"),
         ({"model": "qwen2"}, "the checkpoint of rank 1 is"),
     ],
@@ -236,6 +241,25 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
         with closing(meet(1)) as follower, closing(leading.result(30)) as leader:
             leader.send(b"hello")
             assert follower.receive() == b"hello"
+
+
+def test_a_stage_may_take_long_to_read_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_UNSENT_MS", 200)
+    (port,) = free_ports(1)
+    config = EngineConfig(model="m", pipeline_parallel_size=2)
+    large = bytes(30_000_000)  # more than the buffers of both sides
+
+    def meet(rank: int) -> HostRanks:
+        place = RankPlace(rank, 2, "127.0.0.1", port)
+        return HostRanks(place, config, ClusterSecurity(token=TOKEN))
+
+    with ThreadPoolExecutor(2) as executor:
+        leading = executor.submit(meet, 0)
+        with closing(meet(1)) as follower, closing(leading.result(30)) as leader:
+            sending = executor.submit(leader.send, large)
+            time.sleep(3)
+            assert follower.receive() == large
+            sending.result(30)
 
 
 def test_rank_0_does_not_wait_for_ranks_that_will_not_come() -> None:

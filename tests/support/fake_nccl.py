@@ -16,10 +16,15 @@ class FakeNccl:
 
     Args:
         size: number of ranks of each group.
+
+    Attributes:
+        abort_returns: `ncclCommAbort` returns once it is set, as it is at first.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.abort_returns = threading.Event()
+        self.abort_returns.set()
         self._groups: list[_Group] = []
 
     def ncclGetUniqueId(self, name: Any) -> int:
@@ -52,6 +57,7 @@ class FakeNccl:
 
     def ncclCommAbort(self, comm: int) -> int:
         self._groups[comm // _MAX_SIZE - 1].abort()
+        self.abort_returns.wait(_WAIT_S)
         return 0
 
     def ncclGetErrorString(self, status: int) -> bytes:

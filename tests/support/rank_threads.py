@@ -55,6 +55,7 @@ class RankThreads:
     def __init__(self) -> None:
         self.library = FakeNccl(1)
         self._threads: list[threading.Thread] = []
+        self._transfers: list[Connection] = []  # open, as rank 0 would else seem to have ended
 
     def open(self, config: EngineConfig) -> None:
         """Connects the ranks."""
@@ -77,8 +78,8 @@ class RankThreads:
         """What starts the ranks of an engine; returns rank 0."""
         self.open(config)
         for ranks in self.others:
-            own = replace(config, num_threads=1)
-            thread = threading.Thread(target=self._follow, args=(own, ranks), daemon=True)
+            arguments = replace(config, num_threads=1), ranks, self._open_transfers(ranks)
+            thread = threading.Thread(target=self._follow, args=arguments, daemon=True)
             thread.start()
             self._threads.append(thread)
         return self.first
@@ -89,9 +90,13 @@ class RankThreads:
             thread.join(_WAIT_S)
             assert not thread.is_alive()
 
+    def _open_transfers(self, ranks: EngineRanks) -> RankTransfers:
+        own, theirs = Pipe()
+        self._transfers.append(own)
+        return RankTransfers(theirs, ranks)
+
     @staticmethod
-    def _follow(config: EngineConfig, ranks: EngineRanks) -> None:
-        transfers = RankTransfers(Pipe()[1], ends_process=False)
+    def _follow(config: EngineConfig, ranks: EngineRanks, transfers: RankTransfers) -> None:
         with suppress(GroupEndedError, RanksLostError):
             compute_batches(config, ranks, transfers, None)
 

@@ -11,6 +11,7 @@ from baton.errors import ConfigurationError
 from baton.flag_parser import FlagParser
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from engine.speculation.config import SpeculativeConfig
 from kvstore.registry import known_stores
 
 
@@ -69,6 +70,7 @@ def test_every_field_can_be_given(tmp_path):
         swap_space=4321,
         async_scheduling=True,
         enforce_eager=True,
+        speculative_config=SpeculativeConfig(method="suffix", num_speculative_tokens=3),
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=1234,
@@ -90,7 +92,9 @@ def test_every_field_can_be_given(tmp_path):
     )
     default = EngineConfig(model="m")
     arguments = []
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in (
+        (one.name, getattr(config, one.name)) for one in dataclasses.fields(config)
+    ):
         assert value != getattr(default, name), f"{name} is not exercised"
         flag = name.replace("_", "-")
         text = ",".join(value) if isinstance(value, tuple) else str(value)

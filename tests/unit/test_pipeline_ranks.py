@@ -1,5 +1,7 @@
 """The exchanges of pipeline stages: a lost or slow rank neither hangs nor shifts the others."""
 
+import os
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.runtime.ranks import transfers
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
+from engine.runtime.ranks.transfers import RankTransfers
 from kernels.ranks import RanksLostError
 
 CONFIG = EngineConfig(model="m", pipeline_parallel_size=3)
@@ -76,3 +80,29 @@ def test_a_stage_whose_successor_is_lost_fails_and_closes() -> None:
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+def test_the_wait_for_the_rest_of_a_message_ends_after_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_END_S", 0.01)
+    steps, rank_0 = Pipe()
+    own, theirs = Pipe()
+    ranks = PipelineRanks(1, CONFIG, None, PipelineLinks({0: steps}), 1)
+    failures = []
+
+    def receive() -> None:
+        try:
+            ranks.receive(waits_forever=True)
+        except RanksLostError as error:
+            failures.append(error)
+
+    receiving = threading.Thread(target=receive, daemon=True)
+    with rank_0:
+        os.write(rank_0.fileno(), struct.pack("!i", 100) + b"half")
+        receiving.start()
+        RankTransfers(theirs, ranks)
+        own.close()  # rank 0 has ended, but the network has not reset its connection for steps
+        receiving.join(10)
+        assert len(failures) == 1
+    ranks.close()

@@ -1,23 +1,32 @@
 """Ranks that register their parts of the pool, and move blocks of them."""
 
+import os
 import queue
+import socket
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.metrics.counts import EngineMetrics, RankReport
-from engine.runtime.ranks import transfers
+from engine.runtime.ranks import reports, transfers
 from engine.runtime.ranks.reports import Reporter
-from engine.runtime.ranks.transfers import RankTransfers, _Pool, _Work
+from engine.runtime.ranks.transfers import (
+    RanksConnectorWorker,
+    RankTransfers,
+    _Pool,
+    _Work,
+)
 from kernels.ranks import RanksLostError
 from kvstore.connector import SavedSlices
 from kvstore.jobs import ConnectorWork, TransferResults
 
 WAIT_S = 20
+REPORT = RankReport(3, 0.1, 0.2, 0.3, 4)
 
 
 class Worker:
@@ -49,9 +58,9 @@ def open_transfers(
     """
     monkeypatch.setattr(transfers, "_register", lambda *_: SavedSlices(b"", ()))
     own, theirs = Pipe()
-    rank, worker = RankTransfers(theirs, ends_process=False), Worker()
+    ranks: Any = SimpleNamespace(rank=1, abort=lambda: None)
+    rank, worker = RankTransfers(theirs, ranks), Worker()
     runner: Any = SimpleNamespace(kv_pool=None, watch_layers=lambda _: None)
-    ranks: Any = SimpleNamespace(rank=1)
     connector: Any = (None, worker)
     rank.open(connector, runner, ranks)
     layout: Any = None
@@ -99,7 +108,8 @@ def test_reports_reach_rank_0_without_a_connector() -> None:
     own, theirs = Pipe()
     arrived: queue.SimpleQueue[RankReport] = queue.SimpleQueue()
     transfers.read_reports(None, [own], arrived.put)
-    reporter = Reporter(3, RankTransfers(theirs, ends_process=False).send_report)
+    ranks: Any = SimpleNamespace(abort=lambda: None)
+    reporter = Reporter(3, RankTransfers(theirs, ranks).send_report)
     reporter.step_begins()
     reporter.step_ends()
     report = arrived.get(timeout=WAIT_S)
@@ -125,3 +135,66 @@ def test_a_rank_that_does_not_register_in_time_is_lost(monkeypatch: pytest.Monke
     own, theirs = Pipe()
     with theirs, pytest.raises(RanksLostError, match="in time"):
         transfers._receive_slices(own)
+
+
+def test_results_for_a_rank_0_that_has_ended_are_no_failure() -> None:
+    own, theirs = Pipe()
+    ranks: Any = SimpleNamespace(abort=lambda: None)
+    rank = RankTransfers(theirs, ranks)
+    with socket.socket(fileno=os.dup(own.fileno())) as end:
+        end.shutdown(socket.SHUT_RD)  # so that sending fails, before `_read` notices the end
+    worker: Any = SimpleNamespace(poll=lambda: TransferResults(released=(1,)))
+    rank._poll(worker)
+
+
+def test_a_rank_that_still_waits_when_rank_0_has_ended_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_END_S", 0.01)
+    own, theirs = Pipe()
+    is_aborted = threading.Event()
+    ranks: Any = SimpleNamespace(abort=is_aborted.set)
+    RankTransfers(theirs, ranks)
+    own.close()
+    assert is_aborted.wait(WAIT_S)
+
+
+def test_a_message_that_cannot_be_handled_ends_the_group() -> None:
+    own, theirs = Pipe()
+    is_aborted = threading.Event()
+    ranks: Any = SimpleNamespace(abort=is_aborted.set)
+    halves: Any = (None, None)
+    worker = RanksConnectorWorker(halves, ranks, [own])
+
+    def fail(report: RankReport) -> None:
+        raise ValueError("bad report")
+
+    worker.on_report = fail
+    theirs.send(REPORT)
+    worker._read(own)  # though the rank has not ended
+    assert is_aborted.is_set()
+
+
+def test_reports_are_read_on_after_one_that_cannot_be_counted() -> None:
+    own, theirs = Pipe()
+    arrived: queue.SimpleQueue[RankReport] = queue.SimpleQueue()
+
+    def count(report: RankReport) -> None:
+        arrived.put(report)
+        raise ValueError("bad report")
+
+    transfers.read_reports(None, [own], count)
+    for _ in range(2):
+        theirs.send(REPORT)
+        assert arrived.get(timeout=WAIT_S) == REPORT
+
+
+def test_a_rank_whose_memory_cannot_be_read_reports_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reports, "_STATM", tmp_path / "statm")
+    sent: list[RankReport] = []
+    reporter = Reporter(3, sent.append)
+    reporter.step_begins()
+    reporter.step_ends()
+    assert [report.resident_bytes for report in sent] == [0]

@@ -9,6 +9,7 @@ import pytest
 from baton import ray_cluster
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
+from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.ray_ranks import RayRanks, check_reach, rank_resources
 
 CPU_RANK = {"model": "m", "device": "cpu", "tensor_parallel_size": 2}
@@ -124,3 +125,16 @@ def test_a_store_of_one_machine_is_refused_for_ranks_on_several():
 def test_ray_chooses_the_machines():
     with pytest.raises(ConfigurationError, match="--nnodes is 2; it must be 1 with Ray"):
         config(nnodes=2)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_group_that_is_lost_is_not_waited_for(is_lost, monkeypatch):
+    monkeypatch.setattr(HostRanks, "close", lambda self: None)
+    calls = []
+    ranks = RayRanks.__new__(RayRanks)
+    ranks._is_closing, ranks._is_lost = False, is_lost
+    ranks._results, ranks._group = ["result"], "group"
+    util = SimpleNamespace(remove_placement_group=lambda _: calls.append("remove"))
+    ranks._ray = SimpleNamespace(wait=lambda *_, **__: calls.append("wait"), util=util)
+    ranks.close()
+    assert calls == (["remove"] if is_lost else ["wait", "remove"])

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.driven_rows import DrivenRows
 from benchmarks.gpu.models import engine_config, kv_bytes_per_token, shape_of, write_config
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.record import Record, summary
 from benchmarks.gpu.timing import time_busy
 from benchmarks.model_cost import Ceilings, decode_floor_s, floor_s
 from benchmarks.offline.cases import Case, run_times
+from benchmarks.offline.driven_rows import DrivenRows
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.request import BenchRequest
 from engine.core import EngineCore

@@ -38,7 +38,7 @@ def main() -> int:
 
 def _compute(task: RankTask, link: Connection) -> None:
     """Computes with ranks that share memory; the process ends when rank 0's has."""
-    transfers = RankTransfers(link, ends_process=True)
+    transfers = RankTransfers(link, None)
     ranks = task.open_ranks()
     for file in task.files:
         os.close(file)

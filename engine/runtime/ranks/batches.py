@@ -18,6 +18,7 @@ from baton.version import __version__
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
+from engine.runtime.device import fetch
 from kernels import EngineRanks
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
 _SAME_FLAGS = (
     *("max_num_seqs", "max_num_batched_tokens"),
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
+    *("enforce_eager", "speculative_config"),
 )
 _DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -79,7 +81,10 @@ def least_of_all(ranks: EngineRanks, own: int, device: torch.device) -> int:
     if group is not None:
         numbers = torch.zeros((1, group.size), device=device)
         numbers[0, group.rank] = own
-        least = int(group.all_reduce(numbers).min())
+        fetched = fetch(device, (group.all_reduce(numbers).min(),))
+        if ranks.device_group is not None:  # whose sum waits for ranks that may be lost
+            ranks.device_group.wait(fetched.is_done)
+        least = int(fetched.tensors[0])
     if ranks.num_stages == 1:
         return least
     passed = torch.tensor([least])

@@ -152,8 +152,9 @@ class HostRanks(StartedRanks):
         with suppress(OSError, EOFError):
             link.recv_bytes()
         if not self._is_closing:
+            self._is_lost = True
+            self._on_lost()  # first, as NCCL may take seconds to abort
             self.abort()
-            self._on_lost()
 
 
 def _opened(met: Meeting, config: EngineConfig) -> EngineRanks:

@@ -74,7 +74,7 @@ def follow(config: EngineConfig, ranks: HostRanks, security: ClusterSecurity | N
     """
     (link,) = ranks.transfers
     try:
-        compute_batches(config, ranks, RankTransfers(link, ends_process=False), security)
+        compute_batches(config, ranks, RankTransfers(link, ranks), security)
     except GroupEndedError:
         _logger.info("rank 0 has ended")
     finally:

@@ -133,6 +133,10 @@ class Meeting:
             links = self._accept(server, wanted)
         self.steps = {rank: links[_STEPS, rank] for rank in others}
         self.transfers = [links[_TRANSFERS, rank] for rank in others]
+        if self.num_stages > 1:
+            # A stage reads a batch when it has computed those before, which may take long.
+            for link in self.steps.values():
+                _limit_unsent(link, 0)
         for link in links.values():
             link.send_bytes(attempt.encode())
         return attempt

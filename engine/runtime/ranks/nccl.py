@@ -31,7 +31,12 @@ _ELEMENT_TYPES = {torch.int64: 4, torch.float32: 7}
 _ID_BYTES = 128
 
 _MEETING_S = 300.0
-"""How long ranks wait for each other when they start."""
+"""How long a rank waits for its group's name, which rank 0 sends before it loads."""
+_ABORT_S = 2.0
+"""How long NCCL's abort is waited for. It ends kernels at once, but returns only when no CUDA graph
+has calls of the group any more."""
+_LOCK_S = 1.0
+"""How long `abort` waits for a call on the host: one that hangs ends by the abort."""
 _POLL_S = 50e-6
 _CHECK_S = 0.1
 """Time between two looks at whether another rank is lost."""
@@ -167,6 +172,7 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
         self.local_rank, self._name = local_rank, name
         self._device, self._library = device, library
         self._lock = threading.Lock()  # of `_comm`: any thread may call `abort`
+        self._aborting = threading.Lock()  # `abort` may go on without the other lock
         self._comm: int | None = None
 
     @override
@@ -199,10 +205,16 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
     @override
     def abort(self) -> None:
         super().abort()
-        with self._lock:
+        with self._aborting:
+            has_lock = self._lock.acquire(timeout=_LOCK_S)
             comm, self._comm = self._comm, None
+            if has_lock:
+                self._lock.release()
         if comm is not None:
-            self._library.ncclCommAbort(comm)  # ends calls that wait for other ranks
+            abort = self._library.ncclCommAbort  # ends calls that wait for other ranks
+            aborting = threading.Thread(target=abort, args=(comm,), daemon=True)
+            aborting.start()
+            aborting.join(_ABORT_S)
 
     @override
     def close(self) -> None:
@@ -235,9 +247,9 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
                 arguments = ctypes.byref(comm), self.size, name, self.rank
                 met.append(self._library.ncclCommInitRank(*arguments))
 
-        # NCCL waits for the other ranks without a limit.
+        # NCCL waits until all ranks have loaded, and does not notice one that is lost.
         threading.Thread(target=join, name="baton-nccl", daemon=True).start()
-        self._wait(lambda: bool(met), _MEETING_S)
+        self._wait(lambda: bool(met), self._limit_s)
         self._check(met[0])
         assert comm.value is not None
         return comm.value

@@ -171,8 +171,8 @@ class RankProcesses(StartedRanks):
         """Ends the other processes too: one that is frozen would stay."""
         if self._is_closing:
             return
-        self._opened.abort()
         self._children.kill()
+        self._opened.abort()
 
     @override
     def close(self) -> None:
@@ -183,8 +183,8 @@ class RankProcesses(StartedRanks):
         self._opened.close()
 
     def _on_child_end(self) -> None:
+        self._on_lost()  # first, as NCCL may take seconds to abort
         self.abort()
-        self._on_lost()
 
 
 def _check_machine(config: EngineConfig) -> None:

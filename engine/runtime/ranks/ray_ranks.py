@@ -99,7 +99,8 @@ class RayRanks(HostRanks):
         if self._is_closing:
             return
         super().close()
-        self._ray.wait(self._results, num_returns=len(self._results), timeout=_END_TIMEOUT_S)
+        if not self._is_lost:
+            self._ray.wait(self._results, num_returns=len(self._results), timeout=_END_TIMEOUT_S)
         self._remove_actors()
 
     def _places(self, nodes: Sequence[str]) -> list[RankPlace]:

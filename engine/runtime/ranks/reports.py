@@ -10,6 +10,7 @@ from engine.metrics.counts import RankReport
 __all__ = ["Reporter"]
 
 _INTERVAL_S = 1.0
+_STATM = Path("/proc/self/statm")
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -45,5 +46,9 @@ class Reporter:
 
 
 def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_bytes().split()[1]
+    """Returns this process's memory; 0 if that cannot be read."""
+    try:
+        pages = _STATM.read_bytes().split()[1]
+    except OSError:
+        return 0
     return int(pages) * _PAGE_BYTES

@@ -48,6 +48,8 @@ _REGISTRATION_S = 300.0
 """How long rank 0 waits for another to register its pool: a transport may pin all of it."""
 _POLL_INTERVAL_S = 1.0
 """Longest time between two polls of a rank's connector, which keeps leases when it is polled."""
+_END_S = 5.0
+"""How long a rank may still compute when rank 0 has ended; the end may be an orderly one."""
 _id_of = attrgetter("job_id")
 
 
@@ -188,15 +190,19 @@ class RanksConnectorWorker(KvConnectorWorker):
 
     def _read(self, link: Connection) -> None:
         """Receives a rank's results and reports until it ends, and its group with it."""
-        with suppress(EOFError, OSError):
-            while True:
-                message = link.recv()
-                if isinstance(message, RankReport):
-                    self.on_report(message)
-                else:
-                    self._arrived.append(message)
-                    self._wake()
-        self._ranks.abort()
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    message = link.recv()
+                    if isinstance(message, RankReport):
+                        self.on_report(message)
+                    else:
+                        self._arrived.append(message)
+                        self._wake()
+        except Exception:
+            _logger.exception("a rank's message cannot be handled")
+        finally:
+            self._ranks.abort()
 
 
 def _receive_slices(link: Connection) -> SavedSlices:
@@ -255,7 +261,11 @@ def read_reports(
     def read(link: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
-                on_report(link.recv())
+                report = link.recv()
+                try:
+                    on_report(report)
+                except Exception:
+                    _logger.exception("a rank's report cannot be counted")
 
     for link in links:
         threading.Thread(target=read, args=(link,), daemon=True).start()
@@ -266,12 +276,12 @@ class RankTransfers:
 
     Args:
         link: connection to rank 0.
-        ends_process: whether to end the process when rank 0's has ended.
+        ranks: aborted if this rank still waits for another some time after rank 0 has ended. None
+            to end the process at once.
     """
 
-    def __init__(self, link: Connection, *, ends_process: bool) -> None:
-        self._link = link
-        self._ends_process = ends_process
+    def __init__(self, link: Connection, ranks: EngineRanks | None) -> None:
+        self._link, self._ranks = link, ranks
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of calls of the connector
         self._sending = threading.Lock()
@@ -279,6 +289,7 @@ class RankTransfers:
         self._num_work_messages = 0  # started
         self._ended_step = 0
         self._is_over = False  # rank 0 has ended, or this rank is closed
+        self._is_closed = threading.Event()
         self._connector: KvConnectorWorker | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -300,6 +311,10 @@ class RankTransfers:
 
     def close(self) -> None:
         """Ends the moves: no call of the connector follows."""
+        self._end_moves()
+        self._is_closed.set()
+
+    def _end_moves(self) -> None:
         with self._lock:
             self._is_over = True
         with self._progress:
@@ -332,11 +347,10 @@ class RankTransfers:
 
     def send_report(self, report: RankReport) -> None:
         """Sends rank 0 a report."""
-        with suppress(OSError):  # rank 0 has ended
-            self._send(report)
+        self._send(report)
 
     def _send(self, message: object) -> None:
-        with self._sending:
+        with suppress(OSError), self._sending:  # rank 0 has ended, which `_read` notices
             self._link.send(message)
 
     def _layers_computed(self, step: int, num_layers: int) -> None:
@@ -350,13 +364,15 @@ class RankTransfers:
             while True:
                 self._messages.put(self._link.recv())
         except (EOFError, OSError):
-            self.close()
-            if self._ends_process:
+            self._end_moves()
+            if self._ranks is None:
                 try:
                     if self._connector is not None:
                         self._connector.close()
                 finally:
                     os._exit(0)
+            elif not self._is_closed.wait(_END_S):
+                self._ranks.abort()
 
     def _move(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
         try:

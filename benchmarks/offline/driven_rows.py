@@ -19,7 +19,7 @@ class DrivenRows:
     The rows attend to whatever bytes the pool has, which takes as long as real KV.
 
     Args:
-        runner: runs a model without attention windows.
+        runner: runs the model. Layer groups share a row's blocks, which takes as long as own ones.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -49,6 +49,20 @@ class DrivenRows:
         ]
         return self._runner.execute(self._batch(chunks, self._tables(num_prompts, length)))
 
+    def run_known(self, num_rows: int, context: int, num_tokens: int) -> StepOutput:
+        """Runs known tokens of rows that were started, after their first `context` tokens.
+
+        All but the first token of a row are guesses that the step checks.
+        """
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(
+                row, (row + 1,) * num_tokens, context, (_GREEDY,), num_drafts=num_tokens - 1
+            )
+            for row in range(num_rows)
+        ]
+        return self._runner.execute(self._batch(chunks))
+
     def submit(self) -> PendingOutput:
         """Launches a decode step of all rows."""
         return self._runner.submit(self._batch())
@@ -74,7 +88,9 @@ class DrivenRows:
         each = self._blocks_of(num_tokens)
         ids = random.Random(0).sample(range(self._runner.num_blocks), num_rows * each)
         for row in range(num_rows):
-            yield TableUpdate(row, 0, 0, tuple(ids[row * each : (row + 1) * each]))
+            block_ids = tuple(ids[row * each : (row + 1) * each])
+            for layer_group in range(len(self._runner.info.windows)):
+                yield TableUpdate(row, layer_group, 0, block_ids)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._runner.info.layout.block_size)

@@ -1,0 +1,182 @@
+"""`baton bench speculation`: what guesses of tokens save, and what checking them costs."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import count, islice
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from baton.errors import ConfigurationError
+from benchmarks.machine import in_words, name_machine
+from benchmarks.models import RANDOM_MODELS, resolve_model
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report, Table
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.speculation.config import SPECULATIVE_METHODS, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from benchmarks.offline.speculation import Comparison, Engine, RowTimes
+    from benchmarks.offline.speculation_prompts import PromptMaker
+
+__all__ = ["add_args", "main"]
+
+_ROW_BATCH_SIZES = (1, 8)
+_OWN_FIELDS = ("model", "max_num_seqs", "enable_prefix_caching", "speculative_config")
+"""Fields of the engines' config that this command sets itself."""
+_NO_FIELDS = (
+    *("served_model_name", "kv_connector", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"),
+)
+"""Fields that keep their defaults: the engines answer no other process, and have one rank."""
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="checkpoint folder, GGUF file, demo, smollm2 or Hugging Face Hub name, or random "
+        f"weights made when needed: {', '.join(RANDOM_MODELS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        choices=SPECULATIVE_METHODS,
+        default=list(SPECULATIVE_METHODS),
+        help=f"methods of guessing (default: {' '.join(SPECULATIVE_METHODS)})",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="N",
+        help="the most requests at once; each is measured (default: 1 8 32)",
+    )
+    for flag, number, text in (
+        ("--max-tokens", 128, "the most tokens of an answer"),
+        ("--rounds", 3, "rounds that count"),
+        ("--num-speculative-tokens", 8, "the most guesses of a sequence in one step"),
+    ):
+        shown = f"{text} (default: %(default)s)"
+        parser.add_argument(flag, type=int, default=number, metavar="N", help=shown)
+    add_engine_args(parser, omit=(*_OWN_FIELDS, *_NO_FIELDS))
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures guesses of tokens on engines in this process: two workloads of prompts with each
+    method and without guesses, in alternating rounds; and steps of several known tokens per row.
+    All answers must be equal. If some are not, their row has no figures, and the exit status is 1.
+    """
+    check_output_args(args)
+    for flag, values in (
+        ("batch-size", args.batch_size),
+        ("max-tokens", [args.max_tokens]),
+        ("rounds", [args.rounds]),
+    ):
+        if min(values) < 1:
+            raise ConfigurationError(f"--{flag} is {min(values)}; it must be >= 1")
+    methods = [
+        SpeculativeConfig(method=method, num_speculative_tokens=args.num_speculative_tokens)
+        for method in dict.fromkeys(args.method)
+    ]
+    config = engine_config_from_args(args, model=resolve_model(args.model))
+    config = replace(config, max_num_seqs=max(*args.batch_size, *_ROW_BATCH_SIZES))
+
+    from benchmarks.offline.speculation import open_engines, time_rows
+    from benchmarks.offline.speculation_prompts import PromptMaker
+
+    prompts = PromptMaker(config.model)
+    with open_engines(config, methods) as engines:
+        rows = [time_rows(engines[-1], batch_size) for batch_size in _ROW_BATCH_SIZES]
+        comparisons = list(_compare_all(args, engines, prompts))
+    machine = name_machine()
+    write_report(
+        Report(
+            title=f"Speculation on {config.model_name}",
+            facts={
+                "machine": in_words(machine),
+                "prompts": "chats" if prompts.makes_chats else "plain texts",
+            },
+            tables=[_comparisons_table(comparisons), _rows_table(rows)],
+            panels=[],
+            results={
+                "machine": machine,
+                "flags": flags_of(args),
+                "workloads": [asdict(each) for each in comparisons],
+                "rows": [asdict(each) for each in rows],
+            },
+        ),
+        args,
+    )
+    return int(any(each.num_differing for each in comparisons))
+
+
+def _compare_all(
+    args: argparse.Namespace, engines: "Sequence[Engine]", prompts: "PromptMaker"
+) -> "Iterator[Comparison]":
+    from benchmarks.offline.speculation import compare_methods
+    from benchmarks.offline.speculation_prompts import NUM_TEMPLATES, WORKLOADS
+
+    numbers = count()  # no round repeats a prompt, as "suffix" would find its answer again
+    cases = [(workload, size) for workload in WORKLOADS for size in args.batch_size]
+    for workload, batch_size in tqdm(cases, unit="case", disable=None):
+        rounds = [
+            [prompts.make(workload, n) for n in islice(numbers, max(batch_size, NUM_TEMPLATES))]
+            for _ in range(args.rounds + 1)
+        ]
+        yield from compare_methods(engines, workload, batch_size, rounds, args.max_tokens)
+
+
+def _comparisons_table(comparisons: "Sequence[Comparison]") -> Table:
+    return Table(
+        "Workloads, tokens/s",
+        (
+            *("workload", "batch", "method", "without", "with", "ratio", "least", "most"),
+            *("accepted", "tokens/step", "answers"),
+        ),
+        [_comparison_row(each) for each in comparisons],
+        "Medians of the rounds; ratio: with guesses over without, by round. Accepted: share of the "
+        "guesses that were right. Tokens/step: of one sequence.",
+    )
+
+
+def _comparison_row(each: "Comparison") -> list[str | float | int | None]:
+    name: list[str | float | int | None] = [each.workload, each.batch_size, each.method]
+    if each.num_differing:
+        return [*name, *[None] * 7, f"{each.num_differing} differ"]
+    share = f"{each.num_accepted / each.num_guesses:.0%}" if each.num_guesses else None
+    return [
+        *name,
+        each.tokens_per_s_without,
+        each.tokens_per_s_with,
+        each.ratio,
+        min(each.ratios),
+        max(each.ratios),
+        share,
+        each.tokens_per_step,
+        "equal",
+    ]
+
+
+def _rows_table(rows: "Sequence[RowTimes]") -> Table:
+    numbers = list(rows[0].known_ms)
+    return Table(
+        "Steps of known tokens",
+        ("rows", "context", "decode, ms", "1 token, ms", *(f"{n} tokens" for n in numbers[1:])),
+        [
+            (
+                str(row.batch_size),
+                row.context,
+                row.decode_ms,
+                row.known_ms[1],
+                *(row.known_ms[number] / row.known_ms[1] for number in numbers[1:]),
+            )
+            for row in rows
+        ],
+        "Medians. Decode: the step of rows without guesses. From 2 tokens on: times the step of 1 "
+        "token; all but a row's first token are guesses.",
+    )
