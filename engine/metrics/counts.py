@@ -272,12 +272,12 @@ class EngineMetrics:
         add("baton_engine_draft_tokens", num_drafts - num_accepted, "rejected")
         observe("baton_engine_accepted_drafts", num_accepted)
 
-    def drew(self, seconds: float) -> None:
-        """Counts a token that a sequence drew with a chunk, `seconds` after the one before.
+    def drew(self, seconds: float, num_tokens: int) -> None:
+        """Counts tokens that a sequence drew with a chunk, `seconds` after the one before.
 
-        It is counted at the next `step_committed`, with those of other sequences.
+        They are counted at the next `step_committed`, with those of other sequences.
         """
-        self._gaps[seconds] += 1
+        self._gaps[seconds / num_tokens] += num_tokens
 
     def step_committed(self) -> None:
         """Counts what `drew` has collected: most sequences drew in the same step before, too."""

@@ -96,6 +96,7 @@ class Admission:
             if self._drafts is not None and self._drafts.should_begin(sequence):
                 self._stop_decoding(sequence, position, plan)
                 self._queues.chunking[group] = None
+                plan.num_reserved += 1
             elif self._extend(sequence, position, position + 1, plan):
                 self._decoding.renew(sequence, plan.step)
             elif group.state is GroupState.RUNNING:
@@ -133,14 +134,23 @@ class Admission:
         if sequence.num_scheduled >= sequence.group.num_prompt:
             room = min(plan.budget - num_tokens - plan.num_reserved, self._config.max_drafts)
             guesses = drafts.draft(sequence, room)
-            assert sequence.table is not None
-            if guesses and self._kv.can_append(sequence.table, end, end + len(guesses)):
-                changes = self._kv.append(sequence.table, end, end + len(guesses))
-                plan.update_tables(sequence, changes)
-            else:
-                guesses = ()  # drafts preempt no other group
+            guesses = self._make_room_for(guesses, sequence, end, plan)
         may_decode = not guesses and not drafts.should_wait(sequence)
         plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode)
+
+    def _make_room_for(
+        self, guesses: tuple[int, ...], sequence: Sequence, end: int, plan: StepPlan
+    ) -> tuple[int, ...]:
+        """Makes the positions from `end` on writable, for as many guesses as possible without
+        preempting a group; returns these.
+        """
+        assert sequence.table is not None
+        if not self._kv.can_append(sequence.table, end, end + len(guesses)):
+            guesses = guesses[: -end % self._config.block_size]  # in the last block
+        if guesses:
+            changes = self._kv.append(sequence.table, end, end + len(guesses))
+            plan.update_tables(sequence, changes)
+        return guesses
 
     def run_alone(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Plans a step of one group, which waits or runs. All others pause, and keep their blocks.

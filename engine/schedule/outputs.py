@@ -171,7 +171,7 @@ class OutputProcessor:
             if sequence is group.root:
                 return self._take_first_tokens(sequence, result)
             if sequence.token_at is not None:
-                self._metrics.drew(now - sequence.token_at)
+                self._metrics.drew(now - sequence.token_at, len(result.token_ids))
             sequence.token_at = now
             return self._take_tokens(sequence, result, num_drafts)
         except BatonError as error:  # of the sequence's guide
@@ -246,7 +246,9 @@ class OutputProcessor:
         """Processes the tokens that a candidate draws: one, or several if it has drafts."""
         group = sequence.group
         sequence.logprob += sum(result.logprobs)
+        num_before = sequence.num_computed
         token_ids = self._append(sequence, result.token_ids)
+        num_accepted = sequence.num_computed - num_before
         if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
         details = result.details[: len(token_ids)]
@@ -257,7 +259,8 @@ class OutputProcessor:
             num_right = len(result.token_ids) - 1
             self._drafts.checked(sequence, num_drafts, num_right)
             for output in outputs:
-                output.accepted_drafts = num_right
+                # Those behind a token that ends the sequence were right, and are not in it.
+                output.accepted_drafts = num_accepted
                 output.rejected_drafts = num_drafts - num_right
         return outputs
 

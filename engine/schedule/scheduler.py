@@ -498,7 +498,7 @@ class Scheduler:
 def _drafts_of(
     config: EngineConfig, costs: StepCosts, metrics: EngineMetrics, clock: Callable[[], float]
 ) -> Drafts | None:
-    """Returns the drafts of an engine; None without speculation."""
-    if config.speculative_config is None:
+    """Returns the drafts of an engine; None without speculation, or without room for any."""
+    if config.max_drafts < 1:
         return None
-    return Drafts(config.speculative_config, costs.prompt_token_s, metrics, clock)
+    return Drafts(config, costs.prompt_token_s, metrics, clock)

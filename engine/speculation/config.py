@@ -45,7 +45,7 @@ class SpeculativeConfig:
             "num_speculative_tokens": (1, _MAX_TOKENS),
             "prompt_lookup_min": (1, _MAX_WIDTH),
             "prompt_lookup_max": (self.prompt_lookup_min, _MAX_WIDTH),
-            "max_cached_tokens": (1024, 2**26),
+            "max_cached_tokens": (1024, 2**22),
         }
         for name, (least, most) in limits.items():
             value = getattr(self, name)

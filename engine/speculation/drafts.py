@@ -1,4 +1,4 @@
-"""`Drafts`: decides which sequences get guesses of their next tokens ("drafts"), how many. Pure.
+"""`Drafts`: decides how many guesses of their next tokens ("drafts") sequences get. Pure.
 
 A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
 token after each, with the noise of its position, and keeps them as long as the guesses are equal:
@@ -12,9 +12,9 @@ p**j. It is worth its time if that is more than what the step makes in that time
 import math
 from collections.abc import Callable
 
+from engine.config import EngineConfig
 from engine.group import Sequence
 from engine.metrics.counts import EngineMetrics
-from engine.speculation.config import SpeculativeConfig
 from engine.speculation.lookup import make_proposer
 from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState, TokenHistory
 
@@ -22,6 +22,7 @@ __all__ = ["Drafts", "may_draft"]
 
 _KEPT_SHARE = 0.9  # of what was counted before, at each step with drafts
 _FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
+_FORGETTING_STEPS = 16
 _MAX_STEPS_WITHOUT = 8
 _TIME_RATE = 0.1  # weight of a step in the mean time
 _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
@@ -31,7 +32,7 @@ class Drafts:
     """The drafts of one engine's sequences.
 
     Args:
-        config: the method and its limits.
+        config: the limits, and `speculative_config`.
         token_s: time that one more token takes in a long step, in seconds.
         metrics: counts drafts.
         clock: monotonic seconds.
@@ -39,13 +40,17 @@ class Drafts:
 
     def __init__(
         self,
-        config: SpeculativeConfig,
+        config: EngineConfig,
         token_s: float,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
-        self._proposer = make_proposer(config)
+        assert config.speculative_config is not None, "the engine guesses"
+        self._most = config.max_drafts
+        # Tokens that a sequence draws by decoding in the time of one with drafts, which runs again
+        # only when its step has ended.
+        self._num_decoded = config.max_open_steps / config.num_lanes
+        self._proposer = make_proposer(config.speculative_config)
         self._token_s = token_s
         self._fixed_s: float | None = None  # of a step without tokens, as the measured ones show it
         self._metrics = metrics
@@ -82,14 +87,11 @@ class Drafts:
         """
         state = _state_of(sequence)
         state.num_steps_without += 1
+        if state.num_steps_without % _FORGETTING_STEPS == 0:
+            _forget(state)  # a sequence with a grammar never decodes
         room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
         limit = min(limit, room, self._num_worthwhile(state))
-        if limit <= 0:
-            return ()
-        guesses = self._guesses(sequence, limit)
-        if guesses:
-            state.num_steps_without = 0
-        return tuple(guesses)
+        return tuple(self._guesses(sequence, limit)) if limit > 0 else ()
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a sequence without drafts in this step should have the chance to get some in the
@@ -101,8 +103,7 @@ class Drafts:
     def should_begin(self, sequence: Sequence) -> bool:
         """Whether a sequence that decodes should try drafts again; called once per block."""
         state = _state_of(sequence)
-        state.num_checked += _FORGOTTEN_SHARE * (FIRST_CHECKED - state.num_checked)
-        state.num_right += _FORGOTTEN_SHARE * (FIRST_RIGHT - state.num_right)
+        _forget(state)
         if not may_draft(sequence) or not self._num_worthwhile(state):
             return False
         begins = bool(self._guesses(sequence, 1))
@@ -114,10 +115,9 @@ class Drafts:
         """Notes how many of a step's guesses were right, from the first one on."""
         state = _state_of(sequence)
         num_checked = min(num_drafts, num_right + 1)
+        state.num_steps_without = 0
         state.num_checked = _KEPT_SHARE * state.num_checked + num_checked
         state.num_right = _KEPT_SHARE * state.num_right + num_right
-        state.num_drafted += num_drafts
-        state.num_accepted += num_right
         self._metrics.drafted(num_drafts, num_right)
 
     def sequence_ended(self, sequence: Sequence) -> None:
@@ -135,15 +135,18 @@ class Drafts:
         return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
 
     def _num_worthwhile(self, state: DraftState) -> int:
-        """Returns how many guesses are worth their time in a step like the last one."""
-        most, right = self._config.num_speculative_tokens, state.num_right / state.num_checked
+        """Returns how many guesses are worth their time in a step with as many sequences as the
+        last one.
+        """
+        most, right = self._most, state.num_right / state.num_checked
         tokens_s = self._num_rows * self._token_s
         least = tokens_s / (self._fixed_s + tokens_s) if self._fixed_s is not None else 0.0
         if right <= least:
             return 0
-        if right >= 1 or least <= 0:
-            return most
-        return min(most, int(math.log(least) / math.log(right)))
+        if right < 1 and least > 0:
+            most = min(most, int(math.log(least) / math.log(right)))
+        num_drawn = 1 + sum(right**place for place in range(1, most + 1))
+        return most if num_drawn >= self._num_decoded else 0
 
 
 def may_draft(sequence: Sequence) -> bool:
@@ -156,6 +159,12 @@ def may_draft(sequence: Sequence) -> bool:
     params = group.request.spec.params
     is_plain = not params.is_ranked and not params.extra_args and group.beams is None
     return is_plain and sequence is not group.root and not group.hands_over
+
+
+def _forget(state: DraftState) -> None:
+    """Brings the rate of right guesses nearer to that of a new sequence."""
+    state.num_checked += _FORGOTTEN_SHARE * (FIRST_CHECKED - state.num_checked)
+    state.num_right += _FORGOTTEN_SHARE * (FIRST_RIGHT - state.num_right)
 
 
 def _state_of(sequence: Sequence) -> DraftState:

@@ -17,6 +17,7 @@ from engine.speculation.state import NO_TOKEN
 __all__ = ["AnswerLookup", "Proposer", "SequenceLookup", "make_proposer"]
 
 _KEY_WIDTH = 3
+_MAX_PLACES = 1024
 _BITS_PER_TOKEN = 21  # three tokens fill an int64; larger vocabularies do not exist
 
 
@@ -74,7 +75,8 @@ class SequenceLookup(Proposer):
         """Returns the latest of the longest matches; None if none is long enough."""
         last = len(tokens) - 1
         ends, width = np.flatnonzero(tokens[:last] == tokens[last]), 1
-        ends = ends[tokens[ends + 1] != NO_TOKEN]  # nothing follows the prediction's last token
+        # Nothing follows the prediction's last token. Old places of a frequent token are left out.
+        ends = ends[tokens[ends + 1] != NO_TOKEN][-_MAX_PLACES:]
         while len(ends) and width < self._most:
             earlier = ends[ends >= width]
             longer = earlier[tokens[earlier - width] == tokens[last - width]]
@@ -97,7 +99,7 @@ class AnswerLookup(Proposer):
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._own = SequenceLookup(config)
-        self._most = config.prompt_lookup_max
+        self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max
         self._ring = np.full(config.max_cached_tokens, NO_TOKEN, np.int32)
         self._next = 0
         self._latest: dict[int, int] = {}  # by the key of three tokens: the index after them
@@ -146,7 +148,8 @@ class AnswerLookup(Proposer):
         most = min(self._most, len(tokens), end)
         earlier, latest = self._ring[end - most : end], tokens[-most:]
         differing = np.flatnonzero((earlier != latest) | (latest == NO_TOKEN))
-        return _Match(most - 1 - int(differing[-1]) if len(differing) else most, end)
+        width = most - 1 - int(differing[-1]) if len(differing) else most
+        return _Match(width, end) if width >= self._least else None
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:

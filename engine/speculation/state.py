@@ -65,13 +65,9 @@ class DraftState:
         num_checked: guesses that were compared with what was drawn, the newest ones count more.
         num_right: those of them that were equal to it.
         num_steps_without: steps since the last one with drafts.
-        num_drafted: guesses in all steps.
-        num_accepted: those of them that were right.
     """
 
     history: TokenHistory
     num_checked: float = FIRST_CHECKED
     num_right: float = FIRST_RIGHT
     num_steps_without: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
