@@ -94,7 +94,6 @@ def test_guesses_change_no_token(
     [
         "device, eager",
         pytest.param("device, graphs", marks=pytest.mark.slow),
-        pytest.param("triton, eager", marks=pytest.mark.slow),
     ],
 )
 def test_guesses_change_no_token_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
