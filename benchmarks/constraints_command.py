@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import RANDOM_MODELS, resolve_model, write_dummy_model
+from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from engine.cli_args import add_engine_args, engine_config_from_args
@@ -40,14 +41,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         ("--batch-size", [1, 32, 256], "sequences that decode together in the part masks"),
         ("--jump-batch-size", [1, 8], "sequences that decode together in the part jump-forward"),
     ):
-        shown = f"{text} (default: {' '.join(map(str, numbers))})"
-        parser.add_argument(flag, type=int, nargs="+", default=numbers, metavar="N", help=shown)
-    for flag, number, text in (
-        ("--num-steps", 24, "decode steps of a batch in the part masks, at most 64"),
-        ("--repeats", 3, "runs of each batch that count"),
-    ):
-        shown = f"{text} (default: %(default)s)"
-        parser.add_argument(flag, type=int, default=number, metavar="N", help=shown)
+        add_numbers(parser, flag, numbers, text)
+    add_number(parser, "--num-steps", 24, "decode steps of a batch in the part masks, at most 64")
+    add_number(parser, "--repeats", 3, "runs of each batch that count")
     parser.add_argument(
         "--temperature",
         type=float,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import add_offline_args, offline_config
+from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.offline.cases import Case, make_cases
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
@@ -22,28 +23,9 @@ _WARM_UP_STEPS = 8
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        default=[1, 8, 32],
-        metavar="N",
-        help="requests that start together (default: 1 8 32)",
-    )
-    parser.add_argument(
-        "--input-len",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens of a prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-steps",
-        type=int,
-        default=100,
-        metavar="N",
-        help="decode steps per batch size (default: %(default)s)",
-    )
+    add_numbers(parser, "--batch-size", [1, 8, 32], "requests that start together")
+    add_number(parser, "--input-len", 128, "tokens of a prompt")
+    add_number(parser, "--num-steps", 100, "decode steps per batch size")
     add_offline_args(parser)
     add_output_args(parser)
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words
 from benchmarks.models import add_offline_args, offline_config
+from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.offline.cases import Case, CaseResult, RunTimes, make_cases, run_times, summarize
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
@@ -24,18 +25,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         ("--input-len", [128], "tokens of a prompt"),
         ("--output-len", [64], "tokens to generate"),
     ):
-        numbers = " ".join(map(str, default))
-        parser.add_argument(
-            flag,
-            type=int,
-            nargs="+",
-            default=default,
-            metavar="N",
-            help=f"{text}; every combination is measured (default: {numbers})",
-        )
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="runs per case (default: %(default)s)"
-    )
+        add_numbers(parser, flag, default, f"{text}; every combination is measured")
+    add_number(parser, "--repeats", 5, "runs per case")
     add_offline_args(parser)
     add_output_args(parser)
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import RANDOM_MODELS, resolve_model
+from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from engine.cli_args import add_engine_args, engine_config_from_args
@@ -47,21 +48,10 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         default=list(SPECULATIVE_METHODS),
         help=f"methods of guessing (default: {' '.join(SPECULATIVE_METHODS)})",
     )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        default=[1, 8, 32],
-        metavar="N",
-        help="the most requests at once; each is measured (default: 1 8 32)",
-    )
-    for flag, number, text in (
-        ("--max-tokens", 128, "the most tokens of an answer"),
-        ("--rounds", 3, "rounds that count"),
-        ("--num-speculative-tokens", 8, "the most guesses of a sequence in one step"),
-    ):
-        shown = f"{text} (default: %(default)s)"
-        parser.add_argument(flag, type=int, default=number, metavar="N", help=shown)
+    add_numbers(parser, "--batch-size", [1, 8, 32], "the most requests at once; each is measured")
+    add_number(parser, "--max-tokens", 128, "the most tokens of an answer")
+    add_number(parser, "--rounds", 3, "rounds that count")
+    add_number(parser, "--num-speculative-tokens", 8, "the most guesses of a sequence in one step")
     add_engine_args(parser, omit=(*_OWN_FIELDS, *_NO_FIELDS))
     add_output_args(parser)
 

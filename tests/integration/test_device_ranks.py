@@ -233,6 +233,14 @@ def _add_up(group: DeviceRankGroup) -> float:
     return float(group.all_reduce(torch.ones(1, 1)))
 
 
+def _meet_two(threads: RankThreads) -> tuple[DeviceRankGroup, DeviceRankGroup]:
+    """Returns two ranks, which have added up once."""
+    groups = _open_two(threads)
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(_add_up, groups)) == [2, 2]
+    return groups
+
+
 def test_ranks_meet_though_one_loads_for_long(
     threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,9 +265,7 @@ def test_the_group_closes_though_nccl_waits_for_graphs(
     threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_ABORT_S", 0.01)
-    groups = _open_two(threads)
-    with ThreadPoolExecutor(2) as executor:
-        assert list(executor.map(_add_up, groups)) == [2, 2]
+    groups = _meet_two(threads)
     threads.library.abort_returns.clear()
     closing_ = threading.Thread(target=groups[0].close, daemon=True)
     closing_.start()
@@ -272,9 +278,8 @@ def test_abort_ends_a_call_that_hangs_on_the_host(
     threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_LOCK_S", 0.01)
-    groups = _open_two(threads)
+    groups = _meet_two(threads)
     with ThreadPoolExecutor(2) as executor:
-        assert list(executor.map(_add_up, groups)) == [2, 2]
         hanging = executor.submit(_add_up, groups[0])
         while not groups[0]._lock.locked():
             time.sleep(0.01)

@@ -84,12 +84,7 @@ def test_drafts_change_no_token() -> None:
         engine = CheckedEngine(info, blocks + num_spare, num_host_blocks=50, **config)
         for request in batch:
             engine.add(CheckedRequest.of(request, info))  # which knows the right tokens
-        for _ in range(2000):
-            if not engine.core.has_work:
-                break
-            engine.step()
-        engine.step()  # with async scheduling, the last step is still to be committed
-        engine.check_is_empty()
+        engine.finish(2000)
         values = engine.core.metrics.snapshot().values
         for result in ("accepted", "rejected"):
             happened[result] += values["baton_engine_draft_tokens", result]

@@ -101,12 +101,7 @@ def run(
     engine = CheckedEngine(info, num_blocks, num_host_blocks=num_host_blocks, **config)
     for request in batch:
         engine.add(CheckedRequest.of(request, info))
-    for _ in range(3000):
-        if not engine.core.has_work:
-            break
-        engine.step()
-    engine.step()  # with async scheduling, the last step is still to be committed
-    engine.check_is_empty()
+    engine.finish(3000)
     happened = engine.counts
     happened["preemptions"] = engine.core.load().num_preemptions
     happened["hits"] = engine.core.load().prefix_cache_hits

@@ -289,6 +289,15 @@ class CheckedEngine:
         if self.core.scheduler.kv.events.is_recording:
             assert self.followed_keys == set(self.core.scheduler.kv.pool.cached_keys())
 
+    def finish(self, most_steps: int) -> None:
+        """Steps until there is no work; checks that nothing is left."""
+        for _ in range(most_steps):
+            if not self.core.has_work:
+                break
+            self.step()
+        self.step()  # with async scheduling, the last step is still to be committed
+        self.check_is_empty()
+
     def check_is_empty(self) -> None:
         """Checks that no request is left and no block is held."""
         load = self.core.load()

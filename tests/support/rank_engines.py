@@ -11,12 +11,12 @@ from engine.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.ranks.processes import RankProcesses
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.rank_hosts import TOKEN
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
 GREEDY_LENGTHS = (1, 5, 33, 60)
 NUM_TOKENS = 10
-_TOKEN = "a token of thirty-two characters"
 
 
 def all_kinds() -> list[EngineRequest]:
@@ -62,7 +62,7 @@ def tiers(
     path: Path, prefill: dict[str, object], decode: dict[str, object], **common: object
 ) -> Iterator[SplitRun]:
     """Yields a prefill engine and a decode engine that recomputes nothing."""
-    common["security"] = ClusterSecurity(token=_TOKEN)
+    common["security"] = ClusterSecurity(token=TOKEN)
     own = (("prefill", prefill), ("decode", {**decode, "kv_load_failure_policy": "fail"}))
     with ExitStack() as opened:
         cores = [
