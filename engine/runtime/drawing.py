@@ -6,7 +6,7 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -285,18 +285,14 @@ def _accepted(chunk: ScheduledChunk, outputs: Sequence[ChunkOutput]) -> ChunkOut
     if not chunk.num_drafts:
         return outputs[0]
     drawn = [output.token_ids[0] for output in outputs]
-    drafts = chunk.token_ids[-chunk.num_drafts :]
-    num_equal = sum(1 for _ in takewhile(_are_equal, zip(drawn, drafts, strict=False)))
+    pairs = enumerate(zip(drawn, chunk.token_ids[-chunk.num_drafts :], strict=False))
+    differing = (index for index, (token, draft) in pairs if token != draft)
+    num_equal = next(differing, chunk.num_drafts)
     is_valid = drawn[num_equal] >= 0
     # Without a valid token, the step that runs the last equal one will find that again.
     kept = outputs[: max(1, num_equal + is_valid)]
     return ChunkOutput(
-        tuple([output.token_ids[0] for output in kept]),
+        tuple(drawn[: len(kept)]),
         tuple(chain.from_iterable(output.logprobs for output in kept)),
         tuple(chain.from_iterable(output.details for output in kept)),
     )
-
-
-def _are_equal(pair: tuple[int, int]) -> bool:
-    drawn, draft = pair
-    return drawn == draft

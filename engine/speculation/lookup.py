@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from engine.speculation.config import SpeculativeConfig
-from engine.speculation.state import NO_TOKEN
+from engine.speculation.state import SEPARATOR
 
 __all__ = ["AnswerLookup", "Proposer", "SequenceLookup", "make_proposer"]
 
@@ -29,7 +29,7 @@ class Proposer(ABC):
         """Returns the guesses, the next token first; empty if there are none.
 
         Args:
-            tokens: `[n]` int32; the sequence, after its prediction and `NO_TOKEN` if it has one.
+            tokens: `[n]` int32; the sequence, after its prediction and `SEPARATOR` if it has one.
             limit: the most guesses.
             is_private: whether nothing of other requests may be used for this one.
         """
@@ -76,7 +76,7 @@ class SequenceLookup(Proposer):
         last = len(tokens) - 1
         ends, width = np.flatnonzero(tokens[:last] == tokens[last]), 1
         # Nothing follows the prediction's last token. Old places of a frequent token are left out.
-        ends = ends[tokens[ends + 1] != NO_TOKEN][-_MAX_PLACES:]
+        ends = ends[tokens[ends + 1] != SEPARATOR][-_MAX_PLACES:]
         while len(ends) and width < self._most:
             earlier = ends[ends >= width]
             longer = earlier[tokens[earlier - width] == tokens[last - width]]
@@ -100,7 +100,7 @@ class AnswerLookup(Proposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._own = SequenceLookup(config)
         self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max
-        self._ring = np.full(config.max_cached_tokens, NO_TOKEN, np.int32)
+        self._ring = np.full(config.max_cached_tokens, SEPARATOR, np.int32)
         self._next = 0
         self._latest: dict[int, int] = {}  # by the key of three tokens: the index after them
 
@@ -115,12 +115,12 @@ class AnswerLookup(Proposer):
     @override
     def keep_answer(self, token_ids: Sequence[int], num_prompt: int) -> None:
         first = max(0, num_prompt - _KEY_WIDTH)  # so that the answer's beginning is found
-        kept = np.array([*token_ids[first:], NO_TOKEN], np.int32)
+        kept = np.array([*token_ids[first:], SEPARATOR], np.int32)
         size = len(self._ring)
         if len(kept) > size:
             return
         if self._next + len(kept) > size:
-            self._overwrite(np.full(size - self._next, NO_TOKEN, np.int32))
+            self._overwrite(np.full(size - self._next, SEPARATOR, np.int32))
             self._next = 0
         start = self._next
         self._overwrite(kept)
@@ -147,7 +147,7 @@ class AnswerLookup(Proposer):
             return None
         most = min(self._most, len(tokens), end)
         earlier, latest = self._ring[end - most : end], tokens[-most:]
-        differing = np.flatnonzero((earlier != latest) | (latest == NO_TOKEN))
+        differing = np.flatnonzero((earlier != latest) | (latest == SEPARATOR))
         width = most - 1 - int(differing[-1]) if len(differing) else most
         return _Match(width, end) if width >= self._least else None
 
@@ -169,8 +169,8 @@ def _continuation(tokens: np.ndarray, start: int, limit: int) -> list[int]:
 
 
 def _before_end(tokens: np.ndarray) -> list[int]:
-    """Returns the tokens before the first `NO_TOKEN`."""
-    ends = np.flatnonzero(tokens == NO_TOKEN)
+    """Returns the tokens before the first `SEPARATOR`."""
+    ends = np.flatnonzero(tokens == SEPARATOR)
     known = tokens[: ends[0]] if len(ends) else tokens
     return [int(token) for token in known]
 

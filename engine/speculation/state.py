@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FIRST_CHECKED", "FIRST_RIGHT", "NO_TOKEN", "DraftState", "TokenHistory"]
+__all__ = ["FIRST_CHECKED", "FIRST_RIGHT", "SEPARATOR", "DraftState", "TokenHistory"]
 
-NO_TOKEN = -1
+SEPARATOR = -1  # between texts; equals no token
 
 # What is assumed of a new sequence: so many guesses were checked, and so many of them were right.
 FIRST_CHECKED, FIRST_RIGHT = 2.0, 1.5
@@ -16,7 +16,7 @@ FIRST_CHECKED, FIRST_RIGHT = 2.0, 1.5
 class TokenHistory:
     """The tokens of one sequence as an array, which grows with it.
 
-    Those of its prediction and `NO_TOKEN` come before them, if it has one.
+    Those of its prediction and `SEPARATOR` come before them, if it has one.
 
     Args:
         prediction: tokens that the answer will probably repeat.
@@ -24,7 +24,7 @@ class TokenHistory:
 
     def __init__(self, prediction: Sequence[int] = ()) -> None:
         self._num_predicted = len(prediction)
-        self._tokens = np.array([*prediction, NO_TOKEN] if prediction else [], np.int32)
+        self._tokens = np.array([*prediction, SEPARATOR] if prediction else [], np.int32)
         self._start = self._length = len(self._tokens)
 
     def updated(self, token_ids: list[int]) -> np.ndarray:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.speculation.config import SpeculativeConfig
 from engine.speculation.lookup import AnswerLookup, SequenceLookup, make_proposer
-from engine.speculation.state import NO_TOKEN, TokenHistory
+from engine.speculation.state import SEPARATOR, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -79,7 +79,7 @@ def test_guesses_from_a_prediction_continue_it(
     """The longest of the last tokens that occur count; in the sequence rather than before it."""
     config = SpeculativeConfig(method=method, prompt_lookup_min=least, prompt_lookup_max=8)
     searched = TokenHistory(prediction).updated(tokens)
-    assert searched.tolist() == [*prediction, NO_TOKEN, *tokens]
+    assert searched.tolist() == [*prediction, SEPARATOR, *tokens]
 
     found = make_proposer(config).propose(searched, limit, is_private=False)
 
