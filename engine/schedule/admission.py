@@ -132,7 +132,8 @@ class Admission:
             return
         guesses: tuple[int, ...] = ()
         if sequence.num_scheduled >= sequence.group.num_prompt:
-            guesses = drafts.draft(sequence, plan.budget - num_tokens - plan.num_reserved)
+            room = min(plan.budget - plan.num_reserved, self._config.max_chunk)
+            guesses = drafts.draft(sequence, room - num_tokens)
             guesses = self._make_room_for(guesses, sequence, end, plan)
         may_decode = not guesses and not drafts.should_wait(sequence)
         plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode)

@@ -54,6 +54,7 @@ def configs(draw: st.DrawFn) -> dict[str, object]:
             "prompt_lookup_min": 1,
         },
         "max_num_batched_tokens": draw(st.sampled_from([3, 12, 64])),
+        "long_prefill_token_threshold": draw(st.sampled_from([None, 3])),
         "max_num_seqs": draw(st.sampled_from([2, 4])),
         "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
         "enable_prefix_caching": draw(st.booleans()),
