@@ -209,6 +209,8 @@ class CheckedEngine:
                 self.core.check(request)
             return
         self.core.check(request)
+        if request.spec.request_id == self._bad_request:
+            self._bad_request = ""  # that one has ended; this one has its id
         self.live[request.spec.request_id] = checked
         for output in self.core.add_request(request):
             self._on_output(output)
