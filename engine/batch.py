@@ -234,6 +234,11 @@ class ScheduledChunk:
             Empty: all.
         processed: the sequence with `token_ids`, if logits processors change the logits after
             them. The row must not decode afterwards.
+        num_proposals: number of guesses of the tokens after the drawn ones that a draft model
+            makes after the step. The row's tables cover so many positions after `token_ids`. The
+            row must not decode afterwards.
+        undrafted: the sequence's tokens before `token_ids` that the draft model has not run in
+            this row; those before them it has. Only with `num_proposals`.
     """
 
     row: int
@@ -250,6 +255,8 @@ class ScheduledChunk:
     mask: bytes | None = None
     draft_masks: tuple[bytes | None, ...] = ()
     processed: ProcessedText | None = None
+    num_proposals: int = 0
+    undrafted: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -368,11 +375,13 @@ class ChunkOutput:
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.
+        proposals: guesses of the tokens after `token_ids`, at most the chunk's `num_proposals`.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     details: tuple[TokenLogprobs, ...] = ()
+    proposals: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ class EngineConfig:
     enforce_eager: bool = flag(False, "run decode steps without CUDA graphs")
     speculative_config: SpeculativeConfig | None = flag(
         None,
-        "guess tokens and check several in one step, as a JSON object: method (ngram, suffix), "
-        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
+        "guess tokens and check several in one step, as a JSON object: method (ngram, suffix, "
+        "draft_model), model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
         parse=str,
         metavar="JSON",
     )
@@ -270,6 +270,11 @@ class EngineConfig:
             raise _bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
         if self.nnodes > 1 and self.distributed_executor_backend == "ray":
             raise _bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
+        if self.num_ranks > 1 and self.speculative_config and self.speculative_config.has_model:
+            raise ConfigurationError(
+                f"--speculative-config has a draft model, and the engine {self.num_ranks} ranks: "
+                "use the method ngram or suffix"
+            )
         if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
             limit = "mp, ray or external_launcher with several processes"
             raise _bad_flag("distributed_executor_backend", "uni", limit)

@@ -40,15 +40,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Times that preemption compares, measured when the runner was created.
+    """Times that preemption and speculation compare, measured when the runner was created.
 
     Attributes:
         prompt_token_s: seconds to compute one more token of a prompt.
         swapped_block_s: seconds to copy one block out of the pool, or back in.
+        proposal_s: seconds in which a draft model guesses one token of a sequence; 0 without one.
     """
 
     prompt_token_s: float
     swapped_block_s: float
+    proposal_s: float = 0.0
 
 
 LayersComputed = Callable[[int, int], None]

@@ -125,10 +125,13 @@ class DeviceSteps(Steps):
             tokens = self._decode.tokens[:num_decodes]
             of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
         num_drawn = len(of_decodes) + len(of_chunks)
+        # Now, as later steps may change the tables before this one's tokens are read.
+        jobs = self._model.proposal_jobs(batch, self._rows.host)
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
             chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
             decoded = reports.read(tensors[: len(of_decodes)])
+            chunks = self._model.propose(jobs, chunks)
             if not self._part.is_first:
                 tokens = drawn_tokens(batch.chunks, chunks, decoded.tokens)
                 self._ranks.send_tokens(tokens.tobytes())

@@ -33,7 +33,7 @@ class HostSteps(Steps):
 
     def __init__(self, model: StepModel) -> None:
         self._device, self._model = model.device, model.model
-        self._ranks = model.ranks
+        self._ranks, self._step_model = model.ranks, model
         self._is_processed = model.reports_processed
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         vocab_size = model.model.config.vocab_size
@@ -88,6 +88,7 @@ class HostSteps(Steps):
         rows.keep_drawn(drawing, tokens)
         if self._ranks is not None:
             self._ranks.send_tokens(tokens.tobytes())
+        chunks = self._step_model.propose(self._step_model.proposal_jobs(batch, rows), chunks)
         return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _fill_inputs(self, batch: ScheduledBatch) -> None:

@@ -120,6 +120,8 @@ def decide_num_blocks(
     spec: KvCacheSpec,
     max_model_len: int,
     free_bytes: int | None,
+    *,
+    draft_layout: KvLayout | None = None,
 ) -> int:
     """Returns the number of blocks of the pool.
 
@@ -133,23 +135,25 @@ def decide_num_blocks(
         spec: computes how many blocks a sequence needs.
         max_model_len: length of the longest request, in tokens.
         free_bytes: memory left of the engine's share of the GPU; None on a CPU.
+        draft_layout: shape of a draft model's block, of which there are as many; None without one.
 
     Raises:
         ConfigurationError: the pool cannot hold one request of
             `max_model_len`; names the flags to change and their values.
     """
     blocks_per_request = spec.blocks_for(max_model_len)
+    block_bytes = layout.block_bytes + (draft_layout.block_bytes if draft_layout else 0)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // layout.block_bytes
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
     elif free_bytes is not None:
-        num_blocks = free_bytes // layout.block_bytes
+        num_blocks = free_bytes // block_bytes
     else:
         most_needed = config.max_num_seqs * blocks_per_request
-        num_blocks = min(_DEFAULT_CPU_BYTES // layout.block_bytes, most_needed)
+        num_blocks = min(_DEFAULT_CPU_BYTES // block_bytes, most_needed)
     if num_blocks < blocks_per_request:
-        raise _too_small(config, layout, spec, max_model_len, num_blocks)
+        raise _too_small(config, block_bytes, spec, max_model_len, num_blocks)
     return num_blocks
 
 
@@ -229,13 +233,13 @@ def log_pool(
 
 
 def _too_small(
-    config: EngineConfig, layout: KvLayout, spec: KvCacheSpec, max_model_len: int, num_blocks: int
+    config: EngineConfig, block_bytes: int, spec: KvCacheSpec, max_model_len: int, num_blocks: int
 ) -> ConfigurationError:
     blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         enlarge = f"--num-gpu-blocks-override {blocks_per_request}"
     else:
-        needed_bytes = blocks_per_request * layout.block_bytes
+        needed_bytes = blocks_per_request * block_bytes
         enlarge = f"--kv-cache-memory-bytes {-(-needed_bytes // _MEBIBYTE)}MiB"
     num_tokens = spec.max_tokens(num_blocks, max_model_len)
     shorten = f" or set --max-model-len {num_tokens}" if num_tokens else ""

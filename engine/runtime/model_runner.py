@@ -27,6 +27,7 @@ from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_stage_steps import DeviceStageSteps
 from engine.runtime.device_steps import DeviceSteps
+from engine.runtime.draft_model import DraftModel
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
     DeviceMemory,
@@ -146,6 +147,7 @@ class ModelRunner:
             self._layout = own.layout_of(self._layout)
         if ranks is not None:
             check_same_engine(ranks, config, self.info)
+        self._draft_model = self._load_draft_model(loaded, progress=progress)
         self._processors = make_processors(
             processor_classes,
             ProcessorContext(
@@ -161,7 +163,8 @@ class ModelRunner:
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(self._least(free_bytes))
-            self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
+            proposal_s = self._draft_model.time_proposal() if self._draft_model else 0.0
+            self.costs = StepCosts(prompt_token_s, self._time_swapped_block(), proposal_s)
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it
@@ -413,6 +416,24 @@ class ModelRunner:
         wait_for(self._device)
         return (time.perf_counter() - start) / num_blocks
 
+    def _load_draft_model(self, served: LoadedModel, *, progress: bool) -> DraftModel | None:
+        config = self._config
+        if config.speculative_config is None or not config.speculative_config.has_model:
+            return None
+        if None not in self.info.windows:
+            raise ConfigurationError(
+                "--speculative-config has a draft model; all layers of the served model have a "
+                "sliding window, and its blocks do not hold whole texts"
+            )
+        return DraftModel(
+            config,
+            served,
+            self.info.windows.index(None),
+            self.info.max_model_len,
+            self._device,
+            progress=progress,
+        )
+
     def _least(self, free_bytes: int | None) -> int | None:
         """Returns the least of what the ranks have left for their pools, which are equal."""
         if free_bytes is None or self._ranks is None:
@@ -423,7 +444,15 @@ class ModelRunner:
         config, info = self._config, self.info
         layout, max_len = self._layout, info.max_model_len
         spec = spec_of(config, info.windows)
-        self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
+        draft_model = self._draft_model
+        self.num_blocks = decide_num_blocks(
+            config,
+            layout,
+            spec,
+            max_len,
+            free_bytes,
+            draft_layout=draft_model.layout if draft_model else None,
+        )
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
         num_spare = self._steps_type.num_spare_blocks
         if self._ranks is not None:
@@ -432,6 +461,8 @@ class ModelRunner:
         self._kv_pool = self._whole_pool[: self.num_blocks]
         kernels.copy_blocks(self._kv_pool, ((0, self.num_blocks - 1),))  # compiles it
         self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
+        if draft_model is not None:
+            draft_model.allocate(self.num_blocks)
         log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
 
     def _new_steps(self, pool: torch.Tensor) -> Steps:
@@ -452,6 +483,7 @@ class ModelRunner:
                 ranks=self._ranks,
                 dtype=self._dtype,
                 max_drafts=config.max_drafts,
+                draft_model=self._draft_model,
             )
         )
 

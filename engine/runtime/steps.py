@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.batch import ScheduledBatch, StepOutput
+from engine.batch import ChunkOutput, ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
+from engine.runtime.draft_model import DraftModel, ProposalJob
 from engine.runtime.logits_processors import LogitsProcessor
+from engine.runtime.rows import Rows
 from kernels import AttentionMetadata, DeviceRankGroup, EngineRanks, LogitRows, PagedKv
 from kvstore.mover.pool_objects import BlockViews
 
@@ -39,6 +41,7 @@ class StepModel:
         ranks: all ranks of the engine; None for one.
         dtype: type of hidden states.
         max_drafts: maximum number of drafts of a sequence.
+        draft_model: guesses tokens after steps; None without one.
     """
 
     model: CausalModel
@@ -55,6 +58,7 @@ class StepModel:
     ranks: EngineRanks | None = None
     dtype: torch.dtype = torch.float32
     max_drafts: int = 0
+    draft_model: DraftModel | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -70,6 +74,16 @@ class StepModel:
     def num_blocks(self) -> int:
         """Number of blocks of the KV cache, spare blocks included."""
         return len(self.kv.states)
+
+    def proposal_jobs(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
+        """Returns the chunks that the draft model guesses for; none without one."""
+        return [] if self.draft_model is None else self.draft_model.jobs_of(batch, rows)
+
+    def propose(
+        self, jobs: Sequence[ProposalJob], outputs: list[ChunkOutput | None]
+    ) -> list[ChunkOutput | None]:
+        """Returns the outputs of a step's chunks with the draft model's guesses."""
+        return outputs if self.draft_model is None else self.draft_model.propose(jobs, outputs)
 
     def new_hidden(self) -> torch.Tensor:
         """Allocates memory for the hidden states of a step's tokens, as stages pass them on."""

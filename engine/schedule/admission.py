@@ -134,23 +134,30 @@ class Admission:
         if sequence.num_scheduled >= sequence.group.num_prompt:
             room = min(plan.budget - plan.num_reserved, self._config.max_chunk)
             guesses = drafts.draft(sequence, room - num_tokens)
-            guesses = self._make_room_for(guesses, sequence, end, plan)
-        may_decode = not guesses and not drafts.should_wait(sequence)
-        plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode)
+        num_proposals = drafts.num_proposals(sequence, len(guesses))
+        num_writable = self._make_room(sequence, end, len(guesses) + num_proposals, plan)
+        guesses = guesses[:num_writable]
+        num_proposals = min(num_proposals, num_writable - len(guesses))
+        plan.add_chunk(
+            sequence,
+            num_tokens,
+            guesses,
+            may_decode=not (guesses or num_proposals or drafts.should_wait(sequence)),
+            num_proposals=num_proposals,
+            undrafted=drafts.undrafted(sequence) if num_proposals else (),
+        )
 
-    def _make_room_for(
-        self, guesses: tuple[int, ...], sequence: Sequence, end: int, plan: StepPlan
-    ) -> tuple[int, ...]:
-        """Makes the positions from `end` on writable, for as many guesses as possible without
-        preempting a group; returns these.
+    def _make_room(self, sequence: Sequence, end: int, num_tokens: int, plan: StepPlan) -> int:
+        """Makes positions from `end` on writable, as many of `num_tokens` as possible without
+        preempting a group; returns their number.
         """
         assert sequence.table is not None
-        if not self._kv.can_append(sequence.table, end, end + len(guesses)):
-            guesses = guesses[: -end % self._config.block_size]  # in the last block
-        if guesses:
-            changes = self._kv.append(sequence.table, end, end + len(guesses))
+        if not self._kv.can_append(sequence.table, end, end + num_tokens):
+            num_tokens = min(num_tokens, -end % self._config.block_size)  # in the last block
+        if num_tokens:
+            changes = self._kv.append(sequence.table, end, end + num_tokens)
             plan.update_tables(sequence, changes)
-        return guesses
+        return num_tokens
 
     def run_alone(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Plans a step of one group, which waits or runs. All others pause, and keep their blocks.
@@ -179,14 +186,14 @@ class Admission:
     def _extend(self, sequence: Sequence, start: int, end: int, plan: StepPlan) -> bool:
         """Makes positions `start` to `end` writable; preempts other groups if necessary."""
         assert sequence.table is not None
-        if not self._make_room(sequence.group, sequence.table, start, end, plan):
+        if not self._preempt_for(sequence.group, sequence.table, start, end, plan):
             return False
         plan.update_tables(sequence, self._kv.append(sequence.table, start, end))
         return True
 
     # Preemption.
 
-    def _make_room(
+    def _preempt_for(
         self, group: SequenceGroup, table: BlockTable, start: int, end: int, plan: StepPlan
     ) -> bool:
         """Preempts groups until there are enough blocks.

@@ -40,6 +40,8 @@ class Branches:
         if sequence.row != NO_ROW:
             self._free_rows.append(sequence.row)
             sequence.row = NO_ROW
+        if sequence.drafts is not None:
+            sequence.drafts.num_drafted = 0
 
     def drop(self, sequence: Sequence) -> None:
         """Frees row and blocks. Full, computed blocks stay cached."""

@@ -246,9 +246,12 @@ class OutputProcessor:
         """Processes the tokens that a candidate draws: one, or several if it has drafts."""
         group = sequence.group
         sequence.logprob += sum(result.logprobs)
-        num_before = sequence.num_computed
+        num_before, num_known = sequence.num_computed, len(sequence.token_ids)
         token_ids = self._append(sequence, result.token_ids)
         num_accepted = sequence.num_computed - num_before
+        if result.proposals and self._drafts is not None:
+            num_known += len(result.token_ids)
+            self._drafts.take_proposals(sequence, result.proposals, num_known)
         if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
         details = result.details[: len(token_ids)]

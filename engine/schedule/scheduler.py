@@ -371,7 +371,7 @@ class Scheduler:
         record, now = self._end_step(batch), self._clock()
         self._retries.step_committed()
         if self._drafts is not None:
-            self._drafts.step_ended(batch.num_tokens, now)
+            self._drafts.step_ended(batch, now)
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []
         if output.prompt_details:
@@ -501,4 +501,4 @@ def _drafts_of(
     """Returns the drafts of an engine; None without speculation, or without room for any."""
     if config.max_drafts < 1:
         return None
-    return Drafts(config, costs.prompt_token_s, metrics, clock)
+    return Drafts(config, costs, metrics, clock)

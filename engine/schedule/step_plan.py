@@ -104,6 +104,8 @@ class StepPlan:
         drafts: tuple[int, ...] = (),
         *,
         may_decode: bool = True,
+        num_proposals: int = 0,
+        undrafted: tuple[int, ...] = (),
     ) -> None:
         """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens.
 
@@ -112,6 +114,8 @@ class StepPlan:
             num_tokens: number of known tokens.
             drafts: guesses of the tokens after the last chunk.
             may_decode: whether the sequence may decode after its last chunk.
+            num_proposals: `ScheduledChunk.num_proposals`.
+            undrafted: `ScheduledChunk.undrafted`.
         """
         group, start = sequence.group, sequence.num_scheduled
         spec = group.request.spec
@@ -137,6 +141,8 @@ class StepPlan:
             processed=_processed_text(sequence) if draws and spec.params.extra_args else None,
             mask=None if guide is None else guide.mask,
             draft_masks=draft_masks,
+            num_proposals=num_proposals,
+            undrafted=undrafted,
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]

@@ -11,7 +11,7 @@ from baton.errors import ConfigurationError
 
 __all__ = ["SPECULATIVE_METHODS", "SpeculativeConfig"]
 
-SPECULATIVE_METHODS = ("ngram", "suffix")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
 _MAX_TOKENS = 64
 _MAX_WIDTH = 64
 
@@ -22,7 +22,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram" looks the latest tokens up in the request itself, "suffix" also in earlier
-            answers of the replica.
+            answers of the replica; "draft_model" draws them from a smaller model.
+        model: the smaller model: a checkpoint folder, a GGUF file, or a name.
         num_speculative_tokens: the most guesses in one step.
         prompt_lookup_min: the fewest equal tokens before a guess.
         prompt_lookup_max: the most tokens that are compared.
@@ -33,6 +34,7 @@ class SpeculativeConfig:
     """
 
     method: str
+    model: str | None = None
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
@@ -41,6 +43,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in SPECULATIVE_METHODS:
             raise _bad_key("method", self.method, f"one of {', '.join(SPECULATIVE_METHODS)}")
+        if self.has_model and not (isinstance(self.model, str) and self.model):
+            raise _bad_key("model", self.model, "a model that guesses for the served one")
+        if self.model is not None and not self.has_model:
+            raise _bad_key("model", self.model, f"absent with the method {self.method}")
         limits = {
             "num_speculative_tokens": (1, _MAX_TOKENS),
             "prompt_lookup_min": (1, _MAX_WIDTH),
@@ -51,6 +57,11 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise _bad_key(name, value, f"a number from {least} to {most}")
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model makes the guesses."""
+        return self.method == "draft_model"
 
     @override
     def __str__(self) -> str:
@@ -81,6 +92,8 @@ class SpeculativeConfig:
                 raise ConfigurationError(
                     f"--speculative-config has an unknown key {name!r}; it takes {', '.join(known)}"
                 )
+        if "model" in value and "method" not in value:
+            value = {"method": "draft_model", **value}
         if "method" not in value:
             raise _bad_key("method", None, f"one of {', '.join(SPECULATIVE_METHODS)}")
         return cls(**value)

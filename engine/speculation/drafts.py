@@ -3,6 +3,8 @@
 A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
 token after each, with the noise of its position, and keeps them as long as the guesses are equal:
 the tokens are those of a sequence without drafts. `engine.batch.ScheduledChunk` has the details.
+Guesses come from look-ups, or from a draft model, which the runner runs after a step for the next
+one.
 
 How many guesses pay depends on the sequence, whose guesses are right with some probability p, and
 on the step, whose time grows with its tokens. The guess at place j adds a token with probability
@@ -12,9 +14,11 @@ p**j. It is worth its time if that is more than what the step makes in that time
 import math
 from collections.abc import Callable
 
+from engine.batch import ScheduledBatch
 from engine.config import EngineConfig
 from engine.group import Sequence
 from engine.metrics.counts import EngineMetrics
+from engine.runner import StepCosts
 from engine.speculation.lookup import make_proposer
 from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState, TokenHistory
 
@@ -33,7 +37,7 @@ class Drafts:
 
     Args:
         config: the limits, and `speculative_config`.
-        token_s: time that one more token takes in a long step, in seconds.
+        costs: measured times; `prompt_token_s` is that of one more token in a long step.
         metrics: counts drafts.
         clock: monotonic seconds.
     """
@@ -41,7 +45,7 @@ class Drafts:
     def __init__(
         self,
         config: EngineConfig,
-        token_s: float,
+        costs: StepCosts,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -51,7 +55,7 @@ class Drafts:
         # only when its step has ended.
         self._num_decoded = config.max_open_steps / config.num_lanes
         self._proposer = make_proposer(config.speculative_config)
-        self._token_s = token_s
+        self._token_s, self._proposal_s = costs.prompt_token_s, costs.proposal_s
         self._fixed_s: float | None = None  # of a step without tokens, as the measured ones show it
         self._metrics = metrics
         self._clock = clock
@@ -63,17 +67,20 @@ class Drafts:
         self._num_rows = max(1, num_rows)
         self._started_at = self._clock()
 
-    def step_ended(self, num_tokens: int, now: float) -> None:
+    def step_ended(self, batch: ScheduledBatch, now: float) -> None:
         """Measures a step's time.
 
         Args:
-            num_tokens: tokens that it has computed.
+            batch: the step.
             now: clock time.
         """
         step_s = now - self._started_at
-        if num_tokens > _MAX_TIMED_TOKENS or step_s <= 0:
+        num_undrafted = sum(len(chunk.undrafted) for chunk in batch.chunks)
+        if batch.num_tokens + num_undrafted > _MAX_TIMED_TOKENS or step_s <= 0:
             return
-        fixed_s = max(0.0, step_s - num_tokens * self._token_s)
+        num_proposed = max([chunk.num_proposals for chunk in batch.chunks], default=0)
+        variable_s = batch.num_tokens * self._token_s + num_proposed * self._proposal_s
+        fixed_s = max(0.0, step_s - variable_s)
         if self._fixed_s is not None:
             fixed_s = self._fixed_s + _TIME_RATE * (fixed_s - self._fixed_s)
         self._fixed_s = fixed_s
@@ -93,10 +100,40 @@ class Drafts:
         limit = min(limit, room, self._num_worthwhile(state))
         return tuple(self._guesses(sequence, limit)) if limit > 0 else ()
 
+    def num_proposals(self, sequence: Sequence, num_drafts: int) -> int:
+        """Returns how many tokens a draft model should guess after this step.
+
+        Args:
+            sequence: a sequence whose step runs its last token.
+            num_drafts: number of drafts in this step.
+        """
+        if self._proposer is not None:
+            return 0
+        # The step draws a token in any case, and the next one draws another one.
+        room = sequence.limit - len(sequence.token_ids) - num_drafts - 2
+        return max(0, min(room, self._num_worthwhile(_state_of(sequence))))
+
+    def undrafted(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the scheduled tokens that the draft model has not run."""
+        first = _state_of(sequence).num_drafted
+        return tuple(sequence.token_ids[first : sequence.num_scheduled])
+
+    def take_proposals(
+        self, sequence: Sequence, proposals: tuple[int, ...], num_tokens: int
+    ) -> None:
+        """Takes a draft model's guesses of the tokens after the first `num_tokens`, which that
+        model has run.
+        """
+        state = _state_of(sequence)
+        state.proposals = proposals
+        state.proposed_at = state.num_drafted = num_tokens
+
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a sequence without drafts in this step should have the chance to get some in the
         next one, and so must not decode.
         """
+        if self._proposer is None:
+            return False  # the draft model was not asked
         state = _state_of(sequence)
         return state.num_steps_without <= _MAX_STEPS_WITHOUT and self._num_worthwhile(state) > 0
 
@@ -106,7 +143,7 @@ class Drafts:
         _forget(state)
         if not may_draft(sequence) or not self._num_worthwhile(state):
             return False
-        begins = bool(self._guesses(sequence, 1))
+        begins = self._proposer is None or bool(self._guesses(sequence, 1))
         if begins:
             state.num_steps_without = 0
         return begins
@@ -122,16 +159,21 @@ class Drafts:
 
     def sequence_ended(self, sequence: Sequence) -> None:
         """Keeps a sequence that has ended for guesses of later ones."""
-        if not _is_private(sequence):
+        if self._proposer is not None and not _is_private(sequence):
             self._proposer.keep_answer(sequence.token_ids, sequence.group.num_prompt)
 
     def _guesses(self, sequence: Sequence, limit: int) -> list[int]:
-        """Returns at most `limit` guesses: what the prediction says, or what a look-up finds."""
-        history = _state_of(sequence).history
-        tokens = history.updated(sequence.token_ids)
-        predicted = history.predicted(sequence.group.num_prompt, limit)
+        """Returns at most `limit` guesses: what the prediction says, what the draft model has
+        proposed, or what a look-up finds.
+        """
+        state = _state_of(sequence)
+        tokens = state.history.updated(sequence.token_ids)
+        predicted = state.history.predicted(sequence.group.num_prompt, limit)
         if predicted:
             return predicted
+        if self._proposer is None:
+            is_current = state.proposed_at == len(sequence.token_ids)
+            return list(state.proposals[:limit]) if is_current else []
         return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
 
     def _num_worthwhile(self, state: DraftState) -> int:
@@ -140,7 +182,8 @@ class Drafts:
         """
         most, right = self._most, state.num_right / state.num_checked
         tokens_s = self._num_rows * self._token_s
-        least = tokens_s / (self._fixed_s + tokens_s) if self._fixed_s is not None else 0.0
+        step_s = (self._fixed_s or 0.0) + tokens_s
+        least = (tokens_s + self._proposal_s) / step_s if self._fixed_s is not None else 0.0
         if right <= least:
             return 0
         if right < 1 and least > 0:

@@ -152,8 +152,10 @@ class AnswerLookup(Proposer):
         return _Match(width, end) if width >= self._least else None
 
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """Returns the proposer of a method."""
+def make_proposer(config: SpeculativeConfig) -> Proposer | None:
+    """Returns the proposer of a method; None if the runner makes the guesses."""
+    if config.has_model:
+        return None
     return SequenceLookup(config) if config.method == "ngram" else AnswerLookup(config)
 
 

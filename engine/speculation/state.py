@@ -65,9 +65,15 @@ class DraftState:
         num_checked: guesses that were compared with what was drawn, the newest ones count more.
         num_right: those of them that were equal to it.
         num_steps_without: steps since the last one with drafts.
+        proposals: guesses of a draft model.
+        proposed_at: number of tokens of the sequence that they follow.
+        num_drafted: leading tokens that the draft model has run in the sequence's present row.
     """
 
     history: TokenHistory
     num_checked: float = FIRST_CHECKED
     num_right: float = FIRST_RIGHT
     num_steps_without: int = 0
+    proposals: tuple[int, ...] = ()
+    proposed_at: int = 0
+    num_drafted: int = 0

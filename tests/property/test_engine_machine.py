@@ -41,7 +41,7 @@ MISHAPS = (
 GUESSES = [
     {"method": method, "num_speculative_tokens": num, "prompt_lookup_min": 1}
     for method, num in (("ngram", 2), ("suffix", 5))
-]
+] + [{"model": "fake", "num_speculative_tokens": 3}]
 WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
 
 
@@ -95,6 +95,8 @@ class Cluster(RuleBasedStateMachine):
         self.now = 0.0
         self.handoff_ids: list[str] = []
         config["kv_transfer_block_size"] = transfer_block_size
+        if "model" in (config["speculative_config"] or {}):
+            config["pipeline_parallel_size"] = 1
 
         def engine(role: str, num_parts: int) -> CheckedEngine:
             info = fake_info(num_parts * transfer_block_size, MAX_MODEL_LEN, windows=windows)

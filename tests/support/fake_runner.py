@@ -64,6 +64,8 @@ class FakeRow:
     history: Prefix = ()  # if `draw` has rules: the sequence, from chunks and draws
     wants_logprobs: bool = False
     num_logprobs: int = NO_LOGPROBS
+    drafted: Prefix = ()  # the tokens that a draft model has run
+    drafted_blocks: tuple[int, ...] = ()  # where it has, in the last layer group
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class FakeRunner:
         return StepOutput(
             step=batch.step,
             chunks=tuple(
-                self._chunk_output(chunk, work)
+                self._propose(chunk, work, self._chunk_output(chunk, work))
                 for chunk, work in zip(batch.chunks, chunks, strict=True)
             ),
             decoded=tuple(self._decode(work) for work in decodes),
@@ -363,6 +365,37 @@ class FakeRunner:
             if chunk.token_ids[known.num_tokens : known.num_tokens + 1] != one.token_ids:
                 break
         return drawn
+
+    def _propose(
+        self, chunk: ScheduledChunk, work: _Work, output: ChunkOutput | None
+    ) -> ChunkOutput | None:
+        """Guesses tokens as a draft model, one in four wrong; checks what that has run before."""
+        if not chunk.num_proposals or work.is_broken or min(output.token_ids) < 0:
+            return output
+        num_known = chunk.num_tokens - chunk.num_drafts
+        sequence = work.context + chunk.token_ids[:num_known] + output.token_ids
+        start = chunk.start_position - len(chunk.undrafted)
+        blocks = self._blocks_of(work.row, len(sequence) + chunk.num_proposals - 1)
+        is_right = chunk.undrafted == sequence[start : chunk.start_position]
+        self._check(is_right, "a draft model gets the wrong tokens")
+        num_full = start // self.info.layout.block_size
+        is_right = work.row.drafted[:start] == sequence[:start]
+        is_right &= work.row.drafted_blocks[:num_full] == blocks[:num_full]
+        self._check(is_right, "a draft model has not run the tokens before")
+        work.row.drafted, work.row.drafted_blocks = sequence, blocks
+        guesses: Prefix = ()
+        for _ in range(chunk.num_proposals):
+            text = sequence + guesses
+            token = next_token(text, chunk.draws[0], self.info.vocab_size)
+            is_wrong = (len(text) + sum(text)) % 4 == 0
+            guesses += ((token + is_wrong) % self.info.vocab_size,)
+        return replace(output, proposals=guesses)
+
+    def _blocks_of(self, row: FakeRow, num_tokens: int) -> tuple[int, ...]:
+        """Returns the blocks of a sequence's first tokens in the layer group that keeps all."""
+        layer_group = max(range(len(self.info.windows)), key=self._window)
+        positions = range(0, num_tokens, self.info.layout.block_size)
+        return tuple(self._place(row, layer_group, position)[0] for position in positions)
 
     def _decode(self, work: _Work) -> int:
         if not work.is_broken:

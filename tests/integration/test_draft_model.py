@@ -1,0 +1,152 @@
+"""Engines whose guesses come from a draft model, on real models."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigurationError
+from engine.core import EngineCore
+from engine.group import Sequence
+from engine.request import EngineRequest
+from engine.speculation import drafts
+from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, tiny_checkpoint
+from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import engine_request
+from tests.support.runner_kinds import use_kind
+
+NumProposals = Callable[[drafts.Drafts, Sequence, int], int]
+
+
+@pytest.fixture(autouse=True)
+def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
+    monkeypatch.setattr(drafts.Drafts, "_num_worthwhile", lambda self, _: self._most)
+
+
+def _guessing(draft_model: Path, **flags: object) -> dict[str, object]:
+    """Returns flags of an engine whose batches have room for the guesses of all sequences."""
+    config = {"model": str(draft_model), "num_speculative_tokens": 4}
+    sizes = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 160}
+    return {"speculative_config": config, **sizes, **flags}
+
+
+def _num_drafts(core: EngineCore) -> tuple[float, float]:
+    values = core.metrics.snapshot().values
+    return tuple(values["baton_engine_draft_tokens", each] for each in ("accepted", "rejected"))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen2_alternating"])
+def test_a_draft_model_changes_no_token(variant: str, overlapped: bool) -> None:
+    plain = tokens(variant, block_size=8)
+    flags = _guessing(tiny_checkpoint("opt"), async_scheduling=overlapped, block_size=8)
+    with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
+        for _ in range(2):  # the second time prompts are found in the prefix cache
+            outputs = run_all(core, all_kinds())
+            assert {key: tokens_of(outputs[key[0]], key[1]) for key in plain} == plain
+        assert _num_drafts(core)[1] > 100  # the models have nothing in common
+
+
+def _plain_kinds() -> list[EngineRequest]:
+    """Requests whose tokens are drawn from the model's own probabilities, as those of a draft model
+    that is the same model are.
+    """
+    options = [{}, {"temperature": 1.0, "seed": 7, "n": 3, "top_k": 50}, {"logprobs": 2}]
+    options.append({"temperature": 0.8, "seed": 1, "min_p": 0.02, "top_p": 0.9})
+    return [
+        engine_request(str(length), tuple(prompt_of(length)), max_tokens=24, **own)
+        for length, own in zip((7, 20, 33, 50), options, strict=True)
+    ]
+
+
+def _check_all_right(core: EngineCore) -> None:
+    """Runs requests twice, and checks that no guess was wrong."""
+    for _ in range(2):
+        outputs = run_all(core, _plain_kinds())
+        assert all(one.error is None for each in outputs.values() for one in each)
+    accepted, rejected = _num_drafts(core)
+    assert rejected == 0
+    assert accepted > 150
+
+
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_same_model_guesses_every_token(
+    kind: str, overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_kind(kind, monkeypatch)
+    path = tiny_checkpoint("llama")
+    flags = _guessing(path, async_scheduling=overlapped, block_size=8, max_num_batched_tokens=40)
+
+    with closing(build_core(path, "both", **flags)) as core:
+        _check_all_right(core)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_preempted_sequence_is_run_again(mode: str) -> None:
+    path = tiny_checkpoint("llama")
+    flags = _guessing(path, max_model_len=96, block_size=8, preemption_mode=mode, swap_space=2**26)
+
+    with closing(build_core(path, "both", **flags | {"num_gpu_blocks_override": 14})) as core:
+        _check_all_right(core)
+        assert core.load().num_preemptions > 0
+
+
+def test_a_sequence_that_decoded_meanwhile_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made in every other block."""
+    monkeypatch.setattr(
+        drafts.Drafts, "num_proposals", _in_every_other_block(drafts.Drafts.num_proposals)
+    )
+    path = tiny_checkpoint("llama")
+    with closing(build_core(path, "both", **_guessing(path, block_size=4))) as core:
+        _check_all_right(core)
+
+
+def _in_every_other_block(num_proposals: NumProposals) -> NumProposals:
+    def limited(self: drafts.Drafts, sequence: Sequence, num_drafts: int) -> int:
+        is_on = len(sequence.token_ids) // 4 % 2
+        return num_proposals(self, sequence, num_drafts) if is_on else 0
+
+    return limited
+
+
+def test_a_decode_tier_guesses_alone() -> None:
+    """The prefill tier needs no draft model; the decode tier runs it over the prompt."""
+    path = tiny_checkpoint("llama")
+    with tiers(path, {}, _guessing(path), kv_connector="memory://draft-models") as split:
+        check_handed_over(path, split)
+        accepted, rejected = _num_drafts(split._decode)
+    assert accepted > 15
+    assert rejected == 0
+
+
+def _changed(path: Path, file: str, old: str, new: str) -> Path:
+    """Returns a copy of a checkpoint, one file of which differs."""
+    copied = path / "draft"
+    shutil.copytree(tiny_checkpoint("llama"), copied)
+    text = (copied / file).read_text()
+    assert old in text
+    (copied / file).write_text(text.replace(old, new))
+    return copied
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tiny_checkpoint("llama")
+    (tmp_path / "one").mkdir()
+    limit = '"max_position_embeddings": '
+    short = _changed(tmp_path / "one", "config.json", f"{limit}{MAX_MODEL_LEN}", f"{limit}64")
+    foreign = _changed(tmp_path / "two", "tokenizer.json", '"a": 97', '"aa": 97')
+    for served, draft_model, message in [
+        (path, tmp_path / "missing", "missing"),
+        (path, short, "takes 64 tokens; set --max-model-len 64"),
+        (path, foreign, "tokenizer is not the served model's"),
+        (tiny_checkpoint("mistral_sliding"), path, "all layers .* have a sliding window"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            build_core(served, "both", **_guessing(draft_model))
+    with pytest.raises(ConfigurationError, match="the engine 2 ranks"):
+        build_core(path, "both", **_guessing(path, tensor_parallel_size=2))
