@@ -15,7 +15,7 @@ from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from engine.cli_args import add_engine_args, engine_config_from_args
-from engine.speculation.config import SPECULATIVE_METHODS, SpeculativeConfig
+from engine.speculation.config import LOOKUP_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from benchmarks.offline.speculation import Comparison, Engine, RowTimes
@@ -44,9 +44,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         nargs="+",
-        choices=SPECULATIVE_METHODS,
-        default=list(SPECULATIVE_METHODS),
-        help=f"methods of guessing (default: {' '.join(SPECULATIVE_METHODS)})",
+        choices=LOOKUP_METHODS,
+        default=list(LOOKUP_METHODS),
+        help=f"methods of looking guesses up (default: {' '.join(LOOKUP_METHODS)})",
+    )
+    parser.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="a smaller model with the same tokenizer, whose guesses are measured too",
     )
     add_numbers(parser, "--batch-size", [1, 8, 32], "the most requests at once; each is measured")
     add_number(parser, "--max-tokens", 128, "the most tokens of an answer")
@@ -69,10 +74,7 @@ def main(args: argparse.Namespace) -> int:
     ):
         if min(values) < 1:
             raise ConfigurationError(f"--{flag} is {min(values)}; it must be >= 1")
-    methods = [
-        SpeculativeConfig(method=method, num_speculative_tokens=args.num_speculative_tokens)
-        for method in dict.fromkeys(args.method)
-    ]
+    methods = list(_methods(args))
     config = engine_config_from_args(args, model=resolve_model(args.model))
     config = replace(config, max_num_seqs=max(*args.batch_size, *_ROW_BATCH_SIZES))
 
@@ -103,6 +105,18 @@ def main(args: argparse.Namespace) -> int:
         args,
     )
     return int(any(each.num_differing for each in comparisons))
+
+
+def _methods(args: argparse.Namespace) -> Iterator[SpeculativeConfig]:
+    """Yields the methods to measure."""
+    num_tokens = args.num_speculative_tokens
+    for method in dict.fromkeys(args.method):
+        yield SpeculativeConfig(method=method, num_speculative_tokens=num_tokens)
+    if args.draft_model is not None:
+        model = resolve_model(args.draft_model)
+        yield SpeculativeConfig(
+            method="draft_model", model=model, num_speculative_tokens=num_tokens
+        )
 
 
 def _compare_all(

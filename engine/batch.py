@@ -25,6 +25,7 @@ __all__ = [
     "NO_TOKEN",
     "PROCESSOR_FAILED",
     "ChunkOutput",
+    "DraftWork",
     "DrawParams",
     "LogitRules",
     "ProcessedText",
@@ -199,6 +200,24 @@ class ProcessedText:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What a draft model does for a sequence after a step.
+
+    Attributes:
+        first: position of the first of `token_ids`; the model has run the tokens before them in
+            this row.
+        token_ids: tokens before those of the chunk that it runs.
+        num_proposals: number of guesses of the tokens after the drawn ones; the row's tables cover
+            so many positions after the chunk. 0 if `token_ids` end before the chunk: others of the
+            sequence will follow.
+    """
+
+    first: int
+    token_ids: tuple[int, ...]
+    num_proposals: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """Known tokens of one sequence.
 
@@ -234,11 +253,7 @@ class ScheduledChunk:
             Empty: all.
         processed: the sequence with `token_ids`, if logits processors change the logits after
             them. The row must not decode afterwards.
-        num_proposals: number of guesses of the tokens after the drawn ones that a draft model
-            makes after the step. The row's tables cover so many positions after `token_ids`. The
-            row must not decode afterwards.
-        undrafted: the sequence's tokens before `token_ids` that the draft model has not run in
-            this row; those before them it has. Only with `num_proposals`.
+        draft_work: what a draft model does after the step. The row must not decode afterwards.
     """
 
     row: int
@@ -255,8 +270,7 @@ class ScheduledChunk:
     mask: bytes | None = None
     draft_masks: tuple[bytes | None, ...] = ()
     processed: ProcessedText | None = None
-    num_proposals: int = 0
-    undrafted: tuple[int, ...] = ()
+    draft_work: DraftWork | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -337,6 +351,11 @@ class ScheduledBatch:
         return sum([chunk.num_tokens for chunk in self.chunks]) + len(self.decode_rows)
 
     @property
+    def num_drafted_tokens(self) -> int:
+        """Known tokens that a draft model runs, over all sequences."""
+        return sum([len(chunk.draft_work.token_ids) for chunk in self.chunks if chunk.draft_work])
+
+    @property
     def reports_prompts(self) -> bool:
         """Whether any chunk reports `TokenLogprobs` of its prompt."""
         return any(chunk.prompt_targets for chunk in self.chunks)
@@ -375,7 +394,7 @@ class ChunkOutput:
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.
-        proposals: guesses of the tokens after `token_ids`, at most the chunk's `num_proposals`.
+        proposals: guesses of the tokens after `token_ids`, at most as many as the chunk asks for.
     """
 
     token_ids: tuple[int, ...]

@@ -241,11 +241,12 @@ class EngineCore:
         return self.scheduler.move(request_id)
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache; returns how many blocks it held.
+        """Empties the prefix cache, and forgets the answers that guesses come from; returns how
+        many blocks the cache held.
 
         A KV store keeps its blocks.
         """
-        return self.scheduler.kv.reset_prefix_cache()
+        return self.scheduler.reset_prefix_cache()
 
     def watch_kv_events(self, on: bool) -> tuple[KvEvent, ...]:
         """Starts or stops the recording of changes of the prefix cache.
@@ -372,7 +373,7 @@ class EngineCore:
     def _compute_step(self, on_outputs: OnOutputs) -> list[EngineOutput]:
         batch = self.scheduler.schedule()
         self._timer.end_phase("schedule")
-        self.step_watch.compute(0 if batch is None else batch.num_tokens)
+        self.step_watch.compute(_num_run(batch))
         self._start_transfers()  # loads run beside the forward pass
         self.is_stalled = batch is None and not self._submitted
         if self.is_stalled:
@@ -413,7 +414,7 @@ class EngineCore:
         num_due = min(num_open, int(is_full or batch is None))
         if num_due:  # its result is waited for
             num_tokens = self._submitted[0].batch.num_tokens
-            self.step_watch.compute(max(num_tokens, batch.num_tokens if batch else 0))
+            self.step_watch.compute(max(num_tokens, _num_run(batch)))
         error = self._submit(batch) if batch is not None else None
         self._timer.end_phase("execute")
         outputs = []
@@ -511,3 +512,8 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.transfer_layer_slices,
     )
     return BlockSlicing(info.layout, form).form
+
+
+def _num_run(batch: ScheduledBatch | None) -> int:
+    """Returns how many tokens a step runs, those of a draft model included."""
+    return 0 if batch is None else batch.num_tokens + batch.num_drafted_tokens

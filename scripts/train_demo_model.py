@@ -1,6 +1,9 @@
 """Trains the bundled demo model on the Python standard library's docstrings.
 
     python scripts/train_demo_model.py --output baton/demo_model
+    python scripts/train_demo_model.py --shape draft --steps 600 --output FOLDER
+
+The second command trains a draft model for it, with its tokenizer, in a few minutes.
 
 Writes a Hugging Face checkpoint folder: a small Llama and its byte-level BPE tokenizer, with a
 model card that records the versions, the corpus digest and the loss curve. Training runs on
@@ -42,17 +45,14 @@ license: apache-2.0
 language: en
 library_name: transformers
 ---
-# Baton demo model
-
-A small Llama that completes English text about Python, so that Baton runs
-without a download. It is made for trying the software; its texts are often wrong.
+{purpose}
 
 - Shape: {num_layers} layers, hidden size {hidden_size}, {num_heads} attention heads, \
 {num_kv_heads} KV heads, vocabulary {vocab_size}, {num_parameters:,} parameters.
 - Weights are stored in bfloat16 and meant to run in float32, as `config.json` says.
 - Positions up to {max_positions}; trained on sequences of {sequence_length} tokens.
 - Its chat template writes messages as paragraphs; the model was not trained on chats.
-- Made by `scripts/train_demo_model.py --steps {steps} --seed {seed}`.
+- Made by `scripts/train_demo_model.py {flags}--steps {steps} --seed {seed}`.
 
 ## Training text
 Docstrings of the Python {python} standard library and the help topics of
@@ -74,6 +74,34 @@ Python, Copyright (c) 2001 Python Software Foundation; All Rights Reserved,
 used under the Python Software Foundation License Version 2
 (https://docs.python.org/3/license.html).
 """
+
+_PURPOSES = {
+    "demo": """\
+# Baton demo model
+
+A small Llama that completes English text about Python, so that Baton runs
+without a download. It is made for trying the software; its texts are often wrong.""",
+    "draft": """\
+# Draft model for the Baton demo model
+
+A smaller Llama that guesses the next tokens of the demo model.""",
+}
+_SHAPES = {
+    "demo": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "draft": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
+}
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
@@ -110,15 +138,11 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -
     return torch.tensor(token_ids)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, shape: str) -> LlamaForCausalLM:
     """Makes the untrained model."""
     config = LlamaConfig(
+        **_SHAPES[shape],
         vocab_size=_VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=2,
         max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -216,6 +240,8 @@ def model_card(
     config = training.model.config
     documents = corpus.training + corpus.held_out
     return _CARD.format(
+        purpose=_PURPOSES[arguments.shape],
+        flags="" if arguments.shape == "demo" else f"--shape {arguments.shape} ",
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -249,6 +275,12 @@ def parse_arguments() -> argparse.Namespace:
         description="Train the bundled demo model on the standard library's docstrings."
     )
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
+    parser.add_argument(
+        "--shape",
+        choices=sorted(_SHAPES),
+        default="demo",
+        help="size of the model; a draft has the demo model's tokenizer (%(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=1500, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     return parser.parse_args()
@@ -261,10 +293,13 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
     corpus = collect_corpus()
-    tokenizer = train_tokenizer(corpus.training)
+    if arguments.shape == "demo":
+        tokenizer = train_tokenizer(corpus.training)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(_CHAT_TEMPLATE.parent)
     train_ids = encode_documents(tokenizer, corpus.training)
     held_out_ids = encode_documents(tokenizer, corpus.held_out)
-    model = build_model(tokenizer)
+    model = build_model(tokenizer, arguments.shape)
     training = Training(model, train_ids, held_out_ids)
     num_tokens = len(train_ids) + len(held_out_ids)
     for _ in training.run(arguments.steps, arguments.seed):

@@ -12,14 +12,14 @@ computed again, as with the prefix cache. All other KV is computed when guesses 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import xxhash
 
 from baton.errors import ConfigurationError
-from engine.batch import ChunkOutput, DrawParams, ScheduledBatch, ScheduledChunk
+from engine.batch import ChunkOutput, DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.kv_pool import allocate_pool
@@ -44,31 +44,35 @@ class ProposalJob:
     Attributes:
         index: of the chunk in its batch.
         chunk: the chunk.
+        work: what to do for it.
         table: `[max_blocks]` int32; the row's blocks at the time of its step.
     """
 
     index: int
     chunk: ScheduledChunk
+    work: DraftWork
     table: np.ndarray
 
 
 @dataclass(slots=True)
-class _Guessing:
+class _Run:
     """The state of one job.
 
     Attributes:
         job: the job.
-        tokens: all tokens of the sequence from `first` on.
-        first: position of the first of them.
-        num_run: number of them that the model has run.
+        first: position of the first of `tokens`.
+        tokens: the tokens that the model must have run before it guesses.
+        num_run: number of them that it has run.
+        digests: of the sequence up to the end of each block that `tokens` fill, `[n]` uint64.
         guesses: the guesses so far.
     """
 
     job: ProposalJob
-    tokens: list[int]
     first: int
+    tokens: list[int]
     num_run: int
-    guesses: list[int] = field(default_factory=list)
+    digests: np.ndarray
+    guesses: tuple[int, ...] = ()
 
     @property
     def row(self) -> int:
@@ -83,11 +87,36 @@ class _Guessing:
         """Position of the next token to guess."""
         return self.first + len(self.tokens) + len(self.guesses)
 
-    def take(self, num_tokens: int, draws: tuple[DrawParams, ...] = ()) -> ScheduledChunk:
-        """Returns the next tokens to run."""
+    @property
+    def lacks_guesses(self) -> bool:
+        return len(self.guesses) < self.job.work.num_proposals
+
+    def take(self, num_tokens: int) -> ScheduledChunk:
+        """Returns the next tokens to run; the last ones draw a guess, if any is to be drawn."""
         start, end = self.num_run, self.num_run + num_tokens
         self.num_run = end
+        draws = self.job.chunk.draws if self.lacks_guesses and not self.num_pending else ()
         return ScheduledChunk(self.row, tuple(self.tokens[start:end]), self.first + start, draws)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What the model ran last for a row.
+
+    Attributes:
+        position: of the first of `tokens`; -1 if there are none.
+        tokens: the last known token, and the guesses after it, but for the last one.
+        num_digested: number of the sequence's tokens that `digest` is of.
+        digest: of the sequence up to the end of a block.
+    """
+
+    position: int = -1
+    tokens: tuple[int, ...] = ()
+    num_digested: int = 0
+    digest: int = 0
+
+
+_NOTHING = _Before()
 
 
 class DraftModel:
@@ -143,8 +172,7 @@ class DraftModel:
         )
         max_blocks = -(-max_model_len // config.block_size)
         self._rows = Rows(1, config.max_running, max_blocks)
-        # By row: position and ids of tokens that the model ran as guesses.
-        self._ran: dict[int, tuple[int, list[int]]] = {}
+        self._before: dict[int, _Before] = {}  # by row
 
     def allocate(self, num_blocks: int) -> None:
         """Allocates its pool.
@@ -169,20 +197,22 @@ class DraftModel:
             rows: the rows, with the step's table updates applied.
         """
         return [
-            ProposalJob(index, chunk, rows.tables[self._layer_group, chunk.row].copy())
+            ProposalJob(
+                index, chunk, chunk.draft_work, rows.tables[self._layer_group, chunk.row].copy()
+            )
             for index, chunk in enumerate(batch.chunks)
-            if chunk.num_proposals
+            if chunk.draft_work is not None
         ]
 
     def time_proposal(self) -> float:
         """Measures the seconds in which it guesses one token of one sequence."""
-        chunk = ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,), num_proposals=_NUM_TIMED)
-        job = ProposalJob(0, chunk, self._rows.tables[0, 0])
+        chunk = ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,))
+        job = ProposalJob(0, chunk, DraftWork(0, (), _NUM_TIMED), self._rows.tables[0, 0])
         for _ in range(2):  # the first time compiles and records
             start = time.perf_counter()
             self.propose([job], [ChunkOutput((0,))])
             seconds = time.perf_counter() - start
-        self._ran.clear()
+        self._before.clear()
         return seconds / _NUM_TIMED
 
     @torch.inference_mode()
@@ -198,82 +228,76 @@ class DraftModel:
         Returns:
             The outputs with the guesses.
         """
-        proposed, guessing = list(outputs), list[_Guessing]()
+        proposed, runs = list(outputs), list[_Run]()
         for job in jobs:
             output = outputs[job.index]
             assert output is not None, "a chunk with guesses draws a token"
             if min(output.token_ids) >= 0:
-                guessing.append(self._start(job, output.token_ids))
-        if guessing:
-            self._run_known(guessing)
-        drawing = guessing
-        while drawing := [e for e in drawing if len(e.guesses) < e.job.chunk.num_proposals]:
-            self._run_guesses(drawing)
-        for each in guessing:
-            self._keep(each)
-            output = proposed[each.job.index]
+                runs.append(self._start(job, output.token_ids))
+        self._run_known(runs)
+        while guessing := [run for run in runs if run.lacks_guesses]:
+            self._run_guesses(guessing)
+        for run in runs:
+            self._keep(run)
+            output = proposed[run.job.index]
             assert output is not None
-            proposed[each.job.index] = replace(output, proposals=self._valid(each.guesses))
+            proposed[run.job.index] = replace(output, proposals=self._valid(run.guesses))
         return proposed
 
-    def _start(self, job: ProposalJob, drawn: Sequence[int]) -> _Guessing:
+    def _start(self, job: ProposalJob, drawn: Sequence[int]) -> _Run:
         """Finds the tokens that the model has to run: those after what it has run before."""
-        chunk = job.chunk
-        known = chunk.token_ids[: chunk.num_tokens - chunk.num_drafts]
-        tokens = [*chunk.undrafted, *known, *drawn]
-        first = chunk.start_position - len(chunk.undrafted)
-        position, ran = self._ran.pop(chunk.row, (0, []))
-        num_run = 0
-        if first == 0:
-            digests = self._digests_of(tokens)
-            is_found = self._digests[job.table[: len(digests)]] == digests
-            num_run = _num_leading(is_found) * self.layout.block_size
-        elif first == position:
-            num_equal = min(len(ran), len(tokens))
-            num_run = _num_leading(np.array(ran[:num_equal]) == tokens[:num_equal])
-        guessing = _Guessing(job, tokens, first, min(num_run, len(tokens) - 1))
-        size = self.layout.block_size
-        written = slice(
-            (first + guessing.num_run) // size, -(-(guessing.end + chunk.num_proposals) // size)
-        )
+        chunk, work, size = job.chunk, job.work, self.layout.block_size
+        tokens = list(work.token_ids)
+        if work.num_proposals:
+            tokens += (*chunk.token_ids[: chunk.num_tokens - chunk.num_drafts], *drawn)
+        before = self._before.pop(chunk.row, _NOTHING) if work.first else _NOTHING
+        continues = work.first == before.num_digested
+        digests = _digests(tokens if continues else (), size, before.digest)
+        blocks = job.table[work.first // size :][: len(digests)]
+        num_run = size * _num_leading(self._digests[blocks] == digests)
+        if work.first == before.position:
+            num_run = max(num_run, _num_equal(before.tokens, tokens))
+        num_run = min(num_run, len(tokens) - (work.num_proposals > 0))
+        run = _Run(job, work.first, tokens, num_run, digests)
+        written = slice((run.first + num_run) // size, -(-(run.end + work.num_proposals) // size))
         self._digests[job.table[written]] = 0
         self._rows.tables[0, chunk.row] = job.table
-        return guessing
+        return run
 
-    def _keep(self, guessing: _Guessing) -> None:
+    def _keep(self, run: _Run) -> None:
         """Notes what the model has run for a sequence."""
-        ran = [guessing.tokens[-1], *guessing.guesses[:-1]]
-        last = guessing.first + len(guessing.tokens) - 1
-        self._ran[guessing.row] = last, ran
-        if guessing.first == 0:
-            digests = self._digests_of(guessing.tokens)
-            self._digests[guessing.job.table[: len(digests)]] = digests
+        size, num_digests = self.layout.block_size, len(run.digests)
+        if num_digests:
+            self._digests[run.job.table[run.first // size :][:num_digests]] = run.digests
+        self._before[run.row] = _Before(
+            position=run.first + len(run.tokens) - 1,
+            tokens=(*run.tokens[-1:], *run.guesses[:-1]),
+            num_digested=run.first + num_digests * size,
+            digest=int(run.digests[-1]) if num_digests else 0,
+        )
 
-    def _digests_of(self, tokens: Sequence[int]) -> np.ndarray:
-        """Returns a digest of the tokens up to the end of each full block, `[n]` uint64, not 0."""
-        size, digest = self.layout.block_size, 0
-        ids, digests = np.array(tokens, np.int32), list[int]()
-        for end in range(size, len(ids) + 1, size):
-            digest = xxhash.xxh3_64_intdigest(ids[end - size : end].tobytes(), seed=digest) or 1
-            digests.append(digest)
-        return np.array(digests, np.uint64)
-
-    def _run_known(self, guessing: Sequence[_Guessing]) -> None:
+    def _run_known(self, runs: Sequence[_Run]) -> None:
         """Runs all known tokens, in as many steps as needed, and draws the first guesses."""
-        most = self._config.max_num_batched_tokens // len(guessing)
-        long = guessing
-        while long := [each for each in long if each.num_pending > most]:
-            self._fill([each.take(most) for each in long])
+        most = self._config.max_num_batched_tokens // max(1, len(runs))
+        long = runs
+        while long := [run for run in long if run.num_pending > most]:
+            self._fill([run.take(most) for run in long])
             self._steps.run()
-        self._fill([each.take(each.num_pending, each.job.chunk.draws) for each in guessing])
-        self._draw(guessing)
+        last = [run for run in runs if run.num_pending]
+        guessing = [run for run in last if run.lacks_guesses]
+        if last:
+            self._fill([run.take(run.num_pending) for run in last])
+        if guessing:
+            self._draw(guessing)
+        elif last:
+            self._steps.run()
 
-    def _run_guesses(self, guessing: Sequence[_Guessing]) -> None:
+    def _run_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs the newest guess of each sequence, and draws the next one."""
         self._fill(
             [
-                ScheduledChunk(each.row, (each.guesses[-1],), each.end - 1, each.job.chunk.draws)
-                for each in guessing
+                ScheduledChunk(run.row, run.guesses[-1:], run.end - 1, run.job.chunk.draws)
+                for run in guessing
             ]
         )
         self._draw(guessing)
@@ -287,19 +311,41 @@ class DraftModel:
         )
         self._steps.inputs.fill(ScheduledBatch(0, clamped), self._rows, _NO_ROWS)
 
-    def _draw(self, guessing: Sequence[_Guessing]) -> None:
+    def _draw(self, guessing: Sequence[_Run]) -> None:
         """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
-        draws = [draw_record(each.job.chunk.draws[0]) for each in guessing]
-        positions = np.array([each.end for each in guessing], np.int64)
+        draws = [draw_record(run.job.chunk.draws[0]) for run in guessing]
+        positions = np.array([run.end for run in guessing], np.int64)
         rows, scores = range(len(guessing)), self._steps.scores()
         tokens = draw_tokens(scores, np.array(draws, DRAW_RECORD), rows, positions)
-        for each, token in zip(guessing, tokens.tolist(), strict=True):
-            each.guesses.append(token)
+        for run, token in zip(guessing, tokens.tolist(), strict=True):
+            run.guesses = (*run.guesses, token)
 
     def _valid(self, guesses: Sequence[int]) -> tuple[int, ...]:
         """Returns the guesses before the first that the served model does not have."""
-        ids = np.array(guesses)
+        ids = np.array(guesses, np.int64)
         return tuple(guesses[: _num_leading((ids >= 0) & (ids < self._num_served))])
+
+
+def _digests(tokens: Sequence[int], block_size: int, before: int) -> np.ndarray:
+    """Returns digests of a sequence up to the end of each full block, `[n]` uint64, not 0.
+
+    Args:
+        tokens: tokens of the sequence, from the beginning of a block on.
+        block_size: tokens per block.
+        before: digest of the sequence before them; 0 if there is nothing.
+    """
+    ids, digests = np.array(tokens, np.int32), list[int]()
+    for end in range(block_size, len(ids) + 1, block_size):
+        data = ids[end - block_size : end].tobytes()
+        before = xxhash.xxh3_64_intdigest(data, seed=before) or 1
+        digests.append(before)
+    return np.array(digests, np.uint64)
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """Returns how many of the first tokens are equal."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 def _num_leading(flags: np.ndarray) -> int:

@@ -137,23 +137,25 @@ class ChunkDraws:
 
     def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool) -> None:
         self._chunks = chunks
-        places = [
-            (place, chunk)
-            for of_drafts in chunks
-            if of_drafts.needs_logits
-            for place, chunk in enumerate(of_drafts.without_drafts())
+        # By row of the scores: its chunk, and how many of the chunk's drafts it comes after.
+        self._places = [
+            (chunk, place)
+            for chunk in chunks
+            if chunk.needs_logits
+            for place in range(1 + chunk.num_drafts)
         ]
-        self._logit_chunks = [chunk for _, chunk in places]
         self._drawing = [
-            (row, chunk) for row, chunk in enumerate(self._logit_chunks) if chunk.draws
+            (row, chunk, place) for row, (chunk, place) in enumerate(self._places) if chunk.draws
         ]
-        self._wants_logprobs = any(chunk.wants_logprobs for _, chunk in self._drawing)
+        self._wants_logprobs = any(chunk.wants_logprobs for _, chunk, _ in self._drawing)
         self._is_processed = is_processed
         self._reported: ReportedTokens | None = None
-        self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
+        self._num_tops = sorted({chunk.num_top for chunk, _ in self._places if chunk.num_top})
         self.single = list(self._find_single())
-        self.ruled = _by_place(places)
-        self.with_processors = [entry for entry in self._drawing if entry[1].processed is not None]
+        self.ruled = self._find_ruled()
+        self.with_processors = [
+            (row, chunk) for row, chunk, _ in self._drawing if chunk.processed is not None
+        ]
         self.keeps_raw = self._keeps_raw()
 
     def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
@@ -176,7 +178,7 @@ class ChunkDraws:
         """
         tensors = iter(drawn)
         output_of_row = self._drawn_outputs(tensors) | self._most_likely_outputs(tensors)
-        outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
+        outputs = (output_of_row[row] for row in range(len(self._places)))
         return [
             _accepted(chunk, list(islice(outputs, 1 + chunk.num_drafts)))
             if chunk.needs_logits
@@ -193,6 +195,17 @@ class ChunkDraws:
         reported = reports_model_logprobs(wants_logprobs, nums, is_processed=self._is_processed)
         return bool(reported.any())
 
+    def _find_ruled(self) -> list[list[tuple[int, ScheduledChunk]]]:
+        ruled: list[list[tuple[int, ScheduledChunk]]] = []
+        for row, chunk, place in self._drawing:
+            if place or not (chunk.changes_logits or any(chunk.draft_masks)):
+                continue
+            for index, known in enumerate(chunk.without_drafts()):
+                if known.changes_logits:
+                    ruled += [[] for _ in range(index + 1 - len(ruled))]
+                    ruled[index].append((row + index, known))
+        return ruled
+
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0
         for chunk in self._chunks:
@@ -204,16 +217,20 @@ class ChunkDraws:
         """Yields the tokens, then log-probabilities and details if requested for any chunk."""
         if not self._drawing:
             return
-        draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]
-        rows = [row for row, _, _ in draws]
-        records = np.array([draw_record(params) for _, _, params in draws], DRAW_RECORD)
-        ends = [chunk.end for _, chunk, _ in draws]
+        draws = [
+            (row, chunk, chunk.end + place, params)
+            for row, chunk, place in self._drawing
+            for params in chunk.draws
+        ]
+        rows = [row for row, _, _, _ in draws]
+        records = np.array([draw_record(params) for _, _, _, params in draws], DRAW_RECORD)
+        ends = [end for _, _, end, _ in draws]
         tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
         yield tokens
         if self._wants_logprobs:
             logit_rows = to_device(np.array(rows, np.int64), tokens.device)
             yield kernels.token_logprobs(raw.logits, raw.maxima, tokens, logit_rows)
-        nums = np.array([chunk.num_logprobs for _, chunk, _ in draws], np.int64)
+        nums = np.array([chunk.num_logprobs for _, chunk, _, _ in draws], np.int64)
         self._reported = ReportedTokens.among(
             nums, np.array(rows, np.int64), records, tokens.device, is_processed=self._is_processed
         )
@@ -230,7 +247,7 @@ class ChunkDraws:
             yield values
 
     def _rows_of_top(self, num_top: int) -> list[int]:
-        return [row for row, chunk in enumerate(self._logit_chunks) if chunk.num_top == num_top]
+        return [row for row, (chunk, _) in enumerate(self._places) if chunk.num_top == num_top]
 
     def _drawn_outputs(self, tensors: Iterator[torch.Tensor]) -> dict[int, ChunkOutput]:
         """Returns the outputs of the chunks that draw, by row of the scores."""
@@ -240,7 +257,7 @@ class ChunkDraws:
         tokens, start = next(tensors).tolist(), 0
         logprobs = next(tensors).tolist() if self._wants_logprobs else []
         details = self._reported.read((next(tensors), next(tensors))) if self._reported else ()
-        for row, chunk in self._drawing:
+        for row, chunk, _ in self._drawing:
             part = slice(start, start + len(chunk.draws))
             wanted = logprobs[part] if chunk.wants_logprobs else ()
             found = tuple([each for each in details[part] if each is not None])
@@ -256,22 +273,6 @@ class ChunkDraws:
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
                 outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
         return outputs
-
-
-def _by_place(
-    places: Sequence[tuple[int, ScheduledChunk]],
-) -> list[list[tuple[int, ScheduledChunk]]]:
-    """Returns `ChunkDraws.ruled`.
-
-    Args:
-        places: per row of the scores, the number of drafts before it, and the chunk.
-    """
-    ruled: list[list[tuple[int, ScheduledChunk]]] = []
-    for row, (place, chunk) in enumerate(places):
-        if chunk.draws and chunk.changes_logits:
-            ruled += [[] for _ in range(place + 1 - len(ruled))]
-            ruled[place].append((row, chunk))
-    return ruled
 
 
 def _accepted(chunk: ScheduledChunk, outputs: Sequence[ChunkOutput]) -> ChunkOutput:

@@ -138,14 +138,9 @@ class Admission:
         num_writable = self._make_room(sequence, end, len(guesses) + num_proposals, plan)
         guesses = guesses[:num_writable]
         num_proposals = min(num_proposals, num_writable - len(guesses))
-        plan.add_chunk(
-            sequence,
-            num_tokens,
-            guesses,
-            may_decode=not (guesses or num_proposals or drafts.should_wait(sequence)),
-            num_proposals=num_proposals,
-            undrafted=drafts.undrafted(sequence) if num_proposals else (),
-        )
+        work = drafts.work(sequence, num_proposals, plan.draft_budget)
+        may_decode = not (guesses or work or drafts.should_wait(sequence))
+        plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode, draft_work=work)
 
     def _make_room(self, sequence: Sequence, end: int, num_tokens: int, plan: StepPlan) -> int:
         """Makes positions from `end` on writable, as many of `num_tokens` as possible without

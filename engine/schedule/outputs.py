@@ -139,14 +139,14 @@ class OutputProcessor:
         return outputs
 
     def take_chunk(
-        self, sequence: Sequence, result: ChunkOutput | None, num_drafts: int, now: float
+        self, sequence: Sequence, chunk: ScheduledChunk, result: ChunkOutput | None, now: float
     ) -> Outputs:
         """Processes a computed chunk.
 
         Args:
             sequence: the chunk's.
+            chunk: the chunk.
             result: the tokens drawn at the chunk's end; None if it draws none.
-            num_drafts: number of its drafts.
             now: clock time at which the step is committed.
         """
         group = sequence.group
@@ -173,7 +173,7 @@ class OutputProcessor:
             if sequence.token_at is not None:
                 self._metrics.drew(now - sequence.token_at, len(result.token_ids))
             sequence.token_at = now
-            return self._take_tokens(sequence, result, num_drafts)
+            return self._take_tokens(sequence, result, chunk)
         except BatonError as error:  # of the sequence's guide
             return [self.end(group, FinishReason.ERROR, error)]
 
@@ -242,24 +242,26 @@ class OutputProcessor:
 
     # Tokens.
 
-    def _take_tokens(self, sequence: Sequence, result: ChunkOutput, num_drafts: int = 0) -> Outputs:
-        """Processes the tokens that a candidate draws: one, or several if it has drafts."""
+    def _take_tokens(
+        self, sequence: Sequence, result: ChunkOutput, chunk: ScheduledChunk | None = None
+    ) -> Outputs:
+        """Processes the tokens that a candidate draws: one, or several if its chunk has drafts."""
         group = sequence.group
         sequence.logprob += sum(result.logprobs)
         num_before, num_known = sequence.num_computed, len(sequence.token_ids)
         token_ids = self._append(sequence, result.token_ids)
         num_accepted = sequence.num_computed - num_before
-        if result.proposals and self._drafts is not None:
+        if chunk is not None and chunk.draft_work is not None and self._drafts is not None:
             num_known += len(result.token_ids)
-            self._drafts.take_proposals(sequence, result.proposals, num_known)
+            self._drafts.worked(sequence, chunk.draft_work, result.proposals, num_known)
         if group.hands_over and sequence.finish_reason is None:
             return self._hand_over(group, result)
         details = result.details[: len(token_ids)]
         outputs = self._end_if_over(sequence, token_ids, details) or self._go_on(
             sequence, token_ids, details
         )
-        if num_drafts and self._drafts is not None:
-            num_right = len(result.token_ids) - 1
+        if chunk is not None and chunk.num_drafts and self._drafts is not None:
+            num_drafts, num_right = chunk.num_drafts, len(result.token_ids) - 1
             self._drafts.checked(sequence, num_drafts, num_right)
             for output in outputs:
                 # Those behind a token that ends the sequence were right, and are not in it.

@@ -319,6 +319,12 @@ class Scheduler:
         """Starts to load blocks of a prompt that another engine is still computing."""
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
+    def reset_prefix_cache(self) -> int:
+        """Does the work of `EngineCore.reset_prefix_cache`."""
+        if self._drafts is not None:
+            self._drafts.forget_answers()
+        return self.kv.reset_prefix_cache()
+
     def apply(self, results: TransferResults) -> list[EngineOutput]:
         """Processes results of the connector's worker half."""
         return self._end_transfers(*self._transfers.apply(results))
@@ -342,7 +348,10 @@ class Scheduler:
         return None
 
     def _schedule_step(self, *, retries: bool) -> ScheduledBatch | None:
-        plan = StepPlan(self._num_steps + 1, self._config.max_num_batched_tokens)
+        if self._drafts is not None:
+            self._drafts.step_began()
+        budget = self._config.max_num_batched_tokens
+        plan = StepPlan(self._num_steps + 1, budget, draft_budget=budget)
         plan.budget -= self._decoding.num_in(plan.step)
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
@@ -370,8 +379,6 @@ class Scheduler:
         """Processes a step's tokens; returns the requests' outputs."""
         record, now = self._end_step(batch), self._clock()
         self._retries.step_committed()
-        if self._drafts is not None:
-            self._drafts.step_ended(batch, now)
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []
         if output.prompt_details:
@@ -382,7 +389,7 @@ class Scheduler:
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile
             sequence.num_computed = chunk.end
-            outputs += self._outputs.take_chunk(sequence, result, chunk.num_drafts, now)
+            outputs += self._outputs.take_chunk(sequence, chunk, result, now)
         self._outputs.take_decoded(
             record.decoding,
             output.decoded,
@@ -392,6 +399,8 @@ class Scheduler:
         )
         self._metrics.step_committed()
         self.kv.step_reported(batch.step)
+        if self._drafts is not None:
+            self._drafts.step_ended(batch)
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: BatonError) -> list[EngineOutput]:

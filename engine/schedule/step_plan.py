@@ -7,6 +7,7 @@ from itertools import islice
 
 from engine.batch import (
     NO_LOGPROBS,
+    DraftWork,
     ProcessedText,
     ScheduledBatch,
     ScheduledChunk,
@@ -58,6 +59,7 @@ class StepPlan:
     Attributes:
         step: the batch's number.
         budget: tokens that may still be added.
+        draft_budget: known tokens that a draft model may still run.
         admits_none: whether a running group lacks blocks, or was preempted for one that did; then
             no group is admitted, which would take these blocks.
         num_reserved: tokens of the budget that other sequences need that will get a chunk.
@@ -68,6 +70,7 @@ class StepPlan:
 
     step: int
     budget: int
+    draft_budget: int = 0
     admits_none: bool = False
     num_reserved: int = 0
     num_partial: int = 0
@@ -104,8 +107,7 @@ class StepPlan:
         drafts: tuple[int, ...] = (),
         *,
         may_decode: bool = True,
-        num_proposals: int = 0,
-        undrafted: tuple[int, ...] = (),
+        draft_work: DraftWork | None = None,
     ) -> None:
         """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens.
 
@@ -114,8 +116,7 @@ class StepPlan:
             num_tokens: number of known tokens.
             drafts: guesses of the tokens after the last chunk.
             may_decode: whether the sequence may decode after its last chunk.
-            num_proposals: `ScheduledChunk.num_proposals`.
-            undrafted: `ScheduledChunk.undrafted`.
+            draft_work: what a draft model does after the step.
         """
         group, start = sequence.group, sequence.num_scheduled
         spec = group.request.spec
@@ -141,8 +142,7 @@ class StepPlan:
             processed=_processed_text(sequence) if draws and spec.params.extra_args else None,
             mask=None if guide is None else guide.mask,
             draft_masks=draft_masks,
-            num_proposals=num_proposals,
-            undrafted=undrafted,
+            draft_work=draft_work,
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]
@@ -150,6 +150,7 @@ class StepPlan:
             chunk = replace(chunk, prompt_targets=targets, num_prompt_logprobs=num_logprobs)
         sequence.num_scheduled = end
         self.budget -= num_tokens + len(drafts)
+        self.draft_budget -= 0 if draft_work is None else len(draft_work.token_ids)
         self.num_partial += not ends
         self._chunks.append((sequence, chunk))
         goes_on = sequence is not group.root and chunk.draws_for_row and guide is None

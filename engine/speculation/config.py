@@ -9,9 +9,11 @@ from typing_extensions import override
 
 from baton.errors import ConfigurationError
 
-__all__ = ["SPECULATIVE_METHODS", "SpeculativeConfig"]
+__all__ = ["LOOKUP_METHODS", "SpeculativeConfig"]
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
+LOOKUP_METHODS = ("ngram", "suffix")
+_DRAFT_MODEL = "draft_model"
+_METHODS = (*LOOKUP_METHODS, _DRAFT_MODEL)
 _MAX_TOKENS = 64
 _MAX_WIDTH = 64
 
@@ -41,8 +43,8 @@ class SpeculativeConfig:
     max_cached_tokens: int = 2**18
 
     def __post_init__(self) -> None:
-        if self.method not in SPECULATIVE_METHODS:
-            raise _bad_key("method", self.method, f"one of {', '.join(SPECULATIVE_METHODS)}")
+        if self.method not in _METHODS:
+            raise _bad_key("method", self.method, f"one of {', '.join(_METHODS)}")
         if self.has_model and not (isinstance(self.model, str) and self.model):
             raise _bad_key("model", self.model, "a model that guesses for the served one")
         if self.model is not None and not self.has_model:
@@ -61,7 +63,7 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         """Whether a model makes the guesses."""
-        return self.method == "draft_model"
+        return self.method == _DRAFT_MODEL
 
     @override
     def __str__(self) -> str:
@@ -93,9 +95,9 @@ class SpeculativeConfig:
                     f"--speculative-config has an unknown key {name!r}; it takes {', '.join(known)}"
                 )
         if "model" in value and "method" not in value:
-            value = {"method": "draft_model", **value}
+            value = {"method": _DRAFT_MODEL, **value}
         if "method" not in value:
-            raise _bad_key("method", None, f"one of {', '.join(SPECULATIVE_METHODS)}")
+            raise _bad_key("method", None, f"one of {', '.join(_METHODS)}")
         return cls(**value)
 
 

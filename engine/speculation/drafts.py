@@ -8,13 +8,13 @@ one.
 
 How many guesses pay depends on the sequence, whose guesses are right with some probability p, and
 on the step, whose time grows with its tokens. The guess at place j adds a token with probability
-p**j. It is worth its time if that is more than what the step makes in that time without it.
+p**j. So many are made as draw the most tokens per second, by the measured times of steps.
 """
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from engine.batch import ScheduledBatch
+from engine.batch import DraftWork, ScheduledBatch
 from engine.config import EngineConfig
 from engine.group import Sequence
 from engine.metrics.counts import EngineMetrics
@@ -29,7 +29,21 @@ _FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
 _FORGETTING_STEPS = 16
 _MAX_STEPS_WITHOUT = 8
 _TIME_RATE = 0.1  # weight of a step in the mean time
+_TRYING_RATE = 0.005  # by which steps without drafts bring the time of those with drafts nearer
 _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    """Mean seconds of short steps, less what their tokens and proposals take.
+
+    Attributes:
+        decoding_s: of steps in which all sequences decode.
+        drafting_s: of steps with drafts.
+    """
+
+    decoding_s: float
+    drafting_s: float
 
 
 class Drafts:
@@ -50,40 +64,48 @@ class Drafts:
         clock: Callable[[], float],
     ) -> None:
         assert config.speculative_config is not None, "the engine guesses"
-        self._most = config.max_drafts
+        self._most, self._block_size = config.max_drafts, config.block_size
         # Tokens that a sequence draws by decoding in the time of one with drafts, which runs again
         # only when its step has ended.
         self._num_decoded = config.max_open_steps / config.num_lanes
         self._proposer = make_proposer(config.speculative_config)
         self._token_s, self._proposal_s = costs.prompt_token_s, costs.proposal_s
-        self._fixed_s: float | None = None  # of a step without tokens, as the measured ones show it
+        self._times: _StepTimes | None = None
         self._metrics = metrics
         self._clock = clock
         self._num_rows = 1
-        self._started_at = 0.0
+        self._began_at = 0.0
+
+    def step_began(self) -> None:
+        """Notes that a step is about to be scheduled."""
+        self._began_at = self._clock()
 
     def step_started(self, num_rows: int) -> None:
         """Notes that a step with so many sequences was scheduled."""
         self._num_rows = max(1, num_rows)
-        self._started_at = self._clock()
 
-    def step_ended(self, batch: ScheduledBatch, now: float) -> None:
-        """Measures a step's time.
-
-        Args:
-            batch: the step.
-            now: clock time.
+    def step_ended(self, batch: ScheduledBatch) -> None:
+        """Measures the time of a step that has been committed, with that of scheduling it: chunks
+        take the scheduler longer than rows that decode.
         """
-        step_s = now - self._started_at
-        num_undrafted = sum(len(chunk.undrafted) for chunk in batch.chunks)
-        if batch.num_tokens + num_undrafted > _MAX_TIMED_TOKENS or step_s <= 0:
+        step_s = self._clock() - self._began_at
+        chunks = batch.chunks
+        if batch.num_tokens + batch.num_drafted_tokens > _MAX_TIMED_TOKENS or step_s <= 0:
             return
-        num_proposed = max([chunk.num_proposals for chunk in batch.chunks], default=0)
+        works = [chunk.draft_work for chunk in chunks if chunk.draft_work is not None]
+        num_proposed = max([work.num_proposals for work in works], default=0)
         variable_s = batch.num_tokens * self._token_s + num_proposed * self._proposal_s
         fixed_s = max(0.0, step_s - variable_s)
-        if self._fixed_s is not None:
-            fixed_s = self._fixed_s + _TIME_RATE * (fixed_s - self._fixed_s)
-        self._fixed_s = fixed_s
+        has_drafts = num_proposed > 0 or any(chunk.num_drafts for chunk in chunks)
+        if self._times is None:
+            self._times = _StepTimes(fixed_s, fixed_s)
+        elif has_drafts:
+            self._times.drafting_s += _TIME_RATE * (fixed_s - self._times.drafting_s)
+        elif not chunks:
+            self._times.decoding_s += _TIME_RATE * (fixed_s - self._times.decoding_s)
+            # Else a step that was slow by chance could end all drafts.
+            difference_s = self._times.decoding_s - self._times.drafting_s
+            self._times.drafting_s += _TRYING_RATE * difference_s
 
     def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """Returns the guesses to check in this step.
@@ -113,20 +135,46 @@ class Drafts:
         room = sequence.limit - len(sequence.token_ids) - num_drafts - 2
         return max(0, min(room, self._num_worthwhile(_state_of(sequence))))
 
-    def undrafted(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the scheduled tokens that the draft model has not run."""
-        first = _state_of(sequence).num_drafted
-        return tuple(sequence.token_ids[first : sequence.num_scheduled])
+    def work(self, sequence: Sequence, num_proposals: int, budget: int) -> DraftWork | None:
+        """Returns what the draft model does after this step; None if it does nothing.
 
-    def take_proposals(
-        self, sequence: Sequence, proposals: tuple[int, ...], num_tokens: int
+        Args:
+            sequence: as in `num_proposals`.
+            num_proposals: number of tokens that it should guess.
+            budget: the most known tokens that it may run.
+        """
+        if not num_proposals:
+            return None
+        end = sequence.num_scheduled
+        first = min(_state_of(sequence).num_drafted, end)
+        if end - first > budget:
+            num_proposals, end = 0, first + budget
+            if budget >= self._block_size:
+                end -= end % self._block_size  # so that the next tokens begin a block
+            if end == first:
+                return None
+        return DraftWork(first, tuple(sequence.token_ids[first:end]), num_proposals)
+
+    def worked(
+        self, sequence: Sequence, work: DraftWork, proposals: tuple[int, ...], num_tokens: int
     ) -> None:
-        """Takes a draft model's guesses of the tokens after the first `num_tokens`, which that
-        model has run.
+        """Takes what the draft model has done.
+
+        Args:
+            sequence: a sequence that goes on.
+            work: what `work` has returned for the step.
+            proposals: guesses of the tokens after the first `num_tokens`.
+            num_tokens: number of tokens of the sequence after the step's draws.
         """
         state = _state_of(sequence)
-        state.proposals = proposals
-        state.proposed_at = state.num_drafted = num_tokens
+        if work.num_proposals:
+            state.proposals, state.proposed_at, state.num_drafted = (
+                proposals,
+                num_tokens,
+                num_tokens,
+            )
+        else:
+            state.num_drafted = work.first + len(work.token_ids)
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a sequence without drafts in this step should have the chance to get some in the
@@ -162,6 +210,11 @@ class Drafts:
         if self._proposer is not None and not _is_private(sequence):
             self._proposer.keep_answer(sequence.token_ids, sequence.group.num_prompt)
 
+    def forget_answers(self) -> None:
+        """Forgets the sequences that have ended."""
+        if self._proposer is not None:
+            self._proposer.forget_answers()
+
     def _guesses(self, sequence: Sequence, limit: int) -> list[int]:
         """Returns at most `limit` guesses: what the prediction says, what the draft model has
         proposed, or what a look-up finds.
@@ -177,19 +230,24 @@ class Drafts:
         return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
 
     def _num_worthwhile(self, state: DraftState) -> int:
-        """Returns how many guesses are worth their time in a step with as many sequences as the
-        last one.
+        """Returns how many guesses draw the most tokens per second in a step with as many sequences
+        as the last one; 0 if decoding draws more.
         """
-        most, right = self._most, state.num_right / state.num_checked
-        tokens_s = self._num_rows * self._token_s
-        step_s = (self._fixed_s or 0.0) + tokens_s
-        least = (tokens_s + self._proposal_s) / step_s if self._fixed_s is not None else 0.0
-        if right <= least:
-            return 0
-        if right < 1 and least > 0:
-            most = min(most, int(math.log(least) / math.log(right)))
-        num_drawn = 1 + sum(right**place for place in range(1, most + 1))
-        return most if num_drawn >= self._num_decoded else 0
+        place_s, step_s, decoding_step_s = 0.0, 1.0, 1.0  # while nothing is measured
+        if self._times is not None:
+            tokens_s = self._num_rows * self._token_s
+            place_s = tokens_s + self._proposal_s  # of one guess of each sequence
+            step_s = self._times.drafting_s + tokens_s
+            decoding_step_s = self._times.decoding_s + tokens_s
+        best, best_rate = 0, self._num_decoded / decoding_step_s
+        right, chance, num_drawn = state.num_right / state.num_checked, 1.0, 1.0
+        for num_drafts in range(1, self._most + 1):
+            chance *= right
+            num_drawn += chance
+            rate = num_drawn / (step_s + num_drafts * place_s)
+            if rate > best_rate:
+                best, best_rate = num_drafts, rate
+        return best
 
 
 def may_draft(sequence: Sequence) -> bool:

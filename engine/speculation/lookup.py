@@ -42,6 +42,9 @@ class Proposer(ABC):
             num_prompt: how many of them are its prompt.
         """
 
+    def forget_answers(self) -> None:  # noqa: B027 - optional
+        """Forgets the sequences that have ended."""
+
 
 class _Match(NamedTuple):
     """An earlier occurrence of a sequence's latest tokens.
@@ -111,6 +114,12 @@ class AnswerLookup(Proposer):
         if other is not None and (own is None or other.width > own.width):
             return _before_end(self._ring[other.end : other.end + limit])
         return [] if own is None else _continuation(tokens, own.end, limit)
+
+    @override
+    def forget_answers(self) -> None:
+        self._ring.fill(SEPARATOR)
+        self._next = 0
+        self._latest.clear()
 
     @override
     def keep_answer(self, token_ids: Sequence[int], num_prompt: int) -> None:

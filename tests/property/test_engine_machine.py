@@ -97,6 +97,8 @@ class Cluster(RuleBasedStateMachine):
         config["kv_transfer_block_size"] = transfer_block_size
         if "model" in (config["speculative_config"] or {}):
             config["pipeline_parallel_size"] = 1
+            if None not in windows:
+                config["speculative_config"] = None  # refused by a runner
 
         def engine(role: str, num_parts: int) -> CheckedEngine:
             info = fake_info(num_parts * transfer_block_size, MAX_MODEL_LEN, windows=windows)

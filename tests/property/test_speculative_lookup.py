@@ -64,6 +64,11 @@ def test_earlier_answers_are_searched_as_long_as_they_are_kept(
         assert lookup.propose(newest, 1, is_private=False)
         assert not lookup.propose(newest[-3:], 1, is_private=True) or len(set(last[:3])) < 3
 
+        lookup.forget_answers()
+        assert not lookup.propose(newest, 1, is_private=False) or len(set(last[:3])) < 3
+        lookup.keep_answer([99, *last], 1)
+        assert lookup.propose(newest, 1, is_private=False)
+
 
 @settings(max_examples=300, deadline=None)
 @given(

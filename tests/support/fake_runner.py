@@ -369,25 +369,29 @@ class FakeRunner:
     def _propose(
         self, chunk: ScheduledChunk, work: _Work, output: ChunkOutput | None
     ) -> ChunkOutput | None:
-        """Guesses tokens as a draft model, one in four wrong; checks what that has run before."""
-        if not chunk.num_proposals or work.is_broken or min(output.token_ids) < 0:
+        """Guesses tokens as a draft model, one in three wrong; checks what that has run before."""
+        asked = chunk.draft_work
+        if asked is None or work.is_broken or min(output.token_ids) < 0:
             return output
         num_known = chunk.num_tokens - chunk.num_drafts
         sequence = work.context + chunk.token_ids[:num_known] + output.token_ids
-        start = chunk.start_position - len(chunk.undrafted)
-        blocks = self._blocks_of(work.row, len(sequence) + chunk.num_proposals - 1)
-        is_right = chunk.undrafted == sequence[start : chunk.start_position]
+        end = asked.first + len(asked.token_ids)
+        is_right = asked.token_ids == sequence[asked.first : end]
+        is_right &= end == chunk.start_position or asked.num_proposals == 0
         self._check(is_right, "a draft model gets the wrong tokens")
-        num_full = start // self.info.layout.block_size
-        is_right = work.row.drafted[:start] == sequence[:start]
+        num_run = len(sequence) + asked.num_proposals - 1 if asked.num_proposals else end
+        blocks = self._blocks_of(work.row, num_run)
+        num_full = asked.first // self.info.layout.block_size
+        is_right = work.row.drafted[: asked.first] == sequence[: asked.first]
         is_right &= work.row.drafted_blocks[:num_full] == blocks[:num_full]
         self._check(is_right, "a draft model has not run the tokens before")
-        work.row.drafted, work.row.drafted_blocks = sequence, blocks
+        work.row.drafted = sequence if asked.num_proposals else sequence[:end]
+        work.row.drafted_blocks = blocks
         guesses: Prefix = ()
-        for _ in range(chunk.num_proposals):
+        for _ in range(asked.num_proposals):
             text = sequence + guesses
             token = next_token(text, chunk.draws[0], self.info.vocab_size)
-            is_wrong = (len(text) + sum(text)) % 4 == 0
+            is_wrong = (len(text) + sum(text)) % 3 == 0
             guesses += ((token + is_wrong) % self.info.vocab_size,)
         return replace(output, proposals=guesses)
 

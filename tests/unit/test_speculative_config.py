@@ -19,19 +19,30 @@ def test_a_json_object_and_a_mapping_are_the_same() -> None:
     assert SpeculativeConfig.of(str(expected)) == expected  # as `baton serve` passes it on
 
 
+def test_a_model_guesses_if_it_is_the_only_key() -> None:
+    expected = SpeculativeConfig(method="draft_model", model="small")
+
+    assert SpeculativeConfig.of('{"model": "small"}') == expected
+    assert expected.has_model
+    assert not SpeculativeConfig(method="suffix").has_model
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("{", "not a JSON object"),
         ("[]", "not a JSON object"),
         ("{}", "method of --speculative-config is None"),
-        ('{"method": "psychic"}', "'psychic'; it must be one of ngram, suffix"),
+        ('{"method": "psychic"}', "'psychic'; it must be one of ngram, suffix, draft_model"),
         ('{"method": "ngram", "num": 3}', "unknown key 'num'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 64"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "from 1 to 64"),
         ('{"method": "ngram", "num_speculative_tokens": 2.0}', "from 1 to 64"),
         ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}', "from 5 to 64"),
         ('{"method": "suffix", "max_cached_tokens": 3}', "max_cached_tokens"),
+        ('{"method": "draft_model"}', "model of --speculative-config is None"),
+        ('{"model": ""}', "model of --speculative-config is ''"),
+        ('{"method": "ngram", "model": "small"}', "absent with the method ngram"),
     ],
 )
 def test_bad_values_name_the_key(given: str, message: str) -> None:
