@@ -20,7 +20,7 @@ from engine.group import Sequence
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.lookup import make_proposer
-from engine.speculation.state import FIRST_CHECKED, FIRST_RIGHT, DraftState, TokenHistory
+from engine.speculation.state import DraftState, TokenHistory
 
 __all__ = ["Drafts", "may_draft"]
 
@@ -28,8 +28,13 @@ _KEPT_SHARE = 0.9  # of what was counted before, at each step with drafts
 _FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
 _FORGETTING_STEPS = 16
 _MAX_STEPS_WITHOUT = 8
+_WAITING_SHARE = 0.4  # of a step; what such steps may take longer in all than those that decode
+_FIRST_CHECKED = 2.0  # a new sequence's rate counts as if so many of its guesses had been checked
+_FIRST_SHARE, _LEAST_SHARE = 0.75, 0.5  # of right guesses: a new engine's, and the least assumed
+_SHARE_RATE = 0.01  # weight of a guess in the engine's share of right guesses
+_LEAST_GAIN = 1.05  # expected, as estimates are uncertain
 _TIME_RATE = 0.1  # weight of a step in the mean time
-_TRYING_RATE = 0.005  # by which steps without drafts bring the time of those with drafts nearer
+_TRYING_RATE = 0.001  # by which steps without drafts bring the time of those with drafts nearer
 _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
 
 
@@ -71,6 +76,7 @@ class Drafts:
         self._proposer = make_proposer(config.speculative_config)
         self._token_s, self._proposal_s = costs.prompt_token_s, costs.proposal_s
         self._times: _StepTimes | None = None
+        self._right_share = _FIRST_SHARE  # of guesses; what is assumed of a new sequence
         self._metrics = metrics
         self._clock = clock
         self._num_rows = 1
@@ -114,10 +120,10 @@ class Drafts:
             sequence: a sequence whose next step runs its last token.
             limit: the most guesses.
         """
-        state = _state_of(sequence)
+        state = self._state_of(sequence)
         state.num_steps_without += 1
         if state.num_steps_without % _FORGETTING_STEPS == 0:
-            _forget(state)  # a sequence with a grammar never decodes
+            self._forget(state)  # a sequence with a grammar never decodes
         room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
         limit = min(limit, room, self._num_worthwhile(state))
         return tuple(self._guesses(sequence, limit)) if limit > 0 else ()
@@ -133,7 +139,7 @@ class Drafts:
             return 0
         # The step draws a token in any case, and the next one draws another one.
         room = sequence.limit - len(sequence.token_ids) - num_drafts - 2
-        return max(0, min(room, self._num_worthwhile(_state_of(sequence))))
+        return max(0, min(room, self._num_worthwhile(self._state_of(sequence))))
 
     def work(self, sequence: Sequence, num_proposals: int, budget: int) -> DraftWork | None:
         """Returns what the draft model does after this step; None if it does nothing.
@@ -146,7 +152,7 @@ class Drafts:
         if not num_proposals:
             return None
         end = sequence.num_scheduled
-        first = min(_state_of(sequence).num_drafted, end)
+        first = min(self._state_of(sequence).num_drafted, end)
         if end - first > budget:
             num_proposals, end = 0, first + budget
             if budget >= self._block_size:
@@ -166,7 +172,7 @@ class Drafts:
             proposals: guesses of the tokens after the first `num_tokens`.
             num_tokens: number of tokens of the sequence after the step's draws.
         """
-        state = _state_of(sequence)
+        state = self._state_of(sequence)
         if work.num_proposals:
             state.proposals, state.proposed_at, state.num_drafted = (
                 proposals,
@@ -182,13 +188,16 @@ class Drafts:
         """
         if self._proposer is None:
             return False  # the draft model was not asked
-        state = _state_of(sequence)
-        return state.num_steps_without <= _MAX_STEPS_WITHOUT and self._num_worthwhile(state) > 0
+        state, most = self._state_of(sequence), float(_MAX_STEPS_WITHOUT)
+        if self._times is not None:
+            lost_s = self._times.drafting_s - self._times.decoding_s
+            most = min(most, _WAITING_SHARE * self._times.decoding_s / max(lost_s, 1e-9))
+        return state.num_steps_without <= most and self._num_worthwhile(state) > 0
 
     def should_begin(self, sequence: Sequence) -> bool:
         """Whether a sequence that decodes should try drafts again; called once per block."""
-        state = _state_of(sequence)
-        _forget(state)
+        state = self._state_of(sequence)
+        self._forget(state)
         if not may_draft(sequence) or not self._num_worthwhile(state):
             return False
         begins = self._proposer is None or bool(self._guesses(sequence, 1))
@@ -198,11 +207,15 @@ class Drafts:
 
     def checked(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Notes how many of a step's guesses were right, from the first one on."""
-        state = _state_of(sequence)
+        state = self._state_of(sequence)
         num_checked = min(num_drafts, num_right + 1)
         state.num_steps_without = 0
         state.num_checked = _KEPT_SHARE * state.num_checked + num_checked
         state.num_right = _KEPT_SHARE * state.num_right + num_right
+        share = self._right_share + _SHARE_RATE * (
+            min(num_right, num_checked) - num_checked * self._right_share
+        )
+        self._right_share = min(max(share, _LEAST_SHARE), _FIRST_SHARE)
         self._metrics.drafted(num_drafts, num_right)
 
     def sequence_ended(self, sequence: Sequence) -> None:
@@ -219,7 +232,7 @@ class Drafts:
         """Returns at most `limit` guesses: what the prediction says, what the draft model has
         proposed, or what a look-up finds.
         """
-        state = _state_of(sequence)
+        state = self._state_of(sequence)
         tokens = state.history.updated(sequence.token_ids)
         predicted = state.history.predicted(sequence.group.num_prompt, limit)
         if predicted:
@@ -228,6 +241,19 @@ class Drafts:
             is_current = state.proposed_at == len(sequence.token_ids)
             return list(state.proposals[:limit]) if is_current else []
         return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
+
+    def _forget(self, state: DraftState) -> None:
+        """Brings the rate of right guesses nearer to that of a new sequence."""
+        state.num_checked += _FORGOTTEN_SHARE * (_FIRST_CHECKED - state.num_checked)
+        first_right = _FIRST_CHECKED * self._right_share
+        state.num_right += _FORGOTTEN_SHARE * (first_right - state.num_right)
+
+    def _state_of(self, sequence: Sequence) -> DraftState:
+        if sequence.drafts is None:
+            history = TokenHistory(sequence.group.request.spec.prediction_token_ids)
+            first_right = _FIRST_CHECKED * self._right_share
+            sequence.drafts = DraftState(history, _FIRST_CHECKED, first_right)
+        return sequence.drafts
 
     def _num_worthwhile(self, state: DraftState) -> int:
         """Returns how many guesses draw the most tokens per second in a step with as many sequences
@@ -239,7 +265,7 @@ class Drafts:
             place_s = tokens_s + self._proposal_s  # of one guess of each sequence
             step_s = self._times.drafting_s + tokens_s
             decoding_step_s = self._times.decoding_s + tokens_s
-        best, best_rate = 0, self._num_decoded / decoding_step_s
+        best, best_rate = 0, _LEAST_GAIN * self._num_decoded / decoding_step_s
         right, chance, num_drawn = state.num_right / state.num_checked, 1.0, 1.0
         for num_drafts in range(1, self._most + 1):
             chance *= right
@@ -260,19 +286,6 @@ def may_draft(sequence: Sequence) -> bool:
     params = group.request.spec.params
     is_plain = not params.is_ranked and not params.extra_args and group.beams is None
     return is_plain and sequence is not group.root and not group.hands_over
-
-
-def _forget(state: DraftState) -> None:
-    """Brings the rate of right guesses nearer to that of a new sequence."""
-    state.num_checked += _FORGOTTEN_SHARE * (FIRST_CHECKED - state.num_checked)
-    state.num_right += _FORGOTTEN_SHARE * (FIRST_RIGHT - state.num_right)
-
-
-def _state_of(sequence: Sequence) -> DraftState:
-    if sequence.drafts is None:
-        prediction = sequence.group.request.spec.prediction_token_ids
-        sequence.drafts = DraftState(TokenHistory(prediction))
-    return sequence.drafts
 
 
 def _is_private(sequence: Sequence) -> bool:

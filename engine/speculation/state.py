@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FIRST_CHECKED", "FIRST_RIGHT", "SEPARATOR", "DraftState", "TokenHistory"]
+__all__ = ["SEPARATOR", "DraftState", "TokenHistory"]
 
 SEPARATOR = -1  # between texts; equals no token
-
-# What is assumed of a new sequence: so many guesses were checked, and so many of them were right.
-FIRST_CHECKED, FIRST_RIGHT = 2.0, 1.5
 
 
 class TokenHistory:
@@ -71,8 +68,8 @@ class DraftState:
     """
 
     history: TokenHistory
-    num_checked: float = FIRST_CHECKED
-    num_right: float = FIRST_RIGHT
+    num_checked: float
+    num_right: float
     num_steps_without: int = 0
     proposals: tuple[int, ...] = ()
     proposed_at: int = 0
