@@ -161,11 +161,11 @@ def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, 
     path = tmp_path / "report.json"
     model = ("--model", str(tiny_checkpoint("llama")), "--num-threads", "1")
     sizes = ("--batch-size", "3", "--max-tokens", "6", "--rounds", "1")
-    guesses = ("--num-speculative-tokens", "3")
+    guesses = ("--num-speculative-tokens", "3", "--draft-model", str(tiny_checkpoint("opt")))
     assert main(["bench", "speculation", *model, *sizes, *guesses, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     cases = [(each["workload"], each["method"]) for each in report["workloads"]]
-    assert cases == list(product(("repetitive", "ordinary"), ("ngram", "suffix")))
+    assert cases == list(product(("repetitive", "ordinary"), ("ngram", "suffix", "draft_model")))
     for each in report["workloads"]:
         assert (each["batch_size"], each["num_requests"], each["num_differing"]) == (3, 8, 0)
         speeds = each["tokens_per_s_with"], each["tokens_per_s_without"]
@@ -178,7 +178,7 @@ def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, 
         assert min(row["decode_ms"], *row["known_ms"].values()) > 0
     shown = capsys.readouterr().out
     assert "plain texts" in shown
-    assert shown.count("equal") == 4
+    assert shown.count("equal") == 6
 
 
 def test_speculation_needs_room_for_its_rows(capsys):

@@ -1,24 +1,26 @@
 """Engines whose guesses come from a draft model, on real models."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from baton.errors import ConfigurationError
+from engine.batch import ScheduledChunk
 from engine.core import EngineCore
-from engine.group import Sequence
+from engine.group import Sequence as GroupSequence
 from engine.request import EngineRequest
+from engine.runtime.draft_model import DraftModel
 from engine.speculation import drafts
-from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, tiny_checkpoint
+from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
-NumProposals = Callable[[drafts.Drafts, Sequence, int], int]
+NumProposals = Callable[[drafts.Drafts, GroupSequence, int], int]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,7 @@ def _num_drafts(core: EngineCore) -> tuple[float, float]:
     return tuple(values["baton_engine_draft_tokens", each] for each in ("accepted", "rejected"))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen2_alternating"])
 def test_a_draft_model_changes_no_token(variant: str, overlapped: bool) -> None:
@@ -107,11 +110,38 @@ def test_a_sequence_that_decoded_meanwhile_is_run_again(monkeypatch: pytest.Monk
 
 
 def _in_every_other_block(num_proposals: NumProposals) -> NumProposals:
-    def limited(self: drafts.Drafts, sequence: Sequence, num_drafts: int) -> int:
+    def limited(self: drafts.Drafts, sequence: GroupSequence, num_drafts: int) -> int:
         is_on = len(sequence.token_ids) // 4 % 2
         return num_proposals(self, sequence, num_drafts) if is_on else 0
 
     return limited
+
+
+def test_a_prompt_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second request with the same prompt finds the draft model's KV; a long prompt takes several
+    steps, in which the sequence draws tokens without guesses.
+    """
+    num_run = [0]
+    fill = DraftModel._fill  # of known tokens and of guesses
+
+    def counting(self: DraftModel, chunks: Sequence[ScheduledChunk]) -> None:
+        num_run[-1] += sum(chunk.num_tokens for chunk in chunks)
+        fill(self, chunks)
+
+    monkeypatch.setattr(DraftModel, "_fill", counting)
+    path = tiny_checkpoint("llama")
+    with closing(build_core(path, "both", **_guessing(path, block_size=8))) as core:
+        for _ in range(2):
+            num_run.append(0)
+            request = engine_request("r", tuple(prompt_of(200)), max_tokens=24)
+            drawn = tokens_of(run_all(core, [request])["r"])
+        accepted, rejected = _num_drafts(core)
+
+    assert drawn == reference_greedy(path, prompt_of(200), 24)
+    _, first, second = num_run
+    assert first > 200 > 80 > second
+    assert rejected == 0
+    assert accepted > 20
 
 
 def test_a_decode_tier_guesses_alone() -> None:
