@@ -208,12 +208,13 @@ class DraftModel:
         """Measures the seconds in which it guesses one token of one sequence."""
         chunk = ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,))
         job = ProposalJob(0, chunk, DraftWork(0, (), _NUM_TIMED), self._rows.tables[0, 0])
-        for _ in range(2):  # the first time compiles and records
+        durations_s = []
+        for _ in range(_NUM_TIMED):  # the first time compiles and records
             start = time.perf_counter()
             self.propose([job], [ChunkOutput((0,))])
-            seconds = time.perf_counter() - start
+            durations_s.append(time.perf_counter() - start)
         self._before.clear()
-        return seconds / _NUM_TIMED
+        return min(durations_s) / _NUM_TIMED
 
     @torch.inference_mode()
     def propose(

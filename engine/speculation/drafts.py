@@ -100,12 +100,14 @@ class Drafts:
             return
         works = [chunk.draft_work for chunk in chunks if chunk.draft_work is not None]
         num_proposed = max([work.num_proposals for work in works], default=0)
-        variable_s = batch.num_tokens * self._token_s + num_proposed * self._proposal_s
-        fixed_s = max(0.0, step_s - variable_s)
+        tokens_s = batch.num_tokens * self._token_s
+        fixed_s = max(0.0, step_s - tokens_s - num_proposed * self._proposal_s)
         has_drafts = num_proposed > 0 or any(chunk.num_drafts for chunk in chunks)
         if self._times is None:
             self._times = _StepTimes(fixed_s, fixed_s)
         elif has_drafts:
+            # A step of a new size is slower, as it is recorded.
+            fixed_s = min(fixed_s, 2 * self._times.drafting_s + tokens_s)
             self._times.drafting_s += _TIME_RATE * (fixed_s - self._times.drafting_s)
         elif not chunks:
             self._times.decoding_s += _TIME_RATE * (fixed_s - self._times.decoding_s)
