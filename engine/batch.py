@@ -208,13 +208,15 @@ class DraftWork:
             this row.
         token_ids: tokens before those of the chunk that it runs.
         num_proposals: number of guesses of the tokens after the drawn ones; the row's tables cover
-            so many positions after the chunk. 0 if `token_ids` end before the chunk: others of the
-            sequence will follow.
+            so many positions after the chunk. 0 if `token_ids` end before the chunk: later steps
+            run the tokens between them.
+        cache_salt: only sequences with the same salt may share KV.
     """
 
     first: int
     token_ids: tuple[int, ...]
     num_proposals: int
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,14 @@ class ScheduledChunk:
     def num_tokens(self) -> int:
         """Tokens to run."""
         return len(self.token_ids)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Known tokens that a draft model runs; less those that it has guessed."""
+        if self.draft_work is None:
+            return 0
+        num_known = self.num_tokens - self.num_drafts if self.draft_work.num_proposals else 0
+        return len(self.draft_work.token_ids) + num_known
 
     @property
     def end(self) -> int:
@@ -353,7 +363,13 @@ class ScheduledBatch:
     @property
     def num_drafted_tokens(self) -> int:
         """Known tokens that a draft model runs, over all sequences."""
-        return sum([len(chunk.draft_work.token_ids) for chunk in self.chunks if chunk.draft_work])
+        return sum([chunk.num_drafted_tokens for chunk in self.chunks])
+
+    @property
+    def num_proposals(self) -> int:
+        """Number of guesses that a draft model makes one after the other."""
+        works = [chunk.draft_work for chunk in self.chunks if chunk.draft_work is not None]
+        return max([work.num_proposals for work in works], default=0)
 
     @property
     def reports_prompts(self) -> bool:

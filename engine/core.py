@@ -373,7 +373,7 @@ class EngineCore:
     def _compute_step(self, on_outputs: OnOutputs) -> list[EngineOutput]:
         batch = self.scheduler.schedule()
         self._timer.end_phase("schedule")
-        self.step_watch.compute(_num_run(batch))
+        self.step_watch.compute(0 if batch is None else self._num_run(batch))
         self._start_transfers()  # loads run beside the forward pass
         self.is_stalled = batch is None and not self._submitted
         if self.is_stalled:
@@ -405,6 +405,13 @@ class EngineCore:
             raise error
         return outputs
 
+    def _num_run(self, batch: ScheduledBatch) -> int:
+        """Returns how many tokens a step runs; a draft model's work counts as tokens that take as
+        long.
+        """
+        costs = self._runner.costs
+        return batch.num_tokens + round(costs.draft_s(batch) / costs.prompt_token_s)
+
     def _overlap(self, batch: ScheduledBatch | None) -> list[EngineOutput]:
         """The overlapped loop: submit this step, then commit the oldest one, unless there may be
         more in flight.
@@ -413,8 +420,8 @@ class EngineCore:
         is_full = num_open == self.config.max_open_steps - 1
         num_due = min(num_open, int(is_full or batch is None))
         if num_due:  # its result is waited for
-            num_tokens = self._submitted[0].batch.num_tokens
-            self.step_watch.compute(max(num_tokens, _num_run(batch)))
+            num_tokens = self._num_run(self._submitted[0].batch)
+            self.step_watch.compute(max(num_tokens, self._num_run(batch) if batch else 0))
         error = self._submit(batch) if batch is not None else None
         self._timer.end_phase("execute")
         outputs = []
@@ -512,8 +519,3 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.transfer_layer_slices,
     )
     return BlockSlicing(info.layout, form).form
-
-
-def _num_run(batch: ScheduledBatch | None) -> int:
-    """Returns how many tokens a step runs, those of a draft model included."""
-    return 0 if batch is None else batch.num_tokens + batch.num_drafted_tokens

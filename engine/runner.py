@@ -45,12 +45,19 @@ class StepCosts:
     Attributes:
         prompt_token_s: seconds to compute one more token of a prompt.
         swapped_block_s: seconds to copy one block out of the pool, or back in.
-        proposal_s: seconds in which a draft model guesses one token of a sequence; 0 without one.
+        draft_token_s: seconds in which a draft model runs one more known token; 0 without one.
+        proposal_s: seconds in which it guesses one token of one short sequence; 0 without one.
     """
 
     prompt_token_s: float
     swapped_block_s: float
+    draft_token_s: float = 0.0
     proposal_s: float = 0.0
+
+    def draft_s(self, batch: ScheduledBatch) -> float:
+        """Returns the seconds that a draft model needs for a step."""
+        drafted_s = batch.num_drafted_tokens * self.draft_token_s
+        return drafted_s + batch.num_proposals * self.proposal_s
 
 
 LayersComputed = Callable[[int, int], None]

@@ -125,7 +125,7 @@ class DeviceSteps(Steps):
             tokens = self._decode.tokens[:num_decodes]
             of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
         num_drawn = len(of_decodes) + len(of_chunks)
-        # Now, as later steps may change the tables before this one's tokens are read.
+        # With copies of the tables, which later steps may change before this one's tokens are read.
         jobs = self._model.proposal_jobs(batch, self._rows.host)
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:

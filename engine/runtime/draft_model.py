@@ -1,8 +1,9 @@
 """`DraftModel`: a small model that guesses a sequence's next tokens for the served one.
 
-After Leviathan et al. 2023, but for how guesses are accepted (`engine.speculation.drafts`). A guess
-is drawn with the parameters and the noise of its place, as the served model's token there will be,
-so that two models that agree on probabilities mostly draw the same token at any temperature.
+This is the speculative decoding of Leviathan et al. 2023 with another rule for accepting guesses
+(`engine.speculation.drafts`). A guess is drawn with the parameters and the noise of its place, as
+the served model's token there will be, so that two models that agree on probabilities mostly draw
+the same token at any temperature.
 
 The model keeps its own KV, in a pool with as many blocks as the served model's. A sequence's KV
 lies in the blocks with the ids of its own table, so that it needs no allocation. What lies in a
@@ -10,6 +11,7 @@ block is known by a digest of the sequence up to its end; KV of a prompt that is
 computed again, as with the prefix cache. All other KV is computed when guesses first need it.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from baton.errors import ConfigurationError
 from engine.batch import ChunkOutput, DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.runtime.batch_inputs import StepInputs
+from engine.runtime.device import wait_for
 from engine.runtime.kv_pool import allocate_pool
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.recorded_steps import RecordedSteps
@@ -32,8 +35,11 @@ from kvstore.mover.pool_objects import view_blocks
 
 __all__ = ["DraftModel", "ProposalJob"]
 
+_logger = logging.getLogger("baton.engine")
+
 _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 _NUM_TIMED = 4
+_NUM_TIMED_TOKENS = 32
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -100,7 +106,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
+class _LastRun:
     """What the model ran last for a row.
 
     Attributes:
@@ -114,9 +120,6 @@ class _Before:
     tokens: tuple[int, ...] = ()
     num_digested: int = 0
     digest: int = 0
-
-
-_NOTHING = _Before()
 
 
 class DraftModel:
@@ -160,7 +163,7 @@ class DraftModel:
         )
         _check_fits(name, loaded, served, max_model_len)
         self._config, self._device = config, device
-        self._layer_group = layer_group
+        self._layer_group, self._finds_blocks = layer_group, config.enable_prefix_caching
         self._model = loaded.model
         self._num_served = served.vocab_size
         self.layout = KvLayout(
@@ -172,7 +175,7 @@ class DraftModel:
         )
         max_blocks = -(-max_model_len // config.block_size)
         self._rows = Rows(1, config.max_running, max_blocks)
-        self._before: dict[int, _Before] = {}  # by row
+        self._last_runs: dict[int, _LastRun] = {}  # by row
 
     def allocate(self, num_blocks: int) -> None:
         """Allocates its pool.
@@ -187,7 +190,8 @@ class DraftModel:
         )
         views = view_blocks(pool, self.layout)
         self._steps = RecordedSteps(self._model, views, slots, inputs)
-        self._digests = np.zeros(num_blocks, np.uint64)  # 0 if a block's content is not known
+        # 0 if it is not known what a block holds.
+        self._digest_of_block = np.zeros(num_blocks, np.uint64)
 
     def jobs_of(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
         """Returns the chunks of a step that guesses are made for.
@@ -204,23 +208,43 @@ class DraftModel:
             if chunk.draft_work is not None
         ]
 
-    def time_proposal(self) -> float:
-        """Measures the seconds in which it guesses one token of one sequence."""
-        chunk = ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,))
-        job = ProposalJob(0, chunk, DraftWork(0, (), _NUM_TIMED), self._rows.tables[0, 0])
+    def time_work(self) -> tuple[float, float]:
+        """Measures the seconds in which it runs one more known token, and in which it guesses one,
+        both at the beginning of one sequence.
+        """
+        most = min(_NUM_TIMED_TOKENS, self._config.max_num_batched_tokens)
+        num_tokens = min(most, self._rows.tables.shape[2] * self.layout.block_size - _NUM_TIMED)
+        tokens = (0,) * max(1, num_tokens - 1)
+        return (
+            self._time(DraftWork(0, tokens, 0)) / len(tokens),
+            self._time(DraftWork(0, (), _NUM_TIMED)) / _NUM_TIMED,
+        )
+
+    @torch.inference_mode()
+    def _time(self, work: DraftWork) -> float:
+        """Measures the seconds of some work, all of whose KV goes to block 0."""
+        job = ProposalJob(
+            0,
+            ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,)),
+            work,
+            np.zeros_like(self._rows.tables[0, 0]),
+        )
         durations_s = []
         for _ in range(_NUM_TIMED):  # the first time compiles and records
             start = time.perf_counter()
-            self.propose([job], [ChunkOutput((0,))])
+            self._propose([job], [ChunkOutput((0,))])
+            wait_for(self._device)
             durations_s.append(time.perf_counter() - start)
-        self._before.clear()
-        return min(durations_s) / _NUM_TIMED
+            self._last_runs.clear()
+            self._digest_of_block[:] = 0
+        return min(durations_s)
 
     @torch.inference_mode()
     def propose(
         self, jobs: Sequence[ProposalJob], outputs: Sequence[ChunkOutput | None]
     ) -> list[ChunkOutput | None]:
-        """Guesses the tokens that follow those which a step has drawn.
+        """Guesses the tokens that follow those which a step has drawn. If that fails, the step is
+        still good: the error is logged, and its sequences get no guesses.
 
         Args:
             jobs: as `jobs_of` has returned them for the step.
@@ -229,6 +253,17 @@ class DraftModel:
         Returns:
             The outputs with the guesses.
         """
+        try:
+            return self._propose(jobs, outputs)
+        except Exception:
+            _logger.exception("the draft model has failed; the step's sequences get no guesses")
+            self._last_runs.clear()
+            self._digest_of_block[:] = 0
+            return list(outputs)
+
+    def _propose(
+        self, jobs: Sequence[ProposalJob], outputs: Sequence[ChunkOutput | None]
+    ) -> list[ChunkOutput | None]:
         proposed, runs = list(outputs), list[_Run]()
         for job in jobs:
             output = outputs[job.index]
@@ -239,7 +274,7 @@ class DraftModel:
         while guessing := [run for run in runs if run.lacks_guesses]:
             self._run_guesses(guessing)
         for run in runs:
-            self._keep(run)
+            self._note_run(run)
             output = proposed[run.job.index]
             assert output is not None
             proposed[run.job.index] = replace(output, proposals=self._valid(run.guesses))
@@ -251,26 +286,29 @@ class DraftModel:
         tokens = list(work.token_ids)
         if work.num_proposals:
             tokens += (*chunk.token_ids[: chunk.num_tokens - chunk.num_drafts], *drawn)
-        before = self._before.pop(chunk.row, _NOTHING) if work.first else _NOTHING
-        continues = work.first == before.num_digested
-        digests = _digests(tokens if continues else (), size, before.digest)
+        last = self._last_runs.pop(chunk.row, None)
+        if last is None or not work.first:
+            last = _LastRun(digest=xxhash.xxh3_64_intdigest(work.cache_salt.encode()))
+        has_digest = self._finds_blocks and work.first == last.num_digested
+        digests = _block_digests(tokens if has_digest else (), size, last.digest)
         blocks = job.table[work.first // size :][: len(digests)]
-        num_run = size * _num_leading(self._digests[blocks] == digests)
-        if work.first == before.position:
-            num_run = max(num_run, _num_equal(before.tokens, tokens))
+        num_run = size * _num_leading(self._digest_of_block[blocks] == digests)
+        if work.first == last.position:
+            num_run = max(num_run, _num_equal(last.tokens, tokens))
         num_run = min(num_run, len(tokens) - (work.num_proposals > 0))
         run = _Run(job, work.first, tokens, num_run, digests)
-        written = slice((run.first + num_run) // size, -(-(run.end + work.num_proposals) // size))
-        self._digests[job.table[written]] = 0
+        # The last guess is not run.
+        end = run.end + max(0, work.num_proposals - 1)
+        self._digest_of_block[job.table[(run.first + num_run) // size : -(-end // size)]] = 0
         self._rows.tables[0, chunk.row] = job.table
         return run
 
-    def _keep(self, run: _Run) -> None:
+    def _note_run(self, run: _Run) -> None:
         """Notes what the model has run for a sequence."""
         size, num_digests = self.layout.block_size, len(run.digests)
         if num_digests:
-            self._digests[run.job.table[run.first // size :][:num_digests]] = run.digests
-        self._before[run.row] = _Before(
+            self._digest_of_block[run.job.table[run.first // size :][:num_digests]] = run.digests
+        self._last_runs[run.row] = _LastRun(
             position=run.first + len(run.tokens) - 1,
             tokens=(*run.tokens[-1:], *run.guesses[:-1]),
             num_digested=run.first + num_digests * size,
@@ -279,19 +317,22 @@ class DraftModel:
 
     def _run_known(self, runs: Sequence[_Run]) -> None:
         """Runs all known tokens, in as many steps as needed, and draws the first guesses."""
-        most = self._config.max_num_batched_tokens // max(1, len(runs))
-        long = runs
-        while long := [run for run in long if run.num_pending > most]:
-            self._fill([run.take(most) for run in long])
-            self._steps.run()
-        last = [run for run in runs if run.num_pending]
-        guessing = [run for run in last if run.lacks_guesses]
-        if last:
-            self._fill([run.take(run.num_pending) for run in last])
-        if guessing:
-            self._draw(guessing)
-        elif last:
-            self._steps.run()
+        pending = sorted((run for run in runs if run.num_pending), key=lambda run: run.num_pending)
+        while pending:
+            room, chunks, guessing = self._config.max_num_batched_tokens, [], []
+            for run in pending[:room]:
+                chunks.append(run.take(min(room, run.num_pending)))
+                room -= chunks[-1].num_tokens
+                if run.lacks_guesses and not run.num_pending:
+                    guessing.append(run)
+                if not room:
+                    break
+            self._fill(chunks)
+            if guessing:
+                self._draw(guessing)
+            else:
+                self._steps.run()
+            pending = [run for run in pending if run.num_pending]
 
     def _run_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs the newest guess of each sequence, and draws the next one."""
@@ -327,7 +368,7 @@ class DraftModel:
         return tuple(guesses[: _num_leading((ids >= 0) & (ids < self._num_served))])
 
 
-def _digests(tokens: Sequence[int], block_size: int, before: int) -> np.ndarray:
+def _block_digests(tokens: Sequence[int], block_size: int, before: int) -> np.ndarray:
     """Returns digests of a sequence up to the end of each full block, `[n]` uint64, not 0.
 
     Args:

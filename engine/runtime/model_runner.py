@@ -163,8 +163,8 @@ class ModelRunner:
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(self._least(free_bytes))
-            proposal_s = self._draft_model.time_proposal() if self._draft_model else 0.0
-            self.costs = StepCosts(prompt_token_s, self._time_swapped_block(), proposal_s)
+            draft_s = self._draft_model.time_work() if self._draft_model else (0.0, 0.0)
+            self.costs = StepCosts(prompt_token_s, self._time_swapped_block(), *draft_s)
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it

@@ -349,7 +349,7 @@ class Scheduler:
 
     def _schedule_step(self, *, retries: bool) -> ScheduledBatch | None:
         if self._drafts is not None:
-            self._drafts.step_began()
+            self._drafts.scheduling_began()
         budget = self._config.max_num_batched_tokens
         plan = StepPlan(self._num_steps + 1, budget, draft_budget=budget)
         plan.budget -= self._decoding.num_in(plan.step)
@@ -400,7 +400,7 @@ class Scheduler:
         self._metrics.step_committed()
         self.kv.step_reported(batch.step)
         if self._drafts is not None:
-            self._drafts.step_ended(batch)
+            self._drafts.committed(batch)
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: BatonError) -> list[EngineOutput]:
@@ -453,7 +453,7 @@ class Scheduler:
             self._decoding.enter(sequence, plan.step)
         self._in_flight.append(record)
         if self._drafts is not None:
-            self._drafts.step_started(len(record.chunks) + len(record.decoding))
+            self._drafts.scheduled(len(record.chunks) + len(record.decoding))
         for sequence in record.chunks:
             if sequence is sequence.group.lead:
                 self._transfers.saves.save_ahead(sequence.group, plan.step)

@@ -150,7 +150,7 @@ class StepPlan:
             chunk = replace(chunk, prompt_targets=targets, num_prompt_logprobs=num_logprobs)
         sequence.num_scheduled = end
         self.budget -= num_tokens + len(drafts)
-        self.draft_budget -= 0 if draft_work is None else len(draft_work.token_ids)
+        self.draft_budget -= chunk.num_drafted_tokens
         self.num_partial += not ends
         self._chunks.append((sequence, chunk))
         goes_on = sequence is not group.root and chunk.draws_for_row and guide is None

@@ -12,7 +12,7 @@ p**j. So many are made as draw the most tokens per second, by the measured times
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.batch import DraftWork, ScheduledBatch
 from engine.config import EngineConfig
@@ -26,9 +26,11 @@ __all__ = ["Drafts", "may_draft"]
 
 _KEPT_SHARE = 0.9  # of what was counted before, at each step with drafts
 _FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
-_FORGETTING_STEPS = 16
-_MAX_STEPS_WITHOUT = 8
-_WAITING_SHARE = 0.4  # of a step; what such steps may take longer in all than those that decode
+_FORGETTING_STEPS = 16  # without drafts, of a sequence that cannot decode
+_MAX_STEPS_WITHOUT = 8  # in which a sequence waits for a guess before it decodes
+# The most extra time of these steps together, as a share of a step that decodes.
+_WAITING_SHARE = 0.4
+_SHORTEST_S = 1e-9
 _FIRST_CHECKED = 2.0  # a new sequence's rate counts as if so many of its guesses had been checked
 _FIRST_SHARE, _LEAST_SHARE = 0.75, 0.5  # of right guesses: a new engine's, and the least assumed
 _SHARE_RATE = 0.01  # weight of a guess in the engine's share of right guesses
@@ -38,17 +40,16 @@ _TRYING_RATE = 0.001  # by which steps without drafts bring the time of those wi
 _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
 
 
-@dataclass(slots=True)
-class _StepTimes:
-    """Mean seconds of short steps, less what their tokens and proposals take.
+class _Plan(NamedTuple):
+    """How many guesses of a sequence draw the most tokens per second.
 
     Attributes:
-        decoding_s: of steps in which all sequences decode.
-        drafting_s: of steps with drafts.
+        num_drafts: their number; 0 if decoding draws more.
+        saved_s: seconds per token that they save, as far as steps have been measured.
     """
 
-    decoding_s: float
-    drafting_s: float
+    num_drafts: int
+    saved_s: float
 
 
 class Drafts:
@@ -74,46 +75,42 @@ class Drafts:
         # only when its step has ended.
         self._num_decoded = config.max_open_steps / config.num_lanes
         self._proposer = make_proposer(config.speculative_config)
-        self._token_s, self._proposal_s = costs.prompt_token_s, costs.proposal_s
-        self._times: _StepTimes | None = None
+        self._costs = costs
+        # Seconds of a short step, less those of its tokens and of the draft model: of one in which
+        # all sequences decode, and of one with drafts. None before the first.
+        self._decoding_s: float | None = None
+        self._drafting_s: float | None = None
         self._right_share = _FIRST_SHARE  # of guesses; what is assumed of a new sequence
         self._metrics = metrics
         self._clock = clock
         self._num_rows = 1
         self._began_at = 0.0
 
-    def step_began(self) -> None:
-        """Notes that a step is about to be scheduled."""
+    def scheduling_began(self) -> None:
+        """Notes that the next step is about to be scheduled."""
         self._began_at = self._clock()
 
-    def step_started(self, num_rows: int) -> None:
+    def scheduled(self, num_rows: int) -> None:
         """Notes that a step with so many sequences was scheduled."""
         self._num_rows = max(1, num_rows)
 
-    def step_ended(self, batch: ScheduledBatch) -> None:
+    def committed(self, batch: ScheduledBatch) -> None:
         """Measures the time of a step that has been committed, with that of scheduling it: chunks
         take the scheduler longer than rows that decode.
         """
         step_s = self._clock() - self._began_at
-        chunks = batch.chunks
+        tokens_s = batch.num_tokens * self._costs.prompt_token_s
         if batch.num_tokens + batch.num_drafted_tokens > _MAX_TIMED_TOKENS or step_s <= 0:
             return
-        works = [chunk.draft_work for chunk in chunks if chunk.draft_work is not None]
-        num_proposed = max([work.num_proposals for work in works], default=0)
-        tokens_s = batch.num_tokens * self._token_s
-        fixed_s = max(0.0, step_s - tokens_s - num_proposed * self._proposal_s)
-        has_drafts = num_proposed > 0 or any(chunk.num_drafts for chunk in chunks)
-        if self._times is None:
-            self._times = _StepTimes(fixed_s, fixed_s)
-        elif has_drafts:
-            # A step of a new size is slower, as it is recorded.
-            fixed_s = min(fixed_s, 2 * self._times.drafting_s + tokens_s)
-            self._times.drafting_s += _TIME_RATE * (fixed_s - self._times.drafting_s)
-        elif not chunks:
-            self._times.decoding_s += _TIME_RATE * (fixed_s - self._times.decoding_s)
-            # Else a step that was slow by chance could end all drafts.
-            difference_s = self._times.decoding_s - self._times.drafting_s
-            self._times.drafting_s += _TRYING_RATE * difference_s
+        fixed_s = max(0.0, step_s - tokens_s - self._costs.draft_s(batch))
+        if batch.num_proposals or any(chunk.num_drafts for chunk in batch.chunks):
+            if self._drafting_s is not None:  # a step of a new size is slower, as it is recorded
+                fixed_s = min(fixed_s, 2 * self._drafting_s + tokens_s)
+            self._drafting_s = _mean(self._drafting_s, fixed_s, _TIME_RATE)
+        elif not batch.chunks:
+            self._decoding_s = _mean(self._decoding_s, fixed_s, _TIME_RATE)
+            if self._drafting_s is not None:  # else a few slow steps could end all drafts
+                self._drafting_s = _mean(self._drafting_s, self._decoding_s, _TRYING_RATE)
 
     def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """Returns the guesses to check in this step.
@@ -127,7 +124,7 @@ class Drafts:
         if state.num_steps_without % _FORGETTING_STEPS == 0:
             self._forget(state)  # a sequence with a grammar never decodes
         room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
-        limit = min(limit, room, self._num_worthwhile(state))
+        limit = min(limit, room, self._plan(state).num_drafts)
         return tuple(self._guesses(sequence, limit)) if limit > 0 else ()
 
     def num_proposals(self, sequence: Sequence, num_drafts: int) -> int:
@@ -139,9 +136,17 @@ class Drafts:
         """
         if self._proposer is not None:
             return 0
+        state = self._state_of(sequence)
+        state.history.updated(sequence.token_ids)
+        if state.history.predicted(sequence.group.num_prompt, 1):
+            return 0
+        num_left = sequence.limit - len(sequence.token_ids)
+        num_drafts_next, saved_s = self._plan(state)
+        num_missing = sequence.num_scheduled - state.num_drafted
+        if self._is_timed and num_missing * self._costs.draft_token_s > num_left * saved_s:
+            return 0  # its tokens before this step would take the draft model too long
         # The step draws a token in any case, and the next one draws another one.
-        room = sequence.limit - len(sequence.token_ids) - num_drafts - 2
-        return max(0, min(room, self._num_worthwhile(self._state_of(sequence))))
+        return max(0, min(num_left - num_drafts - 2, num_drafts_next))
 
     def work(self, sequence: Sequence, num_proposals: int, budget: int) -> DraftWork | None:
         """Returns what the draft model does after this step; None if it does nothing.
@@ -161,7 +166,8 @@ class Drafts:
                 end -= end % self._block_size  # so that the next tokens begin a block
             if end == first:
                 return None
-        return DraftWork(first, tuple(sequence.token_ids[first:end]), num_proposals)
+        token_ids = tuple(sequence.token_ids[first:end])
+        return DraftWork(first, token_ids, num_proposals, sequence.group.request.spec.cache_salt)
 
     def worked(
         self, sequence: Sequence, work: DraftWork, proposals: tuple[int, ...], num_tokens: int
@@ -191,16 +197,16 @@ class Drafts:
         if self._proposer is None:
             return False  # the draft model was not asked
         state, most = self._state_of(sequence), float(_MAX_STEPS_WITHOUT)
-        if self._times is not None:
-            lost_s = self._times.drafting_s - self._times.decoding_s
-            most = min(most, _WAITING_SHARE * self._times.decoding_s / max(lost_s, 1e-9))
-        return state.num_steps_without <= most and self._num_worthwhile(state) > 0
+        if self._decoding_s is not None and self._drafting_s is not None:
+            lost_s = max(self._drafting_s - self._decoding_s, _SHORTEST_S)
+            most = min(most, _WAITING_SHARE * self._decoding_s / lost_s)
+        return state.num_steps_without <= most and self._plan(state).num_drafts > 0
 
     def should_begin(self, sequence: Sequence) -> bool:
         """Whether a sequence that decodes should try drafts again; called once per block."""
         state = self._state_of(sequence)
         self._forget(state)
-        if not may_draft(sequence) or not self._num_worthwhile(state):
+        if not may_draft(sequence) or not self._plan(state).num_drafts:
             return False
         begins = self._proposer is None or bool(self._guesses(sequence, 1))
         if begins:
@@ -257,25 +263,35 @@ class Drafts:
             sequence.drafts = DraftState(history, _FIRST_CHECKED, first_right)
         return sequence.drafts
 
-    def _num_worthwhile(self, state: DraftState) -> int:
-        """Returns how many guesses draw the most tokens per second in a step with as many sequences
-        as the last one; 0 if decoding draws more.
-        """
-        place_s, step_s, decoding_step_s = 0.0, 1.0, 1.0  # while nothing is measured
-        if self._times is not None:
-            tokens_s = self._num_rows * self._token_s
-            place_s = tokens_s + self._proposal_s  # of one guess of each sequence
-            step_s = self._times.drafting_s + tokens_s
-            decoding_step_s = self._times.decoding_s + tokens_s
-        best, best_rate = 0, _LEAST_GAIN * self._num_decoded / decoding_step_s
+    @property
+    def _is_timed(self) -> bool:
+        return self._decoding_s is not None or self._drafting_s is not None
+
+    def _plan(self, state: DraftState) -> _Plan:
+        """Plans guesses for a step with as many sequences as the last one."""
+        place_s, decoding_s, drafting_s = 0.0, 1.0, 1.0  # if no step has been measured
+        if self._is_timed:
+            tokens_s = self._num_rows * self._costs.prompt_token_s
+            place_s = tokens_s + self._costs.proposal_s  # of one guess of each sequence
+            times = [each for each in (self._decoding_s, self._drafting_s) if each is not None]
+            drafting_s = times[-1] + tokens_s
+            # If it was measured long ago it may seem longer, which it cannot be.
+            decoding_s = min(times) + tokens_s
+        decoded_s = decoding_s / self._num_decoded  # per token
+        best, best_s = 0, decoded_s / _LEAST_GAIN
         right, chance, num_drawn = state.num_right / state.num_checked, 1.0, 1.0
         for num_drafts in range(1, self._most + 1):
             chance *= right
             num_drawn += chance
-            rate = num_drawn / (step_s + num_drafts * place_s)
-            if rate > best_rate:
-                best, best_rate = num_drafts, rate
-        return best
+            drawn_s = (drafting_s + num_drafts * place_s) / num_drawn
+            if drawn_s < best_s:
+                best, best_s = num_drafts, drawn_s
+        return _Plan(best, decoded_s - best_s if best else 0.0)
+
+
+def _mean(mean: float | None, value: float, rate: float) -> float:
+    """Returns a mean in which a new value has the weight `rate`."""
+    return value if mean is None else mean + rate * (value - mean)
 
 
 def may_draft(sequence: Sequence) -> bool:

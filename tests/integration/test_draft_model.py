@@ -1,5 +1,6 @@
 """Engines whose guesses come from a draft model, on real models."""
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -26,7 +27,7 @@ NumProposals = Callable[[drafts.Drafts, GroupSequence, int], int]
 @pytest.fixture(autouse=True)
 def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
-    monkeypatch.setattr(drafts.Drafts, "_num_worthwhile", lambda self, _: self._most)
+    monkeypatch.setattr(drafts.Drafts, "_plan", lambda self, _: drafts._Plan(self._most, math.inf))
 
 
 def _guessing(draft_model: Path, **flags: object) -> dict[str, object]:

@@ -185,7 +185,7 @@ def test_a_prediction_is_recorded_as_tokens(llm):
 
 def test_usage_counts_the_tokens_that_a_prediction_had(monkeypatch):
     # Without measured steps, as many tokens are guessed as allowed, on a busy machine too.
-    monkeypatch.setattr(Drafts, "step_ended", lambda *_: None)
+    monkeypatch.setattr(Drafts, "committed", lambda *_: None)
     prompt = "Open the file and return a corresponding file object. If the file"
     params = {"temperature": 0, "max_tokens": 24}
     with LLM(demo_model_path(), speculative_config={"method": "ngram"}, num_threads=1) as guessing:

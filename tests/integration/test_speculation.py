@@ -31,7 +31,7 @@ GUESSING = {
 @pytest.fixture(autouse=True)
 def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
-    monkeypatch.setattr(drafts.Drafts, "step_ended", lambda *_: None)
+    monkeypatch.setattr(drafts.Drafts, "committed", lambda *_: None)
 
 
 class Oracle(Proposer):
