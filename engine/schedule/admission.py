@@ -138,7 +138,8 @@ class Admission:
         num_writable = self._make_room(sequence, end, len(guesses) + num_proposals, plan)
         guesses = guesses[:num_writable]
         num_proposals = min(num_proposals, num_writable - len(guesses))
-        work = drafts.work(sequence, num_proposals, plan.draft_budget - num_tokens)
+        budget = max(0, plan.draft_budget - num_tokens)
+        work = drafts.work(sequence, num_proposals, budget)
         may_decode = not (guesses or work or drafts.should_wait(sequence))
         plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode, draft_work=work)
 

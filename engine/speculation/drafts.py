@@ -181,14 +181,13 @@ class Drafts:
             num_tokens: number of tokens of the sequence after the step's draws.
         """
         state = self._state_of(sequence)
-        if work.num_proposals:
-            state.proposals, state.proposed_at, state.num_drafted = (
-                proposals,
-                num_tokens,
-                num_tokens,
-            )
-        else:
+        if not work.num_proposals:
             state.num_drafted = work.first + len(work.token_ids)
+            return
+        state.proposals, state.proposed_at = proposals, num_tokens
+        state.num_drafted = num_tokens
+        if not proposals:  # the draft model has failed
+            state.num_checked += work.num_proposals
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a sequence without drafts in this step should have the chance to get some in the

@@ -118,10 +118,14 @@ def _in_every_other_block(num_proposals: NumProposals) -> NumProposals:
     return limited
 
 
-def test_a_prompt_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second request with the same prompt finds the draft model's KV; a long prompt takes several
-    steps, in which the sequence draws tokens without guesses.
-    """
+@pytest.mark.parametrize(
+    ("salts", "caches", "finds"),
+    [(("", ""), True, True), (("", ""), False, False), (("one", "two"), True, False)],
+)
+def test_a_prompt_is_run_again_only_if_its_kv_may_not_be_shared(
+    salts: tuple[str, str], caches: bool, finds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt takes several steps, in which the sequence draws tokens without guesses."""
     num_run = [0]
     fill = DraftModel._fill  # of known tokens and of guesses
 
@@ -131,18 +135,41 @@ def test_a_prompt_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DraftModel, "_fill", counting)
     path = tiny_checkpoint("llama")
-    with closing(build_core(path, "both", **_guessing(path, block_size=8))) as core:
-        for _ in range(2):
+    flags = _guessing(path, block_size=8, enable_prefix_caching=caches)
+    with closing(build_core(path, "both", **flags)) as core:
+        for salt in salts:
             num_run.append(0)
-            request = engine_request("r", tuple(prompt_of(200)), max_tokens=24)
+            prompt = tuple(prompt_of(200))
+            request = engine_request("r", prompt, max_tokens=24, cache_salt=salt)
             drawn = tokens_of(run_all(core, [request])["r"])
         accepted, rejected = _num_drafts(core)
 
     assert drawn == reference_greedy(path, prompt_of(200), 24)
     _, first, second = num_run
-    assert first > 200 > 80 > second
+    assert first > 200
+    assert (second < 80) == finds
     assert rejected == 0
     assert accepted > 20
+
+
+def test_a_draft_model_that_fails_harms_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected = reference_greedy(path, prompt_of(20), 24)
+    with closing(build_core(path, "both", **_guessing(path))) as core:
+        with monkeypatch.context() as broken:
+            broken.setattr(DraftModel, "_draw", _fail)
+            request = engine_request("r", tuple(prompt_of(20)), max_tokens=24)
+            assert tokens_of(run_all(core, [request])["r"]) == expected
+        assert _num_drafts(core) == (0, 0)
+        assert "the draft model has failed" in caplog.text
+
+        _check_all_right(core)
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("injected by the test")
 
 
 def test_a_decode_tier_guesses_alone() -> None:

@@ -75,9 +75,26 @@ void* RankGroup::begin() {
 }
 
 void RankGroup::publish() {
-  auto& own = region_->ranks[rank_];
-  own.published.store(sequence_);
-  if (own.num_sleepers.load()) wake_sleepers(own.published);
+  region_->ranks[rank_].published.store(sequence_, std::memory_order_release);
+  wake_waiting();
+}
+
+void RankGroup::read_all(std::array<const float*, kMaxRanks>& parts) {
+  region_->ranks[rank_].published.store(sequence_, std::memory_order_release);
+  // A rank that sleeps is woken a microsecond later than by `publish`: its memory barrier would
+  // delay the others' slots, which mostly are about to arrive.
+  int num_arrived = 0;
+  for (int look = 0; look < kPausesPerLook && num_arrived < size_; ++look) {
+    if (num_arrived == rank_ || is_published(num_arrived, sequence_)) {
+      ++num_arrived;
+    } else {
+      pause();
+    }
+  }
+  wake_waiting();
+  for (int rank = 0; rank < size_; ++rank) {
+    parts[static_cast<size_t>(rank)] = static_cast<const float*>(slot_of(rank));
+  }
 }
 
 const void* RankGroup::slot_of(int rank) {
@@ -85,11 +102,21 @@ const void* RankGroup::slot_of(int rank) {
   return slot(rank);
 }
 
+void RankGroup::wake_waiting() {
+  auto& own = region_->ranks[rank_];
+  // A rank that goes to sleep counts itself before it looks: one of the two sees the other.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (own.num_sleepers.load()) wake_sleepers(own.published);
+}
+
+bool RankGroup::is_published(int rank, uint32_t sequence) const {
+  const uint32_t published = region_->ranks[rank].published.load(std::memory_order_acquire);
+  return static_cast<int32_t>(published - sequence) >= 0;
+}
+
 void RankGroup::wait(int rank, uint32_t sequence, double limit_s) {
   auto& other = region_->ranks[rank];
-  const auto is_there = [&] {
-    return static_cast<int32_t>(other.published.load(std::memory_order_acquire) - sequence) >= 0;
-  };
+  const auto is_there = [&] { return is_published(rank, sequence); };
   if (rank == rank_ || is_there() || spin(is_there)) return;
   const auto began = Clock::now();
   const std::chrono::duration<double> limit(limit_s);

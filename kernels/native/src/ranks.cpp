@@ -54,10 +54,7 @@ void run_reduce(const ReduceRanks& job, Workers& workers) {
     const int64_t count = std::min(rows_per_piece, job.num_rows - first);
     std::memcpy(ranks.begin(), job.partial + first * job.size,
                 static_cast<size_t>(count * job.size * kFloatBytes));
-    ranks.publish();
-    for (int rank = 0; rank < ranks.size(); ++rank) {
-      parts[static_cast<size_t>(rank)] = static_cast<const float*>(ranks.slot_of(rank));
-    }
+    ranks.read_all(parts);
     workers.pool.run((count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
       const int64_t end = std::min(count, (task + 1) * kRowsPerTask);
       for (int64_t row = task * kRowsPerTask; row < end; ++row) {
