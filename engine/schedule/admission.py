@@ -145,10 +145,12 @@ class Admission:
 
     def _make_room(self, sequence: Sequence, end: int, num_tokens: int, plan: StepPlan) -> int:
         """Makes positions from `end` on writable, as many of `num_tokens` as possible without
-        preempting a group; returns their number.
+        blocks that other groups need; returns their number.
         """
         assert sequence.table is not None
-        if not self._kv.can_append(sequence.table, end, end + num_tokens):
+        lacks_room = not self._kv.can_append(sequence.table, end, end + num_tokens)
+        others_need_it = self._queues.waiting and self._queues.num_seats < self._config.max_running
+        if lacks_room or others_need_it:
             num_tokens = min(num_tokens, -end % self._config.block_size)  # in the last block
         if num_tokens:
             changes = self._kv.append(sequence.table, end, end + num_tokens)
