@@ -65,7 +65,7 @@ class FakeRow:
     wants_logprobs: bool = False
     num_logprobs: int = NO_LOGPROBS
     drafted: Prefix = ()  # the tokens that a draft model has run
-    drafted_blocks: tuple[int, ...] = ()  # where it has, in the last layer group
+    drafted_blocks: tuple[int, ...] = ()  # where it has, in the layer group that keeps all
 
 
 @dataclass(slots=True)
