@@ -28,7 +28,7 @@ from engine.runtime.device import wait_for
 from engine.runtime.kv_pool import allocate_pool
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.recorded_steps import RecordedSteps
-from engine.runtime.rows import Rows
+from engine.runtime.rows import Rows, num_leading_equal
 from engine.runtime.sampler import DRAW_RECORD, draw_record, draw_tokens
 from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
@@ -294,7 +294,7 @@ class DraftModel:
         blocks = job.table[work.first // size :][: len(digests)]
         num_run = size * _num_leading(self._digest_of_block[blocks] == digests)
         if work.first == last.position:
-            num_run = max(num_run, _num_equal(last.tokens, tokens))
+            num_run = max(num_run, num_leading_equal(last.tokens, tokens))
         num_run = min(num_run, len(tokens) - (work.num_proposals > 0))
         run = _Run(job, work.first, tokens, num_run, digests)
         # The last guess is not run.
@@ -382,12 +382,6 @@ def _block_digests(tokens: Sequence[int], block_size: int, before: int) -> np.nd
         before = xxhash.xxh3_64_intdigest(data, seed=before) or 1
         digests.append(before)
     return np.array(digests, np.uint64)
-
-
-def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """Returns how many of the first tokens are equal."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 def _num_leading(flags: np.ndarray) -> int:

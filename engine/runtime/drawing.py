@@ -20,7 +20,7 @@ from engine.runtime.logprobs import (
     ReportedTokens,
     reports_model_logprobs,
 )
-from engine.runtime.rows import Rows
+from engine.runtime.rows import Rows, num_leading_equal
 from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import (
     DRAW_RECORD,
@@ -286,9 +286,7 @@ def _accepted(chunk: ScheduledChunk, outputs: Sequence[ChunkOutput]) -> ChunkOut
     if not chunk.num_drafts:
         return outputs[0]
     drawn = [output.token_ids[0] for output in outputs]
-    pairs = enumerate(zip(drawn, chunk.token_ids[-chunk.num_drafts :], strict=False))
-    differing = (index for index, (token, draft) in pairs if token != draft)
-    num_equal = next(differing, chunk.num_drafts)
+    num_equal = num_leading_equal(drawn, chunk.token_ids[-chunk.num_drafts :])
     is_valid = drawn[num_equal] >= 0
     # Without a valid token, the step that runs the last equal one will find that again.
     kept = outputs[: max(1, num_equal + is_valid)]

@@ -7,7 +7,7 @@ import numpy as np
 from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
 from engine.runtime.sampler import DRAW_RECORD, draw_record
 
-__all__ = ["Rows", "drawing_rows", "drawn_tokens"]
+__all__ = ["Rows", "drawing_rows", "drawn_tokens", "num_leading_equal"]
 
 
 class Rows:
@@ -102,3 +102,9 @@ def drawn_tokens(
         if output is not None and chunk.draws_for_row
     ]
     return np.array([*single, *decoded], np.int64)
+
+
+def num_leading_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """Returns how many of the first tokens are equal."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
