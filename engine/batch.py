@@ -201,12 +201,13 @@ class ProcessedText:
 
 @dataclass(frozen=True, slots=True)
 class DraftWork:
-    """What a draft model does for a sequence after a step.
+    """What a draft model, or heads that guess tokens, do for a sequence after a step.
 
     Attributes:
         first: position of the first of `token_ids`; the model has run the tokens before them in
             this row.
-        token_ids: tokens before those of the chunk that it runs.
+        token_ids: tokens before those of the chunk that it runs; empty for heads, which run only
+            tokens whose states the step computes.
         num_proposals: number of guesses of the tokens after the drawn ones; the row's tables cover
             so many positions after the chunk. 0 if `token_ids` end before the chunk: later steps
             run the tokens between them.

@@ -162,7 +162,8 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = flag(
         None,
         "guess tokens and check several in one step, as a JSON object: method (ngram, suffix, "
-        "draft_model), model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
+        "draft_model, medusa, eagle, eagle3), model, num_speculative_tokens, prompt_lookup_min, "
+        "prompt_lookup_max",
         parse=str,
         metavar="JSON",
     )

@@ -12,17 +12,18 @@ from engine.models.config import DecoderConfig
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
+    KeptStates,
     RmsNorm,
     cached_attention,
     select_rows,
 )
-from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
-from kernels import QkNorms, RankGroup, Rotation
+from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp"]
 
 
 class Decoder(CausalModel):
@@ -35,9 +36,14 @@ class Decoder(CausalModel):
         self.embed_tokens = self._new_embedding(config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.layers = self._new_layers(
-            lambda number: _Layer(config, config.sliding_windows[number], part.ranks)
+            lambda number: DecoderLayer(config, config.sliding_windows[number], part.ranks)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if part.is_last else None
+
+    @property
+    @override
+    def word_embedding(self) -> Embedding | None:
+        return self.embed_tokens
 
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -47,12 +53,13 @@ class Decoder(CausalModel):
 
     @override
     def _run_layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None,
     ) -> torch.Tensor:
-        rotation = self.rotary(positions)
-        for layer, layer_kv in zip(self.layers.values(), kv.layers(), strict=True):
-            hidden = layer(hidden, rotation, layer_kv)
-        return hidden
+        return self._run_each(self.layers, hidden, kv, kept, self.rotary(positions))
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,23 +72,34 @@ class Decoder(CausalModel):
         return self._head(hidden, self.embed_tokens)
 
 
-class _Layer(nn.Module):
+class DecoderLayer(nn.Module):
+    """One layer.
+
+    Args:
+        config: the model's shape.
+        sliding_window: number of tokens a query sees, itself included; None for all.
+        ranks: the ranks that share the layer; None for one.
+    """
+
     def __init__(
         self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
     ) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config, sliding_window, ranks)
+        self.input_layernorm: nn.Module = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DecoderAttention(config, sliding_window, ranks)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _GatedMlp(config, ranks)
+        self.mlp = GatedMlp(config, ranks)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
+        """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
         hidden = self.self_attn(self.input_layernorm(hidden), rotation, kv, residual=hidden)
         output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
         return output
 
 
-class _Attention(nn.Module):
+class DecoderAttention(nn.Module):
+    """Attention with the projections before and after it; the arguments are the layer's."""
+
     def __init__(
         self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
     ) -> None:
@@ -90,9 +108,8 @@ class _Attention(nn.Module):
         self.sliding_window = sliding_window
         heads = HeadCuts.of(config, ranks)
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
-        self.qkv_proj = FusedLinear(
-            config.hidden_size, {"q_proj": query, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias
-        )
+        self._outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias, ranks=ranks)
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -100,11 +117,20 @@ class _Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv, residual: torch.Tensor
     ) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden).unflatten(1, (-1, self.head_dim))
+        """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
+        return self._attend(self.qkv_proj(hidden), rotation, kv, residual)
+
+    def _new_projection(self, in_features: int | Cut, *, bias: bool) -> FusedLinear:
+        return FusedLinear(in_features, self._outputs, bias=bias)
+
+    def _attend(
+        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKv, residual: torch.Tensor
+    ) -> torch.Tensor:
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         num_kv_heads = kv.cache.shape[2]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         # each [num_tokens, its heads, head_dim]
-        query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         attended = cached_attention(
             query,
             key,
@@ -124,7 +150,9 @@ class _Attention(nn.Module):
         return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
-class _GatedMlp(nn.Module):
+class GatedMlp(nn.Module):
+    """The gated MLP; the arguments are the layer's."""
+
     def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
         super().__init__()
         size = cut_of(config.intermediate_size, ranks)
@@ -132,5 +160,6 @@ class _GatedMlp(nn.Module):
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Computes `[rows, hidden_size]` and adds `residual`."""
         output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
         return output

@@ -8,11 +8,12 @@ from engine.models.config import Gpt2Config
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
+    KeptStates,
     activation_named,
     cached_attention,
     select_rows,
 )
-from engine.models.linear import TransposedFusedLinear, TransposedLinear, cut_of
+from engine.models.linear import Embedding, TransposedFusedLinear, TransposedLinear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
@@ -35,6 +36,11 @@ class Gpt2(CausalModel):
         )
         self.ln_f = nn.LayerNorm(size, eps=config.layer_norm_eps) if part.is_last else None
 
+    @property
+    @override
+    def word_embedding(self) -> Embedding | None:
+        return self.wte
+
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.wte is not None
@@ -44,11 +50,13 @@ class Gpt2(CausalModel):
 
     @override
     def _run_layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None,
     ) -> torch.Tensor:
-        for layer, layer_kv in zip(self.h.values(), kv.layers(), strict=True):
-            hidden = layer(hidden, layer_kv)
-        return hidden
+        return self._run_each(self.h, hidden, kv, kept)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
@@ -25,13 +25,38 @@ from kvstore.transfer_form import PoolShare
 __all__ = [
     "CausalModel",
     "HeadCuts",
+    "KeptStates",
     "RmsNorm",
     "activation_named",
     "cached_attention",
+    "checkpoint_tensors",
     "select_rows",
 ]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """Memory for the hidden states of some of a step's tokens, from which heads guess tokens.
+
+    Attributes:
+        layers: numbers of the layers whose inputs are kept; the number of layers of the model
+            stands for the final states.
+        memory: `[len(layers), n, hidden_size]`.
+        rows: `[n]` int64; indices of the tokens in the step.
+        final_rows: `[n]` int64; indices of the tokens among those whose final states are computed.
+    """
+
+    layers: Sequence[int]
+    memory: torch.Tensor
+    rows: torch.Tensor
+    final_rows: torch.Tensor
+
+    def keep(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keeps `rows` of the inputs of a layer, if they are wanted."""
+        if layer in self.layers:
+            kernels.take_rows(hidden, rows, self.memory[self.layers.index(layer)])
 
 
 class CausalModel(nn.Module, ABC):
@@ -63,7 +88,13 @@ class CausalModel(nn.Module, ABC):
         has_head = part.is_last and not config.tie_word_embeddings
         self.lm_head = Linear(head_width, tokens, bias=False) if has_head else None
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, kv: PagedKv) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None = None,
+    ) -> torch.Tensor:
         """Runs the layers over one step's tokens, and writes their KV into the pool.
 
         Args:
@@ -71,14 +102,23 @@ class CausalModel(nn.Module, ABC):
                 hidden_size]` hidden states of the stage before, undefined afterwards.
             positions: `[num_tokens]` int64.
             kv: the KV that each token writes and reads, and the logit rows.
+            kept: receives hidden states; only for a model with one stage.
 
         Returns:
             Final hidden states of the logit rows, `[num_logit_rows, hidden_size]`; of a stage
             before the last, hidden states of all tokens.
         """
         hidden = self._embed(inputs, positions) if self.part.is_first else inputs
-        hidden = self._run_layers(hidden, positions, kv)
-        return self._normalize(hidden) if self.part.is_last else hidden
+        hidden = self._run_layers(hidden, positions, kv, kept)
+        hidden = self._normalize(hidden) if self.part.is_last else hidden
+        if kept is not None:
+            kept.keep(self.config.num_layers, hidden, kept.final_rows)
+        return hidden
+
+    @property
+    @abstractmethod
+    def word_embedding(self) -> Embedding | None:
+        """The embedding of token ids; None if this part has none."""
 
     @abstractmethod
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -86,9 +126,13 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def _run_layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None,
     ) -> torch.Tensor:
-        """Runs this part's layers; returns the output of the last one."""
+        """Runs this part's layers, probably by `_run_each`; returns the output of the last one."""
 
     @abstractmethod
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,12 +148,7 @@ class CausalModel(nn.Module, ABC):
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
-        tensors: dict[str, list[TensorPart]] = {}
-        for path, module in self.named_modules():
-            full_path = path if path == "lm_head" else self.checkpoint_prefix + path
-            for part in _parts_of(module, full_path):
-                tensors.setdefault(part.name, []).append(part)
-        return tensors
+        return checkpoint_tensors(self, self.checkpoint_prefix)
 
     def num_weights(self) -> int:
         """Returns the number of weights that this rank has."""
@@ -133,6 +172,29 @@ class CausalModel(nn.Module, ABC):
         numbers = range(own.start, own.end)
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
 
+    def _run_each(
+        self,
+        layers: nn.ModuleDict,
+        hidden: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None,
+        *inputs: Any,
+    ) -> torch.Tensor:
+        """Runs layers one after the other; returns the output of the last one.
+
+        Args:
+            layers: as `_new_layers` makes them.
+            hidden: input of the first one.
+            kv: the step's KV.
+            kept: receives inputs of layers.
+            inputs: passed to each layer, between its input and its KV.
+        """
+        for (number, layer), layer_kv in zip(layers.items(), kv.layers(), strict=True):
+            if kept is not None:
+                kept.keep(int(number), hidden, kept.rows)
+            hidden = layer(hidden, *inputs, layer_kv)
+        return hidden
+
     def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:
         """Applies the output head: `[rows, head_width]` to the result of `logits`."""
         head = self.lm_head or embedding
@@ -141,6 +203,21 @@ class CausalModel(nn.Module, ABC):
         if self.part.ranks is None:
             return logits
         return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
+
+
+def checkpoint_tensors(module: nn.Module, prefix: str = "") -> dict[str, list[TensorPart]]:
+    """Returns the parts of a checkpoint's tensors that a module has, by name.
+
+    Args:
+        module: a model or a part of one.
+        prefix: prefix of the names in the checkpoint, but for the output head's.
+    """
+    tensors: dict[str, list[TensorPart]] = {}
+    for path, submodule in module.named_modules():
+        full_path = path if path == "lm_head" else prefix + path
+        for part in _parts_of(submodule, full_path):
+            tensors.setdefault(part.name, []).append(part)
+    return tensors
 
 
 def _parts_of(module: nn.Module, path: str) -> Iterable[TensorPart]:

@@ -188,25 +188,25 @@ class FusedLinear(PackedModule):
     """Several linear layers with the same input, computed as one matrix.
 
     Args:
-        in_features: width of the input.
+        in_features: width of the input, or the range of it that this matrix reads.
         parts: per layer, by checkpoint name, its outputs on this rank; in their order.
         bias: whether the layers have biases.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, Cut], *, bias: bool) -> None:
-        num_outputs = sum(part.size for part in parts.values())
-        super().__init__(num_outputs, in_features, WeightUse.LINEAR)
+    def __init__(self, in_features: int | Cut, parts: Mapping[str, Cut], *, bias: bool) -> None:
+        num_outputs, inputs = sum(part.size for part in parts.values()), _as_cut(in_features)
+        super().__init__(num_outputs, inputs.size, WeightUse.LINEAR)
         self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
-        self.parts = dict(parts)
+        self.inputs, self.parts = inputs, dict(parts)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps `[rows, in_features]` to the layers' outputs side by side."""
-        return kernels.linear(hidden, self.weight, self.bias)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps `[rows, in_features]` to the layers' outputs side by side, plus `residual`."""
+        return kernels.linear(hidden, self.weight, self.bias, residual)
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
         """Yields the layers' weights and biases, whose names replace the last part of `path`."""
-        return _tensors_of_parts(self.parts, self.weight, self.bias, path)
+        return _tensors_of_parts(self.inputs, self.parts, self.weight, self.bias, path)
 
 
 class TransposedFusedLinear(FusedLinear):
@@ -254,7 +254,8 @@ class GatedLinear(PackedModule):
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        return _tensors_of_parts(self.parts, self.weight, self.bias, path)
+        inputs = Cut.whole(self.weight.num_columns)
+        return _tensors_of_parts(inputs, self.parts, self.weight, self.bias, path)
 
 
 class _TransposedRows(RowsOfWeight):
@@ -286,11 +287,10 @@ def _transposed(part: TensorPart) -> TensorPart:
 
 
 def _tensors_of_parts(
-    parts: Mapping[str, Cut], weight: Weight, bias: torch.Tensor | None, path: str
+    inputs: Cut, parts: Mapping[str, Cut], weight: Weight, bias: torch.Tensor | None, path: str
 ) -> Iterator[TensorPart]:
     """Yields the tensors of layers in one matrix, whose names replace the last part of `path`."""
     parent, first = path.rpartition(".")[0], 0
-    inputs = Cut.whole(weight.num_columns)
     for name, cut in parts.items():
         yield TensorPart(f"{parent}.{name}.weight", weight.rows(first, cut.size), (cut, inputs))
         if bias is not None:

@@ -8,11 +8,12 @@ from engine.models.config import OptConfig
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
+    KeptStates,
     activation_named,
     cached_attention,
     select_rows,
 )
-from engine.models.linear import FusedLinear, Linear, cut_of
+from engine.models.linear import Embedding, FusedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv, PagedKv
@@ -41,6 +42,11 @@ class Opt(CausalModel):
         has_norm = part.is_last and config.final_norm
         self.final_layer_norm = _layer_norm(config) if has_norm else nn.Identity()
 
+    @property
+    @override
+    def word_embedding(self) -> Embedding | None:
+        return self.embed_tokens
+
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None
@@ -51,11 +57,13 @@ class Opt(CausalModel):
 
     @override
     def _run_layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: PagedKv
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PagedKv,
+        kept: KeptStates | None,
     ) -> torch.Tensor:
-        for layer, layer_kv in zip(self.layers.values(), kv.layers(), strict=True):
-            hidden = layer(hidden, layer_kv)
-        return hidden
+        return self._run_each(self.layers, hidden, kv, kept)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:

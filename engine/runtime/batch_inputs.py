@@ -1,5 +1,6 @@
 """Turns a `ScheduledBatch` into the tensors of one forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -8,11 +9,12 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch
+from engine.models.layers import KeptStates
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
 from kernels import AttentionMetadata, LogitRows
 
-__all__ = ["BatchInputs", "StepInputs"]
+__all__ = ["BatchInputs", "KeptMemory", "StepInputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,48 @@ class BatchInputs:
     def logit_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns those of the model's final hidden states whose logits are computed."""
         return hidden if self.hidden_rows is None else hidden.index_select(0, self.hidden_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory for the hidden states of logit rows that steps keep.
+
+    Attributes:
+        layers: as in `KeptStates`.
+        memory: `[len(layers), max_logit_rows, hidden_size]`.
+        count: `[max_logit_rows]` int64; 0, 1, 2 and so on.
+    """
+
+    layers: Sequence[int]
+    memory: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: Sequence[int],
+        num_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "KeptMemory":
+        """Allocates memory for steps of up to `num_rows` logit rows."""
+        memory = torch.empty((len(layers), num_rows, hidden_size), dtype=dtype, device=device)
+        return cls(layers, memory, torch.arange(num_rows, device=device))
+
+    def states_of(self, inputs: BatchInputs, num_rows: int) -> KeptStates:
+        """Returns what the model keeps in a step.
+
+        Args:
+            inputs: the step's.
+            num_rows: number of its logit rows.
+        """
+        count = self.count[:num_rows]
+        rows = count if inputs.logit_rows is None else inputs.logit_rows.rows
+        final_rows = count
+        if inputs.hidden_rows is not None:  # the final states of all tokens are computed
+            rows = final_rows = inputs.hidden_rows
+        return KeptStates(self.layers, self.memory[:, :num_rows], rows, final_rows)
 
 
 class StepInputs:

@@ -4,7 +4,7 @@ This module reads JSON files and file names, and all bytes for the fingerprint. 
 weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,9 @@ class Checkpoint:
         return bytes(digest.digest())
 
 
-def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path_or_name: str, *, with_weights: bool = True, other_weights: Sequence[str] = ()
+) -> Checkpoint:
     """Finds a model's files, or downloads them from the Hugging Face Hub.
 
     Args:
@@ -98,25 +100,28 @@ def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoi
             `org/model`.
         with_weights: whether to find or download the weights too; False if only config.json
             is needed.
+        other_weights: names of files of weights that are taken in place of safetensors ones if
+            there are none.
 
     Raises:
         ConfigurationError: there is no such model, a file is missing or not JSON, the weights
             are not safetensors, or a GGUF file has an unsupported model.
     """
-    files = local_model(path_or_name) or _download_files(path_or_name, with_weights)
+    patterns = (*_HUB_PATTERNS, _HUB_WEIGHTS, *other_weights) if with_weights else _HUB_PATTERNS
+    files = local_model(path_or_name) or _download_files(path_or_name, patterns)
     if isinstance(files, CheckpointFolder) and not files.locate(_CONFIG).is_file():
         raise ConfigurationError(f"{files.path} is not a checkpoint folder: it has no {_CONFIG}")
-    weight_files = _find_weights(files) if with_weights else ()
+    weight_files = _find_weights(files, other_weights) if with_weights else ()
     return Checkpoint(files, _read_json(files, _CONFIG), weight_files)
 
 
-def _download_files(name: str, with_weights: bool) -> CheckpointFolder:
+def _download_files(name: str, patterns: Sequence[str]) -> CheckpointFolder:
     if name.startswith((".", "/", "~")) or split_revision(name)[0].count("/") > 1:
         raise ConfigurationError(f"{name} is not a folder")
-    return CheckpointFolder(_download(name, with_weights))
+    return CheckpointFolder(_download(name, patterns))
 
 
-def _download(name: str, with_weights: bool) -> Path:
+def _download(name: str, patterns: Sequence[str]) -> Path:
     """Downloads a Hub model unless it is cached; returns its folder in the local cache.
 
     If the Hub cannot be reached, a cached copy is used.
@@ -124,10 +129,9 @@ def _download(name: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [*_HUB_PATTERNS, _HUB_WEIGHTS] if with_weights else list(_HUB_PATTERNS)
     try:
         repository, revision = split_revision(name)
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached and the model is not in the local cache"
         raise _no_model(name, reason) from error
@@ -141,7 +145,7 @@ def _no_model(name: str, reason: str) -> ConfigurationError:
     )
 
 
-def _find_weights(files: ModelFiles) -> tuple[Path, ...]:
+def _find_weights(files: ModelFiles, others: Sequence[str]) -> tuple[Path, ...]:
     if not isinstance(files, CheckpointFolder):
         return (files.path,)
     folder = files.path
@@ -149,6 +153,9 @@ def _find_weights(files: ModelFiles) -> tuple[Path, ...]:
         return tuple(_shards(folder))
     if (folder / _WEIGHTS).is_file():
         return (folder / _WEIGHTS,)
+    for name in others:
+        if (folder / name).is_file():
+            return (folder / name,)
     if any(folder.glob("*.bin")):
         raise ConfigurationError(
             f"{folder} has weights as .bin files only; convert them to safetensors "

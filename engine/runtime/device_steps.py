@@ -19,7 +19,7 @@ from typing_extensions import override
 
 import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
-from engine.runtime.batch_inputs import BatchInputs, StepInputs
+from engine.runtime.batch_inputs import BatchInputs, KeptMemory, StepInputs
 from engine.runtime.device import fetch
 from engine.runtime.device_decode import (
     DecodeGraphs,
@@ -102,7 +102,10 @@ class DeviceSteps(Steps):
         num_decodes = len(self._decode_ids)
         draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
         prompts = PromptTokens(batch)
-        scores, positions = self._compute_scores(batch)
+        # With copies of the tables, which later steps may change before this one's tokens are read.
+        jobs = self._model.proposal_jobs(batch, self._rows.host)
+        kept = self._model.new_kept(self._inputs.max_logit_rows) if jobs else None
+        scores, positions = self._compute_scores(batch, kept)
         if self._group is not None and self._group.rank > 0:
             prompts.compute_part(self._model.model, scores.hidden)
             return self._follow(batch, self._group)
@@ -125,13 +128,12 @@ class DeviceSteps(Steps):
             tokens = self._decode.tokens[:num_decodes]
             of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
         num_drawn = len(of_decodes) + len(of_chunks)
-        # With copies of the tables, which later steps may change before this one's tokens are read.
-        jobs = self._model.proposal_jobs(batch, self._rows.host)
+        states = None if kept is None else kept.memory
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
             chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
             decoded = reports.read(tensors[: len(of_decodes)])
-            chunks = self._model.propose(jobs, chunks)
+            chunks = self._model.propose(jobs, chunks, states)
             if not self._part.is_first:
                 tokens = drawn_tokens(batch.chunks, chunks, decoded.tokens)
                 self._ranks.send_tokens(tokens.tobytes())
@@ -219,16 +221,26 @@ class DeviceSteps(Steps):
         """Runs `DeviceDecode.run` and copies its result to the memory that all graphs share."""
         return self._results[:size].copy_(self._decode.run(size))
 
-    def _compute_scores(self, batch: ScheduledBatch) -> tuple[Scores, torch.Tensor]:
-        """Computes a step; returns its scores, and the positions of the tokens that decoding rows
-        draw.
+    def _compute_scores(
+        self, batch: ScheduledBatch, kept: KeptMemory | None
+    ) -> tuple[Scores, torch.Tensor]:
+        """Computes a step.
+
+        Args:
+            batch: the step.
+            kept: receives states of its logit rows; only if it has chunks.
+
+        Returns:
+            Its scores, and the positions of the tokens that decoding rows draw.
         """
         num_decodes = len(self._decode_ids)
         if not batch.chunks:
             scores = self._decode.scores(self._run_decode())
             return scores, self._decode.draw_positions[:num_decodes]
         inputs = self._chunk_inputs(batch)
-        return self._scores_of(inputs), inputs.positions[len(inputs.positions) - num_decodes :] + 1
+        return self._scores_of(inputs, kept), inputs.positions[
+            len(inputs.positions) - num_decodes :
+        ] + 1
 
     def _run_decode(self) -> torch.Tensor:
         """Computes a step that only decodes; returns the rows' part of `DeviceDecode.run`."""
@@ -272,10 +284,11 @@ class DeviceSteps(Steps):
             self._rules.apply_to_decodes(self._decode.ruled, scores, last_tokens, positions)
         self._decode.draw(scores, positions)
 
-    def _scores_of(self, inputs: BatchInputs) -> Scores:
+    def _scores_of(self, inputs: BatchInputs, kept: KeptMemory | None) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        states = model.model(inputs.of_model, inputs.positions, kv)
+        kept_states = kept and kept.states_of(inputs, self._inputs.num_logit_rows)
+        states = model.model(inputs.of_model, inputs.positions, kv, kept_states)
         logits = model.model.logits(inputs.logit_states(states))
         hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):

@@ -1,9 +1,7 @@
 """`DraftModel`: a small model that guesses a sequence's next tokens for the served one.
 
 This is the speculative decoding of Leviathan et al. 2023 with another rule for accepting guesses
-(`engine.speculation.drafts`). A guess is drawn with the parameters and the noise of its place, as
-the served model's token there will be, so that two models that agree on probabilities mostly draw
-the same token at any temperature.
+(`engine.speculation.drafts`).
 
 The model keeps its own KV, in a pool with as many blocks as the served model's. A sequence's KV
 lies in the blocks with the ids of its own table, so that it needs no allocation. What lies in a
@@ -11,53 +9,32 @@ block is known by a digest of the sequence up to its end; KV of a prompt that is
 computed again, as with the prefix cache. All other KV is computed when guesses first need it.
 """
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import xxhash
+from typing_extensions import override
 
 from baton.errors import ConfigurationError
-from engine.batch import ChunkOutput, DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
+from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
+from engine.runner import ModelInfo
 from engine.runtime.batch_inputs import StepInputs
-from engine.runtime.device import wait_for
+from engine.runtime.drafter import Drafter, Drawn, ProposalJob
 from engine.runtime.kv_pool import allocate_pool
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.recorded_steps import RecordedSteps
 from engine.runtime.rows import Rows, num_leading_equal
-from engine.runtime.sampler import DRAW_RECORD, draw_record, draw_tokens
 from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
 
-__all__ = ["DraftModel", "ProposalJob"]
+__all__ = ["DraftModel"]
 
-_logger = logging.getLogger("baton.engine")
-
-_DUMMY_DRAW = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 _NUM_TIMED = 4
 _NUM_TIMED_TOKENS = 32
 _NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class ProposalJob:
-    """A chunk that guesses are made for.
-
-    Attributes:
-        index: of the chunk in its batch.
-        chunk: the chunk.
-        work: what to do for it.
-        table: `[max_blocks]` int32; the row's blocks at the time of its step.
-    """
-
-    index: int
-    chunk: ScheduledChunk
-    work: DraftWork
-    table: np.ndarray
 
 
 @dataclass(slots=True)
@@ -122,19 +99,15 @@ class _LastRun:
     digest: int = 0
 
 
-class DraftModel:
-    """The draft model of an engine with one rank.
+class DraftModel(Drafter):
+    """The draft model of an engine.
 
     Args:
         config: the engine's flags, with a `speculative_config` that names a model.
         served: the model to guess for.
-        layer_group: a layer group of the served model whose tables hold whole sequences.
-        max_model_len: of the engine.
+        info: properties of the served model.
         device: device of both models.
         progress: whether loading shows a progress bar.
-
-    Attributes:
-        layout: shape of a block of its KV.
 
     Raises:
         ConfigurationError: the checkpoint is invalid, or does not fit the served model.
@@ -144,12 +117,18 @@ class DraftModel:
         self,
         config: EngineConfig,
         served: LoadedModel,
-        layer_group: int,
-        max_model_len: int,
+        info: ModelInfo,
         device: torch.device,
         *,
         progress: bool,
     ) -> None:
+        super().__init__(config, served, info, device)
+        if None not in info.windows:
+            raise ConfigurationError(
+                "--speculative-config has a draft model; all layers of the served model have a "
+                "sliding window, and its blocks do not hold whole texts"
+            )
+        self._layer_group = info.windows.index(None)
         assert config.speculative_config is not None
         name = config.speculative_config.model
         assert name is not None, "the config names a draft model"
@@ -161,128 +140,62 @@ class DraftModel:
             load_format=config.load_format,
             weights_folder=config.weights_folder,
         )
-        _check_fits(name, loaded, served, max_model_len)
-        self._config, self._device = config, device
-        self._layer_group, self._finds_blocks = layer_group, config.enable_prefix_caching
+        _check_fits(name, loaded, served, info.max_model_len)
+        self._finds_blocks = config.enable_prefix_caching
         self._model = loaded.model
-        self._num_served = served.vocab_size
-        self.layout = KvLayout(
+        self._layout = KvLayout(
             num_layers=len(loaded.sliding_windows),
             num_kv_heads=loaded.num_kv_heads,
             block_size=config.block_size,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,
         )
-        max_blocks = -(-max_model_len // config.block_size)
-        self._rows = Rows(1, config.max_running, max_blocks)
+        self.block_bytes = self._layout.block_bytes
+        self._rows = Rows(1, config.max_running, self._max_blocks)
         self._last_runs: dict[int, _LastRun] = {}  # by row
 
+    @override
     def allocate(self, num_blocks: int) -> None:
-        """Allocates its pool.
-
-        Raises:
-            ConfigurationError: the device does not have that much memory.
-        """
-        pool = allocate_pool(num_blocks, self.layout, self._device)
-        slots = [(0, index) for index in range(self.layout.num_layers)]
+        pool = allocate_pool(num_blocks, self._layout, self._device)
+        slots = [(0, index) for index in range(self._layout.num_layers)]
         inputs = StepInputs(
             self._rows, self._config.max_num_batched_tokens, self._config.block_size, self._device
         )
-        views = view_blocks(pool, self.layout)
+        views = view_blocks(pool, self._layout)
         self._steps = RecordedSteps(self._model, views, slots, inputs)
         # 0 if it is not known what a block holds.
         self._digest_of_block = np.zeros(num_blocks, np.uint64)
 
-    def jobs_of(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
-        """Returns the chunks of a step that guesses are made for.
-
-        Args:
-            batch: the step.
-            rows: the rows, with the step's table updates applied.
-        """
-        return [
-            ProposalJob(
-                index, chunk, chunk.draft_work, rows.tables[self._layer_group, chunk.row].copy()
-            )
-            for index, chunk in enumerate(batch.chunks)
-            if chunk.draft_work is not None
-        ]
-
+    @override
     def time_work(self) -> tuple[float, float]:
-        """Measures the seconds in which it runs one more known token, and in which it guesses one,
-        both at the beginning of one sequence.
-        """
         most = min(_NUM_TIMED_TOKENS, self._config.max_num_batched_tokens)
-        num_tokens = min(most, self._rows.tables.shape[2] * self.layout.block_size - _NUM_TIMED)
+        num_tokens = min(most, self._max_blocks * self._layout.block_size - _NUM_TIMED)
         tokens = (0,) * max(1, num_tokens - 1)
         return (
             self._time(DraftWork(0, tokens, 0)) / len(tokens),
             self._time(DraftWork(0, (), _NUM_TIMED)) / _NUM_TIMED,
         )
 
-    @torch.inference_mode()
-    def _time(self, work: DraftWork) -> float:
-        """Measures the seconds of some work, all of whose KV goes to block 0."""
-        job = ProposalJob(
-            0,
-            ScheduledChunk(0, (0,), 0, (_DUMMY_DRAW,)),
-            work,
-            np.zeros_like(self._rows.tables[0, 0]),
-        )
-        durations_s = []
-        for _ in range(_NUM_TIMED):  # the first time compiles and records
-            start = time.perf_counter()
-            self._propose([job], [ChunkOutput((0,))])
-            wait_for(self._device)
-            durations_s.append(time.perf_counter() - start)
-            self._last_runs.clear()
-            self._digest_of_block[:] = 0
-        return min(durations_s)
-
-    @torch.inference_mode()
-    def propose(
-        self, jobs: Sequence[ProposalJob], outputs: Sequence[ChunkOutput | None]
-    ) -> list[ChunkOutput | None]:
-        """Guesses the tokens that follow those which a step has drawn. If that fails, the step is
-        still good: the error is logged, and its sequences get no guesses.
-
-        Args:
-            jobs: as `jobs_of` has returned them for the step.
-            outputs: one per chunk of the step.
-
-        Returns:
-            The outputs with the guesses.
-        """
-        try:
-            return self._propose(jobs, outputs)
-        except Exception:
-            _logger.exception("the draft model has failed; the step's sequences get no guesses")
-            self._last_runs.clear()
-            self._digest_of_block[:] = 0
-            return list(outputs)
-
-    def _propose(
-        self, jobs: Sequence[ProposalJob], outputs: Sequence[ChunkOutput | None]
-    ) -> list[ChunkOutput | None]:
-        proposed, runs = list(outputs), list[_Run]()
-        for job in jobs:
-            output = outputs[job.index]
-            assert output is not None, "a chunk with guesses draws a token"
-            if min(output.token_ids) >= 0:
-                runs.append(self._start(job, output.token_ids))
+    @override
+    def _guess(
+        self, drawing: Sequence[Drawn], states: torch.Tensor | None
+    ) -> Sequence[Sequence[int]]:
+        runs = [self._start(job, tokens) for job, tokens in drawing]
         self._run_known(runs)
         while guessing := [run for run in runs if run.lacks_guesses]:
             self._run_guesses(guessing)
         for run in runs:
             self._note_run(run)
-            output = proposed[run.job.index]
-            assert output is not None
-            proposed[run.job.index] = replace(output, proposals=self._valid(run.guesses))
-        return proposed
+        return [run.guesses for run in runs]
+
+    @override
+    def _forget(self) -> None:
+        self._last_runs.clear()
+        self._digest_of_block[:] = 0
 
     def _start(self, job: ProposalJob, drawn: Sequence[int]) -> _Run:
         """Finds the tokens that the model has to run: those after what it has run before."""
-        chunk, work, size = job.chunk, job.work, self.layout.block_size
+        chunk, work, size = job.chunk, job.work, self._layout.block_size
         tokens = list(work.token_ids)
         if work.num_proposals:
             tokens += (*chunk.token_ids[: chunk.num_tokens - chunk.num_drafts], *drawn)
@@ -305,7 +218,7 @@ class DraftModel:
 
     def _note_run(self, run: _Run) -> None:
         """Notes what the model has run for a sequence."""
-        size, num_digests = self.layout.block_size, len(run.digests)
+        size, num_digests = self._layout.block_size, len(run.digests)
         if num_digests:
             self._digest_of_block[run.job.table[run.first // size :][:num_digests]] = run.digests
         self._last_runs[run.row] = _LastRun(
@@ -329,7 +242,7 @@ class DraftModel:
                     break
             self._fill(chunks)
             if guessing:
-                self._draw(guessing)
+                self._draw_guesses(guessing)
             else:
                 self._steps.run()
             pending = [run for run in pending if run.num_pending]
@@ -342,7 +255,7 @@ class DraftModel:
                 for run in guessing
             ]
         )
-        self._draw(guessing)
+        self._draw_guesses(guessing)
 
     def _fill(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Fills the inputs of the next step, with tokens that the model has."""
@@ -353,19 +266,12 @@ class DraftModel:
         )
         self._steps.inputs.fill(ScheduledBatch(0, clamped), self._rows, _NO_ROWS)
 
-    def _draw(self, guessing: Sequence[_Run]) -> None:
+    def _draw_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
-        draws = [draw_record(run.job.chunk.draws[0]) for run in guessing]
-        positions = np.array([run.end for run in guessing], np.int64)
-        rows, scores = range(len(guessing)), self._steps.scores()
-        tokens = draw_tokens(scores, np.array(draws, DRAW_RECORD), rows, positions)
-        for run, token in zip(guessing, tokens.tolist(), strict=True):
+        scores = self._steps.scores()
+        draws, positions = [run.job.draw for run in guessing], [run.end for run in guessing]
+        for run, token in zip(guessing, self._draw(scores, draws, positions), strict=True):
             run.guesses = (*run.guesses, token)
-
-    def _valid(self, guesses: Sequence[int]) -> tuple[int, ...]:
-        """Returns the guesses before the first that the served model does not have."""
-        ids = np.array(guesses, np.int64)
-        return tuple(guesses[: _num_leading((ids >= 0) & (ids < self._num_served))])
 
 
 def _block_digests(tokens: Sequence[int], block_size: int, before: int) -> np.ndarray:

@@ -42,7 +42,8 @@ class HostSteps(Steps):
         self._hidden = None if model.model.part.is_first else model.new_hidden()
         sizes = model.max_tokens, model.block_size
         inputs = StepInputs(self._rows, *sizes, model.device, self._hidden, model.max_drafts)
-        self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
+        kept = model.new_kept(inputs.max_logit_rows)
+        self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs, kept)
         self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
         self._on_layers: LayersComputed | None = None
@@ -88,7 +89,8 @@ class HostSteps(Steps):
         rows.keep_drawn(drawing, tokens)
         if self._ranks is not None:
             self._ranks.send_tokens(tokens.tobytes())
-        chunks = self._step_model.propose(self._step_model.proposal_jobs(batch, rows), chunks)
+        jobs = self._step_model.proposal_jobs(batch, rows)
+        chunks = self._step_model.propose(jobs, chunks, self._recorded.states)
         return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _fill_inputs(self, batch: ScheduledBatch) -> None:

@@ -121,7 +121,7 @@ def decide_num_blocks(
     max_model_len: int,
     free_bytes: int | None,
     *,
-    draft_layout: KvLayout | None = None,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Returns the number of blocks of the pool.
 
@@ -135,14 +135,14 @@ def decide_num_blocks(
         spec: computes how many blocks a sequence needs.
         max_model_len: length of the longest request, in tokens.
         free_bytes: memory left of the engine's share of the GPU; None on a CPU.
-        draft_layout: shape of a draft model's block, of which there are as many; None without one.
+        draft_block_bytes: bytes that guessing tokens needs for each block.
 
     Raises:
         ConfigurationError: the pool cannot hold one request of
             `max_model_len`; names the flags to change and their values.
     """
     blocks_per_request = spec.blocks_for(max_model_len)
-    block_bytes = layout.block_bytes + (draft_layout.block_bytes if draft_layout else 0)
+    block_bytes = layout.block_bytes + draft_block_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:

@@ -39,6 +39,7 @@ from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
 __all__ = [
     "LoadedModel",
+    "allocate_modules",
     "config_fields",
     "draw_weights",
     "dummy_fingerprint",
@@ -266,7 +267,7 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
     """
     num_elements = model.num_weights()
     try:
-        _allocate_modules(model, dtype, device)
+        allocate_modules(model, dtype, device)
     except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
         raise ConfigurationError(
             f"cannot allocate {num_elements * dtype.itemsize // _MEBIBYTE} MiB on {device} for the "
@@ -274,8 +275,8 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
         ) from error
 
 
-def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocates each parameter, uninitialized, and moves the buffers."""
+def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocates each parameter of a model, uninitialized, and moves its buffers."""
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.allocate(dtype, device)

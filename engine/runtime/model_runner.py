@@ -27,7 +27,7 @@ from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_stage_steps import DeviceStageSteps
 from engine.runtime.device_steps import DeviceSteps
-from engine.runtime.draft_model import DraftModel
+from engine.runtime.drafters import make_drafter
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
     DeviceMemory,
@@ -147,7 +147,7 @@ class ModelRunner:
             self._layout = own.layout_of(self._layout)
         if ranks is not None:
             check_same_engine(ranks, config, self.info)
-        self._draft_model = self._load_draft_model(loaded, progress=progress)
+        self._drafter = make_drafter(config, loaded, self.info, self._device, progress=progress)
         self._processors = make_processors(
             processor_classes,
             ProcessorContext(
@@ -163,7 +163,7 @@ class ModelRunner:
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(self._least(free_bytes))
-            draft_s = self._draft_model.time_work() if self._draft_model else (0.0, 0.0)
+            draft_s = self._drafter.time_work() if self._drafter else (0.0, 0.0)
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block(), *draft_s)
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
@@ -416,24 +416,6 @@ class ModelRunner:
         wait_for(self._device)
         return (time.perf_counter() - start) / num_blocks
 
-    def _load_draft_model(self, served: LoadedModel, *, progress: bool) -> DraftModel | None:
-        config = self._config
-        if config.speculative_config is None or not config.speculative_config.has_model:
-            return None
-        if None not in self.info.windows:
-            raise ConfigurationError(
-                "--speculative-config has a draft model; all layers of the served model have a "
-                "sliding window, and its blocks do not hold whole texts"
-            )
-        return DraftModel(
-            config,
-            served,
-            self.info.windows.index(None),
-            self.info.max_model_len,
-            self._device,
-            progress=progress,
-        )
-
     def _least(self, free_bytes: int | None) -> int | None:
         """Returns the least of what the ranks have left for their pools, which are equal."""
         if free_bytes is None or self._ranks is None:
@@ -443,15 +425,16 @@ class ModelRunner:
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info
         layout, max_len = self._layout, info.max_model_len
-        spec = spec_of(config, info.windows)
-        draft_model = self._draft_model
+        spec, drafter = spec_of(config, info.windows), self._drafter
+        if free_bytes is not None and drafter is not None:
+            free_bytes = max(0, free_bytes - drafter.fixed_bytes)
         self.num_blocks = decide_num_blocks(
             config,
             layout,
             spec,
             max_len,
             free_bytes,
-            draft_layout=draft_model.layout if draft_model else None,
+            draft_block_bytes=drafter.block_bytes if drafter else 0,
         )
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
         num_spare = self._steps_type.num_spare_blocks
@@ -461,8 +444,8 @@ class ModelRunner:
         self._kv_pool = self._whole_pool[: self.num_blocks]
         kernels.copy_blocks(self._kv_pool, ((0, self.num_blocks - 1),))  # compiles it
         self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
-        if draft_model is not None:
-            draft_model.allocate(self.num_blocks)
+        if drafter is not None:
+            drafter.allocate(self.num_blocks)
         log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
 
     def _new_steps(self, pool: torch.Tensor) -> Steps:
@@ -483,7 +466,7 @@ class ModelRunner:
                 ranks=self._ranks,
                 dtype=self._dtype,
                 max_drafts=config.max_drafts,
-                draft_model=self._draft_model,
+                drafter=self._drafter,
             )
         )
 

@@ -14,7 +14,7 @@ import torch
 
 import kernels
 from engine.models.layers import CausalModel
-from engine.runtime.batch_inputs import BatchInputs, StepInputs
+from engine.runtime.batch_inputs import BatchInputs, KeptMemory, StepInputs
 from engine.runtime.sampler import Scores
 from kernels import Arena, PagedKv, RecordedStep
 from kvstore.mover.pool_objects import BlockViews
@@ -70,6 +70,7 @@ class RecordedSteps:
         kv: its KV cache, which keeps its memory.
         slots: `PagedKv.slots`.
         inputs: the inputs, which the caller fills before each step.
+        kept: memory for the hidden states of logit rows that steps keep; None to keep none.
 
     Attributes:
         inputs: the inputs of the next step.
@@ -81,9 +82,10 @@ class RecordedSteps:
         kv: BlockViews,
         slots: Sequence[tuple[int, int]],
         inputs: StepInputs,
+        kept: KeptMemory | None = None,
     ) -> None:
         self._model, self._kv, self._slots = model, kv, slots
-        self.inputs = inputs
+        self.inputs, self._kept = inputs, kept
         max_logit_rows = inputs.max_logit_rows
         self._device = kv.states.device
         self._maxima = torch.empty(max_logit_rows, device=self._device)
@@ -93,6 +95,13 @@ class RecordedSteps:
         self._recordings: dict[_Size, _Recording] = {}
         self._seen: dict[_Size, None] = {}  # sizes that occurred once
         self._is_recordable = True  # False once an attempt has failed, for all sizes
+
+    @property
+    def states(self) -> torch.Tensor | None:
+        """The states that the last step has kept, `[layers, num_logit_rows, hidden_size]`. The next
+        step overwrites them.
+        """
+        return None if self._kept is None else self._kept.memory[:, : self.inputs.num_logit_rows]
 
     def scores(self, on_layer: OnLayer | None = None) -> Scores:
         """Returns the scores of the inputs' logit rows. The next call may overwrite them.
@@ -178,7 +187,10 @@ class RecordedSteps:
             scales=scales,
             on_layer=on_layer,
         )
-        hidden: torch.Tensor = self._model(inputs.of_model, inputs.positions, kv)
+        kept = None
+        if self._kept is not None:
+            kept = self._kept.states_of(inputs, self.inputs.num_logit_rows)
+        hidden: torch.Tensor = self._model(inputs.of_model, inputs.positions, kv, kept)
         return hidden
 
     def _logits(self, hidden: torch.Tensor, row_maxima: _RowMaxima) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from engine.batch import ChunkOutput, ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
+from engine.runtime.batch_inputs import KeptMemory
 from engine.runtime.device import Fetched
-from engine.runtime.draft_model import DraftModel, ProposalJob
+from engine.runtime.drafter import Drafter, ProposalJob
 from engine.runtime.logits_processors import LogitsProcessor
 from engine.runtime.rows import Rows
 from kernels import AttentionMetadata, DeviceRankGroup, EngineRanks, LogitRows, PagedKv
@@ -41,7 +42,7 @@ class StepModel:
         ranks: all ranks of the engine; None for one.
         dtype: type of hidden states.
         max_drafts: maximum number of drafts of a sequence.
-        draft_model: guesses tokens after steps; None without one.
+        drafter: guesses tokens after steps; None without one.
     """
 
     model: CausalModel
@@ -58,7 +59,7 @@ class StepModel:
     ranks: EngineRanks | None = None
     dtype: torch.dtype = torch.float32
     max_drafts: int = 0
-    draft_model: DraftModel | None = None
+    drafter: Drafter | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -76,14 +77,30 @@ class StepModel:
         return len(self.kv.states)
 
     def proposal_jobs(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
-        """Returns the chunks that the draft model guesses for; none without one."""
-        return [] if self.draft_model is None else self.draft_model.jobs_of(batch, rows)
+        """Returns the chunks that the drafter guesses for; none without one."""
+        return [] if self.drafter is None else self.drafter.jobs_of(batch, rows)
 
     def propose(
-        self, jobs: Sequence[ProposalJob], outputs: list[ChunkOutput | None]
+        self,
+        jobs: Sequence[ProposalJob],
+        outputs: list[ChunkOutput | None],
+        states: torch.Tensor | None,
     ) -> list[ChunkOutput | None]:
-        """Returns the outputs of a step's chunks with the draft model's guesses."""
-        return outputs if self.draft_model is None else self.draft_model.propose(jobs, outputs)
+        """Returns the outputs of a step's chunks with the drafter's guesses; the arguments are
+        those of `Drafter.propose`.
+        """
+        return self.drafter.propose(jobs, outputs, states) if self.drafter and jobs else outputs
+
+    def new_kept(self, num_rows: int) -> KeptMemory | None:
+        """Allocates memory for the states that the drafter reads of a step with up to `num_rows`
+        logit rows; returns None if it reads none.
+        """
+        if self.drafter is None or not self.drafter.kept_layers:
+            return None
+        width = self.model.config.hidden_size
+        return KeptMemory.allocate(
+            self.drafter.kept_layers, num_rows, width, self.dtype, self.device
+        )
 
     def new_hidden(self) -> torch.Tensor:
         """Allocates memory for the hidden states of a step's tokens, as stages pass them on."""

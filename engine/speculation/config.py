@@ -13,7 +13,8 @@ __all__ = ["LOOKUP_METHODS", "SpeculativeConfig"]
 
 LOOKUP_METHODS = ("ngram", "suffix")
 _DRAFT_MODEL = "draft_model"
-_METHODS = (*LOOKUP_METHODS, _DRAFT_MODEL)
+_HEADS = ("medusa", "eagle", "eagle3")
+_METHODS = (*LOOKUP_METHODS, _DRAFT_MODEL, *_HEADS)
 _MAX_TOKENS = 64
 _MAX_WIDTH = 64
 
@@ -24,8 +25,10 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram" looks the latest tokens up in the request itself, "suffix" also in earlier
-            answers of the replica; "draft_model" draws them from a smaller model.
-        model: the smaller model: a checkpoint folder, a GGUF file, or a name.
+            answers of the replica; "draft_model" draws them from a smaller model; "medusa",
+            "eagle" and "eagle3" from heads over the served model's hidden states.
+        model: the smaller model or the heads: a checkpoint folder or a name; for a model also a
+            GGUF file.
         num_speculative_tokens: the most guesses in one step.
         prompt_lookup_min: the fewest equal tokens before a guess.
         prompt_lookup_max: the most tokens that are compared.
@@ -62,8 +65,13 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model makes the guesses."""
-        return self.method == _DRAFT_MODEL
+        """Whether a model or heads make the guesses."""
+        return self.method not in LOOKUP_METHODS
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether guesses are made from hidden states of the served model."""
+        return self.method in _HEADS
 
     @override
     def __str__(self) -> str:

@@ -3,8 +3,8 @@
 A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
 token after each, with the noise of its position, and keeps them as long as the guesses are equal:
 the tokens are those of a sequence without drafts. `engine.batch.ScheduledChunk` has the details.
-Guesses come from look-ups, or from a draft model, which the runner runs after a step for the next
-one.
+Guesses come from look-ups, or from a draft model or heads, which the runner runs after a step for
+the next one.
 
 How many guesses pay depends on the sequence, whose guesses are right with some probability p, and
 on the step, whose time grows with its tokens. The guess at place j adds a token with probability
@@ -75,6 +75,7 @@ class Drafts:
         # only when its step has ended.
         self._num_decoded = config.max_open_steps / config.num_lanes
         self._proposer = make_proposer(config.speculative_config)
+        self._reads_states = config.speculative_config.reads_states
         self._costs = costs
         # Seconds of a short step, less those of its tokens and of the draft model: of one in which
         # all sequences decode, and of one with drafts. None before the first.
@@ -160,6 +161,8 @@ class Drafts:
             return None
         end = sequence.num_scheduled
         first = min(self._state_of(sequence).num_drafted, end)
+        if self._reads_states:
+            return DraftWork(first, (), num_proposals)  # tokens before have no states
         if end - first > budget:
             num_proposals, end = 0, first + budget
             if budget >= self._block_size:

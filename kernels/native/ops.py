@@ -68,11 +68,17 @@ def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.
 
 
 @NATIVE.implements(reference.take_rows)
-def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def take_rows(
+    matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Does not check that every row is one of the matrix."""
-    matrix = _rows(matrix)
-    out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
-    _take_rows(matrix, rows, out, is_packed=False)
+    matrix, keeps_address = _rows(matrix), out is not None
+    if out is None:
+        out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
+    assert out.shape == (len(rows), matrix.shape[1])
+    assert out.dtype == matrix.dtype
+    assert out.is_contiguous()
+    _take_rows(matrix, rows, out, is_packed=False, keeps_address=keeps_address)
     return out
 
 
@@ -220,8 +226,18 @@ def _take_rows(
     *,
     is_packed: bool,
     held: tuple[int, int] = (0, _ALL),
+    keeps_address: bool = False,
 ) -> None:
-    """Looks up rows; `held` is the number of the matrix's first row, and how many rows it has."""
+    """Looks up rows.
+
+    Args:
+        matrix: the matrix.
+        rows: numbers of the rows.
+        out: memory for them.
+        is_packed: whether the matrix is a packed weight.
+        held: number of the matrix's first row, and how many rows it has.
+        keeps_address: whether `out` is the caller's, so that a recording writes there.
+    """
     rows = rows.contiguous()
     assert rows.dtype == torch.int64
     assert rows.dim() == 1
@@ -237,7 +253,7 @@ def _take_rows(
         len(rows),
         out.data_ptr(),
         out.dtype == torch.float32,
-        keep=(matrix, out),
+        keep=(matrix,) if keeps_address else (matrix, out),
     )
 
 

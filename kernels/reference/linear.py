@@ -63,17 +63,22 @@ def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.
 
 
 @kernel("matrix.device", "matrix.dtype")
-def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def take_rows(
+    matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Copies rows of a matrix: `matrix[rows]`.
 
     Args:
         matrix: `[num_rows, num_columns]`, any strides.
         rows: `[n]` int64.
+        out: `[n, num_columns]`, contiguous, of the matrix's type; memory for the result, which
+            the caller owns.
 
     Returns:
         `[n, num_columns]`, contiguous.
     """
-    return matrix.index_select(0, rows)
+    taken = matrix.index_select(0, rows)
+    return taken if out is None else out.copy_(taken)
 
 
 @kernel("weight.data.device", "weight.data.dtype")

@@ -200,6 +200,10 @@ def test_rows_are_taken_bit_for_bit_from_any_strides(rows, dtype):
         taken = kernels.take_rows(matrix, rows)
         assert taken.is_contiguous()
         assert torch.equal(taken, matrix[rows])
+        memory = torch.full((2, *taken.shape), torch.nan, dtype=dtype)
+        assert kernels.take_rows(matrix, rows, memory[1]).data_ptr() == memory[1].data_ptr()
+        assert torch.equal(memory[1], taken)
+        assert memory[0].isnan().all()
     apart = torch.tensor(TOKENS)[::2]
     assert torch.equal(kernels.take_rows(wide, apart), wide[apart])
 

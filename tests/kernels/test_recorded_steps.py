@@ -217,6 +217,26 @@ def test_a_step_with_an_empty_result_is_computed():
     assert not torch.equal(pool.view(torch.int32), written.view(torch.int32))
 
 
+@native_only("other kernels record nothing")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_kept_in_memory_of_the_caller(dtype):
+    chain, rows = Chain(5, dtype), torch.tensor([3, 0])
+    kept = torch.full((2, 2, 48), torch.nan, dtype=dtype)
+
+    def run():
+        output = chain.run()
+        kernels.take_rows(output, rows, kept[1])
+        return chain.run()
+
+    output, step = recorded(Arena(), run)
+    for seed in (1, 2):
+        assert torch.equal(kept[1], output[rows])
+        chain.hidden.copy_(normal(*chain.hidden.shape, seed=seed))
+        kept[1].fill_(torch.nan)
+        output = step.run()
+    assert kept[0].isnan().all()
+
+
 def test_a_strided_result_is_not_recorded():
     chain = Chain(3, torch.float32)
     output, step = kernels.record_step(CPU, Arena(), lambda: chain.run()[:, 3:9])

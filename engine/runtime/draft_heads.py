@@ -1,0 +1,316 @@
+"""Heads that guess a sequence's next tokens from the served model's hidden states.
+
+`MedusaDrafter` guesses several places from one state. `EagleDrafter` guesses one after the other,
+with a layer that attends to the positions before. Only positions of which the engine has computed
+states are there: those since it began to guess for the sequence. The states of prompts are not
+carried from the machine that has computed them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+import kernels
+from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
+from engine.config import EngineConfig
+from engine.models.eagle import Eagle3Head, EagleHead
+from engine.runner import ModelInfo
+from engine.runtime.batch_inputs import KeptMemory, StepInputs
+from engine.runtime.device import to_device
+from engine.runtime.drafter import Drafter, Drawn, ProposalJob
+from engine.runtime.head_checkpoint import load_eagle, load_eagle3, load_medusa
+from engine.runtime.kv_pool import allocate_pool
+from engine.runtime.loader import LoadedModel
+from engine.runtime.recorded_steps import RecordedSteps
+from engine.runtime.rows import Rows
+from engine.runtime.sampler import Scores
+from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
+
+__all__ = ["EagleDrafter", "MedusaDrafter"]
+
+_WINDOW = 256  # tokens that an EAGLE head sees
+_NUM_TIMED = 4
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class _HeadDrafter(Drafter):
+    """A drafter that reads states of the served model, and has little to run for known tokens."""
+
+    _guessable: torch.Tensor | None  # `[n]` int64; tokens that it can guess; None for all
+
+    @override
+    def time_work(self) -> tuple[float, float]:
+        num_guesses = min(_NUM_TIMED, self._config.max_drafts)
+        return 0.0, self._time(DraftWork(0, (), num_guesses)) / max(1, num_guesses)
+
+    def _scores_of(self, logits: torch.Tensor) -> Scores:
+        """Returns scores of all tokens of the served model from logits of those that the head can
+        guess, so that each token is drawn with its own noise.
+        """
+        if self._guessable is not None:
+            shape = len(logits), self._num_served
+            wide = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+            logits = wide.index_copy_(1, self._guessable, logits)
+        return Scores(logits, *kernels.row_maxima(logits))
+
+
+class MedusaDrafter(_HeadDrafter):
+    """Guesses with Medusa heads.
+
+    Args:
+        config: the engine's flags.
+        served: the model to guess for.
+        info: its properties.
+        device: of both.
+        name: the checkpoint of the heads.
+
+    Raises:
+        ConfigurationError: the checkpoint is invalid, or does not fit the served model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        served: LoadedModel,
+        info: ModelInfo,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        super().__init__(config, served, info, device)
+        self._heads, guessable = load_medusa(name, served, device)
+        self._guessable = None if guessable is None else guessable.to(device)
+        self.kept_layers = (served.model.config.num_layers,)
+
+    @override
+    def allocate(self, num_blocks: int) -> None:
+        """Does nothing: the heads have no KV."""
+
+    @override
+    def _guess(
+        self, drawing: Sequence[Drawn], states: torch.Tensor | None
+    ) -> Sequence[Sequence[int]]:
+        assert states is not None
+        jobs = [job for job, _ in drawing if job.work.num_proposals]
+        if not jobs:
+            return [()] * len(drawing)
+        # A head's first place is that after the token which was drawn last.
+        last = [job.first_state + len(tokens) - 1 for job, tokens in drawing]
+        ends = [job.chunk.end + len(tokens) for job, tokens in drawing]
+        num_heads = min(max(job.work.num_proposals for job in jobs), len(self._heads.lm_heads))
+        rows = to_device(np.array(last, np.int64), states.device)
+        logits = self._heads(states[0].index_select(0, rows), num_heads)
+        draws = [job.draw for job, _ in drawing] * num_heads
+        positions = [end + place for place in range(num_heads) for end in ends]
+        tokens = self._draw(self._scores_of(logits), draws, positions)
+        return [
+            tokens[index :: len(drawing)][: job.work.num_proposals]
+            for index, (job, _) in enumerate(drawing)
+        ]
+
+    @override
+    def _forget(self) -> None:
+        """Does nothing: nothing is known of sequences."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The state of one job.
+
+    Attributes:
+        job: the job.
+        tokens: the tokens that its step has drawn.
+        start: the head's position of the first of them.
+        guesses: the guesses so far.
+    """
+
+    job: ProposalJob
+    tokens: tuple[int, ...]
+    start: int
+    guesses: list[int]
+
+    @property
+    def lacks_guesses(self) -> bool:
+        return len(self.guesses) < self.job.work.num_proposals
+
+    @property
+    def next_position(self) -> int:
+        """The served model's position of the next guess."""
+        return self.job.chunk.end + len(self.tokens) + len(self.guesses)
+
+    def known_chunk(self) -> ScheduledChunk:
+        draws = self.job.chunk.draws if self.lacks_guesses else ()
+        return ScheduledChunk(self.job.chunk.row, self.tokens, self.start, draws)
+
+    def guessed_chunk(self) -> ScheduledChunk:
+        position = self.start + len(self.tokens) + len(self.guesses) - 1
+        tokens = tuple(self.guesses[-1:])
+        return ScheduledChunk(self.job.chunk.row, tokens, position, self.job.chunk.draws)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """How far the head has come in the sequence of a row.
+
+    Attributes:
+        served: the served model's position of the next token.
+        own: the head's position of it.
+    """
+
+    served: int
+    own: int
+
+
+class EagleDrafter(_HeadDrafter):
+    """Guesses with a head of EAGLE or EAGLE-3.
+
+    Each row has as many blocks of its own as the head's window needs, and uses them in turn.
+
+    Args:
+        config: the engine's flags.
+        served: the model to guess for.
+        info: its properties.
+        device: of both.
+        name: the checkpoint of the head.
+        is_eagle3: whether it is one of EAGLE-3.
+
+    Raises:
+        ConfigurationError: the checkpoint is invalid, or does not fit the served model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        served: LoadedModel,
+        info: ModelInfo,
+        device: torch.device,
+        name: str,
+        *,
+        is_eagle3: bool,
+    ) -> None:
+        super().__init__(config, served, info, device)
+        self._guessable = None
+        self._head: EagleHead | Eagle3Head
+        if is_eagle3:
+            self._head, self.kept_layers, guessable = load_eagle3(name, served, _WINDOW, device)
+            self._guessable = None if guessable is None else guessable.to(device)
+        else:
+            self._head, self.kept_layers = load_eagle(name, served, _WINDOW, device)
+        embedding = served.model.word_embedding
+        assert embedding is not None, "the head was loaded for it"
+        self._embedding = embedding
+        size, own = config.block_size, self._head.config
+        self._layout = KvLayout(
+            num_layers=1,
+            num_kv_heads=own.num_kv_heads,
+            block_size=size,
+            head_dim=own.head_dim,
+            dtype=served.dtype,
+        )
+        # The tokens of one step must not overwrite what its first token sees.
+        num_seen = _WINDOW + 2 * (1 + config.max_drafts)
+        self._num_ring = min(self._max_blocks, 1 + -(-num_seen // size))
+        self.fixed_bytes = config.max_running * self._num_ring * self._layout.block_bytes
+        self._rows = Rows(1, config.max_running, self._max_blocks)
+        first = np.arange(config.max_running)[:, None] * self._num_ring
+        self._rows.tables[0] = first + np.arange(self._max_blocks) % self._num_ring
+        self._reached: dict[int, _Reached] = {}  # by row
+
+    @override
+    def allocate(self, num_blocks: int) -> None:
+        config, width = self._config, self._hidden_size
+        pool = allocate_pool(config.max_running * self._num_ring, self._layout, self._device)
+        sizes = config.max_num_batched_tokens, config.block_size
+        self._inputs = torch.empty(
+            (config.max_num_batched_tokens, 2 * width), dtype=self._dtype, device=self._device
+        )
+        inputs = StepInputs(self._rows, *sizes, self._device, self._inputs)
+        kept = KeptMemory.allocate((1,), inputs.max_logit_rows, width, self._dtype, self._device)
+        views = view_blocks(pool, self._layout)
+        self._steps = RecordedSteps(self._head, views, [(0, 0)], inputs, kept)
+
+    @override
+    def _guess(
+        self, drawing: Sequence[Drawn], states: torch.Tensor | None
+    ) -> Sequence[Sequence[int]]:
+        assert states is not None
+        runs = [self._start(job, tokens) for job, tokens in drawing]
+        if runs:
+            self._run_known(runs, states)
+        while guessing := [run for run in runs if run.lacks_guesses]:
+            self._run_guesses(guessing)
+        return [run.guesses for run in runs]
+
+    @override
+    def _forget(self) -> None:
+        self._reached.clear()
+
+    def _start(self, job: ProposalJob, tokens: tuple[int, ...]) -> _Run:
+        """Finds the head's position: it goes on if it has seen all tokens before the step's."""
+        chunk, reached = job.chunk, self._reached.get(job.chunk.row)
+        goes_on = (
+            reached is not None
+            and chunk.num_tokens - chunk.num_drafts == 1
+            and job.work.first == chunk.start_position == reached.served
+        )
+        start = reached.own if goes_on and reached is not None else 0
+        if (
+            start + len(tokens) + job.work.num_proposals
+            > self._max_blocks * self._layout.block_size
+        ):
+            start = 0
+        end = chunk.end + len(tokens) - 1
+        self._reached[chunk.row] = _Reached(end, start + len(tokens))
+        return _Run(job, tokens, start, [])
+
+    def _run_known(self, runs: Sequence[_Run], states: torch.Tensor) -> None:
+        """Runs the tokens that the step has drawn, with the served model's states."""
+        rows = np.concatenate(
+            [run.job.first_state + np.arange(len(run.tokens)) for run in runs], dtype=np.int64
+        )
+        of_tokens = states.index_select(1, to_device(rows, states.device))
+        if isinstance(self._head, Eagle3Head):
+            mixed = self._head.mix(torch.cat(tuple(of_tokens), dim=1))
+        else:
+            mixed = of_tokens[0]
+        self._fill([run.known_chunk() for run in runs], mixed)
+        guessing = [run for run in runs if run.lacks_guesses]
+        self._run_step(guessing)
+
+    def _run_guesses(self, guessing: Sequence[_Run]) -> None:
+        """Runs the newest guess of each sequence, with the head's own states."""
+        states = self._steps.states
+        assert states is not None
+        own = states[0]
+        if len(guessing) < len(self._in_last_step):
+            indices = [self._in_last_step.index(run) for run in guessing]
+            own = own.index_select(0, to_device(np.array(indices, np.int64), self._device))
+        self._fill([run.guessed_chunk() for run in guessing], own)
+        self._run_step(guessing)
+
+    def _fill(self, chunks: Sequence[ScheduledChunk], states: torch.Tensor) -> None:
+        """Fills the inputs of the next step with the tokens' embeddings and states."""
+        self._steps.inputs.fill(ScheduledBatch(0, tuple(chunks)), self._rows, _NO_ROWS)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        ids = to_device(np.array(token_ids, np.int64), self._device)
+        target = self._inputs[: len(token_ids)]
+        target[:, : self._hidden_size] = self._embedding(ids)
+        target[:, self._hidden_size :] = states
+
+    def _run_step(self, guessing: Sequence[_Run]) -> None:
+        """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
+        scores = self._steps.scores()
+        self._in_last_step = list(guessing)
+        if not guessing:
+            return
+        if self._guessable is not None:
+            scores = self._scores_of(scores.logits)
+        draws, positions = (
+            [run.job.draw for run in guessing],
+            [run.next_position for run in guessing],
+        )
+        for run, token in zip(guessing, self._draw(scores, draws, positions), strict=True):
+            run.guesses.append(token)
