@@ -15,7 +15,12 @@ from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from engine.cli_args import add_engine_args, engine_config_from_args
-from engine.speculation.config import LOOKUP_METHODS, SpeculativeConfig
+from engine.speculation.config import (
+    DRAFT_MODEL,
+    LOOKUP_METHODS,
+    MODEL_METHODS,
+    SpeculativeConfig,
+)
 
 if TYPE_CHECKING:
     from benchmarks.offline.speculation import Comparison, Engine, RowTimes
@@ -43,15 +48,18 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--method",
-        nargs="+",
+        nargs="*",
         choices=LOOKUP_METHODS,
         default=list(LOOKUP_METHODS),
         help=f"methods of looking guesses up (default: {' '.join(LOOKUP_METHODS)})",
     )
     parser.add_argument(
         "--draft-model",
-        metavar="MODEL",
-        help="a smaller model with the same tokenizer, whose guesses are measured too",
+        nargs="+",
+        default=[],
+        metavar="[METHOD=]MODEL",
+        help="smaller models with the same tokenizer, or heads for the model "
+        f"({', '.join(MODEL_METHODS[1:])}), whose guesses are measured too",
     )
     add_numbers(parser, "--batch-size", [1, 8, 32], "the most requests at once; each is measured")
     add_number(parser, "--max-tokens", 128, "the most tokens of an answer")
@@ -112,10 +120,12 @@ def _methods(args: argparse.Namespace) -> Iterator[SpeculativeConfig]:
     num_tokens = args.num_speculative_tokens
     for method in dict.fromkeys(args.method):
         yield SpeculativeConfig(method=method, num_speculative_tokens=num_tokens)
-    if args.draft_model is not None:
-        model = resolve_model(args.draft_model)
+    for text in args.draft_model:
+        method, _, model = text.rpartition("=")
         yield SpeculativeConfig(
-            method="draft_model", model=model, num_speculative_tokens=num_tokens
+            method=method or DRAFT_MODEL,
+            model=resolve_model(model),
+            num_speculative_tokens=num_tokens,
         )
 
 

@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from baton.errors import ConfigurationError
 
-__all__ = ["LOOKUP_METHODS", "SpeculativeConfig"]
+__all__ = ["DRAFT_MODEL", "LOOKUP_METHODS", "MODEL_METHODS", "SpeculativeConfig"]
 
 LOOKUP_METHODS = ("ngram", "suffix")
-_DRAFT_MODEL = "draft_model"
+DRAFT_MODEL = "draft_model"
 _HEADS = ("medusa", "eagle", "eagle3")
-_METHODS = (*LOOKUP_METHODS, _DRAFT_MODEL, *_HEADS)
+MODEL_METHODS = (DRAFT_MODEL, *_HEADS)
+_METHODS = (*LOOKUP_METHODS, *MODEL_METHODS)
 _MAX_TOKENS = 64
 _MAX_WIDTH = 64
 
@@ -66,7 +67,7 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         """Whether a model or heads make the guesses."""
-        return self.method not in LOOKUP_METHODS
+        return self.method in MODEL_METHODS
 
     @property
     def reads_states(self) -> bool:
@@ -103,7 +104,7 @@ class SpeculativeConfig:
                     f"--speculative-config has an unknown key {name!r}; it takes {', '.join(known)}"
                 )
         if "model" in value and "method" not in value:
-            value = {"method": _DRAFT_MODEL, **value}
+            value = {"method": DRAFT_MODEL, **value}
         if "method" not in value:
             raise _bad_key("method", None, f"one of {', '.join(_METHODS)}")
         return cls(**value)

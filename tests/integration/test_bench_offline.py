@@ -15,6 +15,7 @@ from benchmarks.offline.step_profile import profile_steps
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.draft_heads import random_heads
 
 pytestmark = pytest.mark.alone
 
@@ -159,13 +160,15 @@ def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, caps
 
 def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, capsys):
     path = tmp_path / "report.json"
+    heads = random_heads("medusa", tiny_checkpoint("llama"), tmp_path / "heads")
     model = ("--model", str(tiny_checkpoint("llama")), "--num-threads", "1")
     sizes = ("--batch-size", "3", "--max-tokens", "6", "--rounds", "1")
-    guesses = ("--num-speculative-tokens", "3", "--draft-model", str(tiny_checkpoint("opt")))
+    draft_models = ("--draft-model", str(tiny_checkpoint("opt")), f"medusa={heads}")
+    guesses = ("--num-speculative-tokens", "3", "--method", "suffix", *draft_models)
     assert main(["bench", "speculation", *model, *sizes, *guesses, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     cases = [(each["workload"], each["method"]) for each in report["workloads"]]
-    assert cases == list(product(("repetitive", "ordinary"), ("ngram", "suffix", "draft_model")))
+    assert cases == list(product(("repetitive", "ordinary"), ("suffix", "draft_model", "medusa")))
     for each in report["workloads"]:
         assert (each["batch_size"], each["num_requests"], each["num_differing"]) == (3, 8, 0)
         speeds = each["tokens_per_s_with"], each["tokens_per_s_without"]

@@ -16,7 +16,12 @@ from tests.support.fake_model import fake_config, fake_info
 from tests.support.requests import engine_request
 
 MAX_MODEL_LEN = 40
-PROPOSERS = [{"method": "ngram"}, {"method": "suffix"}, {"model": "fake"}]
+PROPOSERS = [
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"model": "fake"},
+    {"method": "eagle", "model": "fake"},
+]
 PATTERNS = [(0,), (1, 0), (0, 0, 1), (0, 1, 1, 0, 1)]
 
 
@@ -70,7 +75,7 @@ def configs(draw: st.DrawFn, proposer: dict[str, str]) -> dict[str, object]:
 def test_drafts_change_no_token(proposer: dict[str, str]) -> None:
     happened = Counter[str]()
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.nested_given])
     @given(
         batch=requests(),
         config=configs(proposer),
@@ -86,6 +91,7 @@ def test_drafts_change_no_token(proposer: dict[str, str]) -> None:
         info = fake_info(4, MAX_MODEL_LEN, windows=windows)
         blocks = max(num_blocks_needed(each, fake_config(**config), info) for each in batch)
         engine = CheckedEngine(info, blocks + num_spare, num_host_blocks=50, **config)
+        engine.runner.reads_states = proposer.get("method") == "eagle"
         for request in batch:
             engine.add(CheckedRequest.of(request, info))  # which knows the right tokens
         engine.finish(2000)
