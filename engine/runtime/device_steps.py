@@ -104,8 +104,7 @@ class DeviceSteps(Steps):
         prompts = PromptTokens(batch)
         # With copies of the tables, which later steps may change before this one's tokens are read.
         jobs = self._model.proposal_jobs(batch, self._rows.host)
-        kept = self._model.new_kept(self._inputs.max_logit_rows) if jobs else None
-        scores, positions = self._compute_scores(batch, kept)
+        scores, positions = self._compute_scores(batch, keeps_states=bool(jobs))
         if self._group is not None and self._group.rank > 0:
             prompts.compute_part(self._model.model, scores.hidden)
             return self._follow(batch, self._group)
@@ -128,7 +127,7 @@ class DeviceSteps(Steps):
             tokens = self._decode.tokens[:num_decodes]
             of_decodes = reports.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
         num_drawn = len(of_decodes) + len(of_chunks)
-        states = None if kept is None else kept.memory
+        states = scores.states
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
             chunks = draws.outputs(tensors[len(of_decodes) : num_drawn])
@@ -222,22 +221,21 @@ class DeviceSteps(Steps):
         return self._results[:size].copy_(self._decode.run(size))
 
     def _compute_scores(
-        self, batch: ScheduledBatch, kept: KeptMemory | None
+        self, batch: ScheduledBatch, *, keeps_states: bool
     ) -> tuple[Scores, torch.Tensor]:
-        """Computes a step.
+        """Computes a step; returns its scores, and the positions of the tokens that decoding rows
+        draw.
 
         Args:
             batch: the step.
-            kept: receives states of its logit rows; only if it has chunks.
-
-        Returns:
-            Its scores, and the positions of the tokens that decoding rows draw.
+            keeps_states: whether a step with chunks keeps the states that the drafter reads.
         """
         num_decodes = len(self._decode_ids)
         if not batch.chunks:
             scores = self._decode.scores(self._run_decode())
             return scores, self._decode.draw_positions[:num_decodes]
         inputs = self._chunk_inputs(batch)
+        kept = self._model.new_kept(self._inputs.num_logit_rows) if keeps_states else None
         return self._scores_of(inputs, kept), inputs.positions[
             len(inputs.positions) - num_decodes :
         ] + 1
@@ -287,14 +285,15 @@ class DeviceSteps(Steps):
     def _scores_of(self, inputs: BatchInputs, kept: KeptMemory | None) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        kept_states = kept and kept.states_of(inputs, self._inputs.num_logit_rows)
-        states = model.model(inputs.of_model, inputs.positions, kv, kept_states)
+        to_keep = kept and kept.states_of(inputs, self._inputs.num_logit_rows)
+        states = model.model(inputs.of_model, inputs.positions, kv, to_keep)
         logits = model.model.logits(inputs.logit_states(states))
         hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):
             nothing = logits.new_empty(0)
             return Scores(logits, nothing, nothing.long(), hidden)
-        return Scores(logits, *kernels.row_maxima(logits), hidden)
+        memory = None if kept is None else kept.memory
+        return Scores(logits, *kernels.row_maxima(logits), hidden, memory)
 
 
 def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:

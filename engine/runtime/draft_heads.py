@@ -282,9 +282,7 @@ class EagleDrafter(_HeadDrafter):
 
     def _run_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs the newest guess of each sequence, with the head's own states."""
-        states = self._steps.states
-        assert states is not None
-        own = states[0]
+        own = self._own_states
         if len(guessing) < len(self._in_last_step):
             indices = [self._in_last_step.index(run) for run in guessing]
             own = own.index_select(0, to_device(np.array(indices, np.int64), self._device))
@@ -303,9 +301,10 @@ class EagleDrafter(_HeadDrafter):
     def _run_step(self, guessing: Sequence[_Run]) -> None:
         """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
         scores = self._steps.scores()
-        self._in_last_step = list(guessing)
         if not guessing:
             return
+        assert scores.states is not None, "the steps keep them"
+        self._own_states, self._in_last_step = scores.states[0], guessing
         if self._guessable is not None:
             scores = self._scores_of(scores.logits)
         draws, positions = (

@@ -90,7 +90,7 @@ class HostSteps(Steps):
         if self._ranks is not None:
             self._ranks.send_tokens(tokens.tobytes())
         jobs = self._step_model.proposal_jobs(batch, rows)
-        chunks = self._step_model.propose(jobs, chunks, self._recorded.states)
+        chunks = self._step_model.propose(jobs, chunks, scores.states)
         return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _fill_inputs(self, batch: ScheduledBatch) -> None:

@@ -96,13 +96,6 @@ class RecordedSteps:
         self._seen: dict[_Size, None] = {}  # sizes that occurred once
         self._is_recordable = True  # False once an attempt has failed, for all sizes
 
-    @property
-    def states(self) -> torch.Tensor | None:
-        """The states that the last step has kept, `[layers, num_logit_rows, hidden_size]`. The next
-        step overwrites them.
-        """
-        return None if self._kept is None else self._kept.memory[:, : self.inputs.num_logit_rows]
-
     def scores(self, on_layer: OnLayer | None = None) -> Scores:
         """Returns the scores of the inputs' logit rows. The next call may overwrite them.
 
@@ -112,7 +105,7 @@ class RecordedSteps:
         row_maxima = self._row_maxima(self._size)
         if self.inputs.needs_all_hidden:
             return self._run_all(row_maxima, on_layer)
-        return Scores(self.run(on_layer), *row_maxima)
+        return Scores(self.run(on_layer), *row_maxima, states=self._states)
 
     def run(self, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Returns the logits of `scores`; on a stage before the last, hidden states of all tokens.
@@ -128,6 +121,10 @@ class RecordedSteps:
         if self._should_record(size):
             return self._record(size)
         return self._run(self.inputs.tensors(), self._row_maxima(size), on_layer)
+
+    @property
+    def _states(self) -> torch.Tensor | None:
+        return None if self._kept is None else self._kept.memory[:, : self.inputs.num_logit_rows]
 
     @property
     def _size(self) -> _Size:
@@ -175,7 +172,7 @@ class RecordedSteps:
         inputs = self.inputs.tensors()
         hidden = self._hidden(inputs, on_layer)
         logits = self._logits(inputs.logit_states(hidden), row_maxima)
-        return Scores(logits, *row_maxima, hidden)
+        return Scores(logits, *row_maxima, hidden, self._states)
 
     def _hidden(self, inputs: BatchInputs, on_layer: OnLayer | None) -> torch.Tensor:
         states, scales = self._kv.states, self._kv.scales

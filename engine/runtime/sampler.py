@@ -43,15 +43,17 @@ class Scores:
             after rules have changed the row.
         hidden: `[num_tokens, hidden_size]`; the final hidden states of all tokens of the
             step, if it needs them.
+        states: `[layers, rows, hidden_size]`; the states that the step has kept, if any.
     """
 
     logits: torch.Tensor
     maxima: torch.Tensor
     likeliest: torch.Tensor
     hidden: torch.Tensor | None = None
+    states: torch.Tensor | None = None
 
     def copy(self) -> "Scores":
-        """Returns a copy that rules do not change, without `hidden`."""
+        """Returns a copy that rules do not change, without `hidden` and `states`."""
         return Scores(self.logits.clone(), self.maxima.clone(), self.likeliest.clone())
 
     def last(self, num_rows: int) -> "Scores":
