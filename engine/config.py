@@ -273,7 +273,7 @@ class EngineConfig:
             raise _bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
         if self.num_ranks > 1 and self.speculative_config and self.speculative_config.has_model:
             raise ConfigurationError(
-                f"--speculative-config has a draft model, and the engine {self.num_ranks} ranks: "
+                f"--speculative-config has a model, and the engine {self.num_ranks} ranks: "
                 "use the method ngram or suffix"
             )
         if self.distributed_executor_backend == "uni" and self.num_ranks > 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
+from engine.speculation.config import MAX_SPECULATIVE_TOKENS
 from kvstore.layout import KvLayout
 
 __all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"]
@@ -47,12 +48,14 @@ class StepCosts:
         swapped_block_s: seconds to copy one block out of the pool, or back in.
         draft_token_s: seconds in which a draft model runs one more known token; 0 without one.
         proposal_s: seconds in which it guesses one token of one short sequence; 0 without one.
+        max_proposals: the most tokens that it guesses for a sequence after a step.
     """
 
     prompt_token_s: float
     swapped_block_s: float
     draft_token_s: float = 0.0
     proposal_s: float = 0.0
+    max_proposals: int = MAX_SPECULATIVE_TOKENS
 
     def draft_s(self, batch: ScheduledBatch) -> float:
         """Returns the seconds that a draft model needs for a step."""

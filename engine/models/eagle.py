@@ -27,8 +27,8 @@ __all__ = ["Eagle3Head", "EagleHead"]
 class _Head(CausalModel):
     """What both heads have in common.
 
-    `model(inputs, positions, kv)` takes `[num_tokens, 2 * hidden_size]`: per position the embedding
-    of the next token, and a state. It returns the head's own states.
+    `model(inputs, positions, kv)` takes `[num_tokens, 2 * hidden_size]` in place of token ids: per
+    position the embedding of the next token, and a state. It returns the head's own states.
     """
 
     checkpoint_prefix = ""
@@ -139,7 +139,7 @@ class _MixingLayer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RmsNorm(size, eps)
         self.hidden_norm = RmsNorm(size, eps)
-        self.self_attn = _MixingAttention(config, config.sliding_windows[0], None)
+        self.self_attn = _MixingAttention(config, config.sliding_windows[0])
         self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = GatedMlp(config, None)
         self._norms_residual = norms_residual
@@ -156,8 +156,8 @@ class _MixingLayer(nn.Module):
 class _MixingAttention(DecoderAttention):
     """Attention over two inputs side by side, each of which has its own columns of the matrix."""
 
-    def __init__(self, config: DecoderConfig, sliding_window: int | None, ranks: None) -> None:
-        super().__init__(config, sliding_window, ranks)
+    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+        super().__init__(config, sliding_window, None)
         size = config.hidden_size
         self.qkv_proj = self._new_projection(Cut(2 * size, 0, size), bias=config.qkv_bias)
         self.states_qkv_proj = self._new_projection(Cut(2 * size, size, 2 * size), bias=False)

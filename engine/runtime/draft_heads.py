@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 import kernels
+from baton.errors import ConfigurationError
 from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.models.eagle import Eagle3Head, EagleHead
@@ -38,14 +39,15 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class _HeadDrafter(Drafter):
-    """A drafter that reads states of the served model, and has little to run for known tokens."""
+    """A drafter that reads states of the served model, and runs only the tokens of a step."""
 
-    _guessable: torch.Tensor | None  # `[n]` int64; tokens that it can guess; None for all
+    _guessable: torch.Tensor | None  # `[n]` int64; the tokens that it can guess; None for all
 
     @override
     def time_work(self) -> tuple[float, float]:
-        num_guesses = min(_NUM_TIMED, self._config.max_drafts)
-        return 0.0, self._time(DraftWork(0, (), num_guesses)) / max(1, num_guesses)
+        num_guesses = max(1, min(_NUM_TIMED, self._config.max_drafts, self.max_proposals))
+        num_guesses = min(num_guesses, self._max_blocks * self._config.block_size - 1)
+        return 0.0, self._time(DraftWork(0, (), num_guesses)) / num_guesses
 
     def _scores_of(self, logits: torch.Tensor) -> Scores:
         """Returns scores of all tokens of the served model from logits of those that the head can
@@ -65,7 +67,7 @@ class MedusaDrafter(_HeadDrafter):
         config: the engine's flags.
         served: the model to guess for.
         info: its properties.
-        device: of both.
+        device: the device of both.
         name: the checkpoint of the heads.
 
     Raises:
@@ -81,8 +83,8 @@ class MedusaDrafter(_HeadDrafter):
         name: str,
     ) -> None:
         super().__init__(config, served, info, device)
-        self._heads, guessable = load_medusa(name, served, device)
-        self._guessable = None if guessable is None else guessable.to(device)
+        self._heads, self._guessable = load_medusa(name, served, device)
+        self.max_proposals = len(self._heads.lm_heads)
         self.kept_layers = (served.model.config.num_layers,)
 
     @override
@@ -94,13 +96,10 @@ class MedusaDrafter(_HeadDrafter):
         self, drawing: Sequence[Drawn], states: torch.Tensor | None
     ) -> Sequence[Sequence[int]]:
         assert states is not None
-        jobs = [job for job, _ in drawing if job.work.num_proposals]
-        if not jobs:
-            return [()] * len(drawing)
         # A head's first place is that after the token which was drawn last.
         last = [job.first_state + len(tokens) - 1 for job, tokens in drawing]
         ends = [job.chunk.end + len(tokens) for job, tokens in drawing]
-        num_heads = min(max(job.work.num_proposals for job in jobs), len(self._heads.lm_heads))
+        num_heads = max(job.work.num_proposals for job, _ in drawing)
         rows = to_device(np.array(last, np.int64), states.device)
         logits = self._heads(states[0].index_select(0, rows), num_heads)
         draws = [job.draw for job, _ in drawing] * num_heads
@@ -113,7 +112,7 @@ class MedusaDrafter(_HeadDrafter):
 
     @override
     def _forget(self) -> None:
-        """Does nothing: nothing is known of sequences."""
+        """Does nothing: the heads keep no state of sequences."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +141,7 @@ class _Run:
         return self.job.chunk.end + len(self.tokens) + len(self.guesses)
 
     def known_chunk(self) -> ScheduledChunk:
-        draws = self.job.chunk.draws if self.lacks_guesses else ()
-        return ScheduledChunk(self.job.chunk.row, self.tokens, self.start, draws)
+        return ScheduledChunk(self.job.chunk.row, self.tokens, self.start, self.job.chunk.draws)
 
     def guessed_chunk(self) -> ScheduledChunk:
         position = self.start + len(self.tokens) + len(self.guesses) - 1
@@ -153,11 +151,11 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """How far the head has come in the sequence of a row.
+    """The position of a row's next token.
 
     Attributes:
-        served: the served model's position of the next token.
-        own: the head's position of it.
+        served: its position for the served model.
+        own: its position for the head.
     """
 
     served: int
@@ -173,7 +171,7 @@ class EagleDrafter(_HeadDrafter):
         config: the engine's flags.
         served: the model to guess for.
         info: its properties.
-        device: of both.
+        device: the device of both.
         name: the checkpoint of the head.
         is_eagle3: whether it is one of EAGLE-3.
 
@@ -195,8 +193,9 @@ class EagleDrafter(_HeadDrafter):
         self._guessable = None
         self._head: EagleHead | Eagle3Head
         if is_eagle3:
-            self._head, self.kept_layers, guessable = load_eagle3(name, served, _WINDOW, device)
-            self._guessable = None if guessable is None else guessable.to(device)
+            self._head, self.kept_layers, self._guessable = load_eagle3(
+                name, served, _WINDOW, device
+            )
         else:
             self._head, self.kept_layers = load_eagle(name, served, _WINDOW, device)
         embedding = served.model.word_embedding
@@ -213,7 +212,12 @@ class EagleDrafter(_HeadDrafter):
         # The tokens of one step must not overwrite what its first token sees.
         num_seen = _WINDOW + 2 * (1 + config.max_drafts)
         self._num_ring = min(self._max_blocks, 1 + -(-num_seen // size))
-        self.fixed_bytes = config.max_running * self._num_ring * self._layout.block_bytes
+        self._num_blocks = config.max_running * self._num_ring
+        self._max_tokens = min(
+            config.max_num_batched_tokens, config.max_running * (1 + config.max_drafts)
+        )
+        input_bytes = self._max_tokens * 2 * self._hidden_size * self._dtype.itemsize
+        self.fixed_bytes = self._num_blocks * self._layout.block_bytes + input_bytes
         self._rows = Rows(1, config.max_running, self._max_blocks)
         first = np.arange(config.max_running)[:, None] * self._num_ring
         self._rows.tables[0] = first + np.arange(self._max_blocks) % self._num_ring
@@ -221,12 +225,17 @@ class EagleDrafter(_HeadDrafter):
 
     @override
     def allocate(self, num_blocks: int) -> None:
-        config, width = self._config, self._hidden_size
-        pool = allocate_pool(config.max_running * self._num_ring, self._layout, self._device)
-        sizes = config.max_num_batched_tokens, config.block_size
-        self._inputs = torch.empty(
-            (config.max_num_batched_tokens, 2 * width), dtype=self._dtype, device=self._device
-        )
+        width, sizes = self._hidden_size, (self._max_tokens, self._config.block_size)
+        try:
+            pool = allocate_pool(self._num_blocks, self._layout, self._device)
+            self._inputs = torch.empty(
+                (self._max_tokens, 2 * width), dtype=self._dtype, device=self._device
+            )
+        except (ConfigurationError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"cannot allocate {self.fixed_bytes // 2**20} MiB for the states of an EAGLE head; "
+                "set --max-num-seqs lower"
+            ) from error
         inputs = StepInputs(self._rows, *sizes, self._device, self._inputs)
         kept = KeptMemory.allocate((1,), inputs.max_logit_rows, width, self._dtype, self._device)
         views = view_blocks(pool, self._layout)
@@ -238,8 +247,7 @@ class EagleDrafter(_HeadDrafter):
     ) -> Sequence[Sequence[int]]:
         assert states is not None
         runs = [self._start(job, tokens) for job, tokens in drawing]
-        if runs:
-            self._run_known(runs, states)
+        self._run_known(runs, states)
         while guessing := [run for run in runs if run.lacks_guesses]:
             self._run_guesses(guessing)
         return [run.guesses for run in runs]
@@ -250,17 +258,16 @@ class EagleDrafter(_HeadDrafter):
 
     def _start(self, job: ProposalJob, tokens: tuple[int, ...]) -> _Run:
         """Finds the head's position: it goes on if it has seen all tokens before the step's."""
-        chunk, reached = job.chunk, self._reached.get(job.chunk.row)
-        goes_on = (
+        chunk, start = job.chunk, 0
+        reached = self._reached.get(chunk.row)
+        if (
             reached is not None
             and chunk.num_tokens - chunk.num_drafts == 1
             and job.work.first == chunk.start_position == reached.served
-        )
-        start = reached.own if goes_on and reached is not None else 0
-        if (
-            start + len(tokens) + job.work.num_proposals
-            > self._max_blocks * self._layout.block_size
         ):
+            start = reached.own
+        num_places = self._max_blocks * self._layout.block_size
+        if start + len(tokens) + job.work.num_proposals > num_places:
             start = 0
         end = chunk.end + len(tokens) - 1
         self._reached[chunk.row] = _Reached(end, start + len(tokens))
@@ -277,8 +284,7 @@ class EagleDrafter(_HeadDrafter):
         else:
             mixed = of_tokens[0]
         self._fill([run.known_chunk() for run in runs], mixed)
-        guessing = [run for run in runs if run.lacks_guesses]
-        self._run_step(guessing)
+        self._run_step(runs)
 
     def _run_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs the newest guess of each sequence, with the head's own states."""
@@ -293,7 +299,8 @@ class EagleDrafter(_HeadDrafter):
         """Fills the inputs of the next step with the tokens' embeddings and states."""
         self._steps.inputs.fill(ScheduledBatch(0, tuple(chunks)), self._rows, _NO_ROWS)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        ids = to_device(np.array(token_ids, np.int64), self._device)
+        # A guess is negative if its logits were not finite.
+        ids = to_device(np.maximum(token_ids, 0), self._device)
         target = self._inputs[: len(token_ids)]
         target[:, : self._hidden_size] = self._embedding(ids)
         target[:, self._hidden_size :] = states
@@ -301,15 +308,11 @@ class EagleDrafter(_HeadDrafter):
     def _run_step(self, guessing: Sequence[_Run]) -> None:
         """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
         scores = self._steps.scores()
-        if not guessing:
-            return
         assert scores.states is not None, "the steps keep them"
         self._own_states, self._in_last_step = scores.states[0], guessing
         if self._guessable is not None:
             scores = self._scores_of(scores.logits)
-        draws, positions = (
-            [run.job.draw for run in guessing],
-            [run.next_position for run in guessing],
-        )
+        draws = [run.job.draw for run in guessing]
+        positions = [run.next_position for run in guessing]
         for run, token in zip(guessing, self._draw(scores, draws, positions), strict=True):
             run.guesses.append(token)

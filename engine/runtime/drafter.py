@@ -21,6 +21,7 @@ from engine.runtime.device import wait_for
 from engine.runtime.loader import LoadedModel
 from engine.runtime.rows import Rows
 from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
+from engine.speculation.config import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["Drafter", "Drawn", "ProposalJob"]
 
@@ -35,7 +36,7 @@ class ProposalJob:
     """A chunk that guesses are made for.
 
     Attributes:
-        index: of the chunk in its batch.
+        index: index of the chunk in its batch.
         chunk: the chunk.
         work: what to do for it.
         table: `[max_blocks]` int32; the row's blocks at the time of its step.
@@ -71,13 +72,15 @@ class Drafter(ABC):
     Attributes:
         kept_layers: the states of the served model that it reads, as in `KeptStates.layers`.
         block_bytes: bytes that it needs for each block of the served model's pool.
-        fixed_bytes: bytes that it needs besides.
+        fixed_bytes: bytes that it needs, however many blocks there are.
+        max_proposals: the most tokens that it guesses for a sequence after a step.
     """
 
     kept_layers: tuple[int, ...] = ()
     block_bytes: int = 0
     fixed_bytes: int = 0
-    _layer_group: int = 0  # whose tables `ProposalJob.table` is of
+    max_proposals: int = MAX_SPECULATIVE_TOKENS
+    _layer_group: int = 0  # the layer group of `ProposalJob.table`
 
     def __init__(
         self, config: EngineConfig, served: LoadedModel, info: ModelInfo, device: torch.device
@@ -146,10 +149,12 @@ class Drafter(ABC):
             assert output is not None, "a chunk with guesses draws a token"
             if min(output.token_ids) >= 0:
                 drawing.append((job, output.token_ids))
+        if not drawing:
+            return proposed
         try:
             guesses = self._guess(drawing, states)
         except Exception:
-            _logger.exception("the draft model has failed; the step's sequences get no guesses")
+            _logger.exception("guessing has failed; the step's sequences get no guesses")
             self._forget()
             return proposed
         for (job, _), of_job in zip(drawing, guesses, strict=True):
@@ -165,13 +170,13 @@ class Drafter(ABC):
         """Returns the guesses of each job, at most `num_proposals` of its work.
 
         Args:
-            drawing: the jobs.
+            drawing: the jobs, one or more.
             states: as in `propose`.
         """
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forgets what it knows of sequences, whose KV may be wrong."""
+        """Drops the state of all sequences, as their KV may be wrong."""
 
     @torch.inference_mode()
     def _time(self, work: DraftWork) -> float:
@@ -197,7 +202,7 @@ class Drafter(ABC):
         Args:
             scores: `[n]` rows.
             draws: the parameters of each.
-            positions: of the tokens.
+            positions: the positions of the tokens.
         """
         records = np.array([draw_record(draw) for draw in draws], DRAW_RECORD)
         tokens = draw_tokens(scores, records, range(len(draws)), np.array(positions, np.int64))

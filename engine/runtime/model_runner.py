@@ -163,8 +163,15 @@ class ModelRunner:
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(self._least(free_bytes))
-            draft_s = self._drafter.time_work() if self._drafter else (0.0, 0.0)
-            self.costs = StepCosts(prompt_token_s, self._time_swapped_block(), *draft_s)
+            self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
+            if self._drafter is not None:
+                draft_token_s, proposal_s = self._drafter.time_work()
+                self.costs = replace(
+                    self.costs,
+                    draft_token_s=draft_token_s,
+                    proposal_s=proposal_s,
+                    max_proposals=self._drafter.max_proposals,
+                )
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
             self._whole_pool[0].zero_()  # dummy steps may have written KV to it

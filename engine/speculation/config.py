@@ -9,14 +9,20 @@ from typing_extensions import override
 
 from baton.errors import ConfigurationError
 
-__all__ = ["DRAFT_MODEL", "LOOKUP_METHODS", "MODEL_METHODS", "SpeculativeConfig"]
+__all__ = [
+    "DRAFT_MODEL",
+    "LOOKUP_METHODS",
+    "MAX_SPECULATIVE_TOKENS",
+    "MODEL_METHODS",
+    "SpeculativeConfig",
+]
 
 LOOKUP_METHODS = ("ngram", "suffix")
 DRAFT_MODEL = "draft_model"
 _HEADS = ("medusa", "eagle", "eagle3")
 MODEL_METHODS = (DRAFT_MODEL, *_HEADS)
 _METHODS = (*LOOKUP_METHODS, *MODEL_METHODS)
-_MAX_TOKENS = 64
+MAX_SPECULATIVE_TOKENS = 64
 _MAX_WIDTH = 64
 
 
@@ -54,7 +60,7 @@ class SpeculativeConfig:
         if self.model is not None and not self.has_model:
             raise _bad_key("model", self.model, f"absent with the method {self.method}")
         limits = {
-            "num_speculative_tokens": (1, _MAX_TOKENS),
+            "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
             "prompt_lookup_min": (1, _MAX_WIDTH),
             "prompt_lookup_max": (self.prompt_lookup_min, _MAX_WIDTH),
             "max_cached_tokens": (1024, 2**22),

@@ -70,7 +70,8 @@ class Drafts:
         clock: Callable[[], float],
     ) -> None:
         assert config.speculative_config is not None, "the engine guesses"
-        self._most, self._block_size = config.max_drafts, config.block_size
+        self._most = min(config.max_drafts, costs.max_proposals)
+        self._block_size = config.block_size
         # Tokens that a sequence draws by decoding in the time of one with drafts, which runs again
         # only when its step has ended.
         self._num_decoded = config.max_open_steps / config.num_lanes
