@@ -1,0 +1,380 @@
+"""Heads that guess the next tokens of a served model from its hidden states.
+
+Three kinds: Medusa (Cai et al. 2024, arXiv:2401.10774), EAGLE (Li et al. 2024,
+arXiv:2401.15077) and EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
+
+All guess over whole texts at once. The guess at place k and position t predicts the token at
+t + 2. It was made from the served model's hidden states up to t - k, and from the tokens up to
+t + 1, as if the k guesses before it had been right.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+from typing_extensions import override
+
+__all__ = [
+    "DraftHead",
+    "Eagle",
+    "Eagle3",
+    "Guess",
+    "Medusa",
+    "ServedText",
+    "run_served",
+]
+
+_SHAPE_FIELDS = (
+    *("hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps", "initializer_range"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"),
+    *("max_position_embeddings", "vocab_size", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id"),
+)
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """What the served model computed over texts, for each position but the last.
+
+    `begins` is the first position that a head may attend to from each position. The served
+    model itself attended to the whole text.
+    """
+
+    embeddings: torch.Tensor  # [texts, positions, hidden], of the token after the position
+    hidden: torch.Tensor  # [texts, positions, hidden], after the final norm
+    aux_hidden: torch.Tensor  # [texts, positions, 3 * hidden], entering three layers
+    begins: torch.Tensor  # [texts, positions]
+    next_hidden: torch.Tensor  # [texts, positions, hidden], of the position after
+    next_logits: torch.Tensor  # [texts, positions, vocabulary], of the token at position + 2
+
+
+class Guess(NamedTuple):
+    """One place's logits over the draft vocabulary, and the state they come from."""
+
+    logits: torch.Tensor  # [texts, positions, draft vocabulary]
+    state: torch.Tensor  # [texts, positions, hidden]
+
+
+def aux_layer_ids(num_layers: int) -> list[int]:
+    """Returns the three layers whose inputs EAGLE-3 reads: an early, a middle and a late one."""
+    if num_layers >= 6:
+        return [2, num_layers // 2, num_layers - 3]
+    return sorted({1, max(1, num_layers // 2), num_layers - 1})
+
+
+@torch.no_grad()
+def run_served(
+    served: LlamaForCausalLM, token_ids: torch.Tensor, begins: torch.Tensor
+) -> ServedText:
+    """Runs the served model over `token_ids` [texts, tokens]."""
+    outputs = served.model(token_ids, output_hidden_states=True, use_cache=False)
+    hidden = outputs.last_hidden_state
+    aux = [outputs.hidden_states[i] for i in aux_layer_ids(served.config.num_hidden_layers)]
+    return ServedText(
+        embeddings=served.model.embed_tokens(token_ids[:, 1:]),
+        hidden=hidden[:, :-1],
+        aux_hidden=torch.cat(aux, -1)[:, :-1],
+        begins=begins[:, :-1],
+        next_hidden=hidden[:, 1:],
+        next_logits=served.lm_head(hidden[:, 1:]),
+    )
+
+
+def layer_config(served: Any) -> LlamaConfig:
+    """Returns the configuration of one Llama layer of the served model's shape."""
+    same = {name: getattr(served, name) for name in _SHAPE_FIELDS}
+    return LlamaConfig(**same, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+
+
+def shifted(states: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Moves `states` [..., positions, dim] to later positions; the first ones become zero."""
+    return functional.pad(states, (0, 0, num_positions, 0))[..., : states.shape[-2], :]
+
+
+class DraftHead(nn.Module, ABC):
+    """What all heads have in common; `vocabulary` is the served id of each draft id."""
+
+    vocabulary: torch.Tensor  # [draft vocabulary]
+
+    @abstractmethod
+    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+        """Returns the guesses at the first `num_places` places."""
+
+    @abstractmethod
+    def config_fields(self) -> dict[str, Any]:
+        """Returns the contents of `config.json`."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the contents of `model.safetensors`."""
+        return {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+
+
+def _copied(weight: torch.Tensor) -> nn.Linear:
+    """Returns an output head without bias that begins with `weight` [vocabulary, hidden]."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data.copy_(weight)
+    return linear
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(hidden_size, hidden_size)])
+
+    @override
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + functional.silu(self.layers[0](hidden))
+
+
+class Medusa(DraftHead):
+    """One head per place; each reads only the hidden state of the last known position."""
+
+    def __init__(self, served: LlamaForCausalLM, num_heads: int) -> None:
+        super().__init__()
+        size, vocab_size = served.config.hidden_size, served.config.vocab_size
+        self.register_buffer("vocabulary", torch.arange(vocab_size), persistent=False)
+        self.blocks = nn.ModuleList(_ResidualBlock(size) for _ in range(num_heads))
+        self.lm_heads = nn.ModuleList(_copied(served.lm_head.weight) for _ in range(num_heads))
+        self.hidden_size, self.vocab_size = size, vocab_size
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+
+    @override
+    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+        heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_places]
+        states = [block(shifted(text.hidden, k)) for k, (block, _) in enumerate(heads)]
+        return [Guess(heads[k][1](state), state) for k, state in enumerate(states)]
+
+    @override
+    def config_fields(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "truncated_vocab_size": self.vocab_size,
+            "num_heads": len(self.blocks),
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": True,
+            "dtype": "float32",
+        }
+
+
+class UnrolledAttention(nn.Module):
+    """Llama's attention, at every position at once, for each place in turn.
+
+    A head attends to states of two kinds: the served model's, up to its last known position,
+    and its own from there on. At place k, position t has its last known position at t - k. So
+    its query meets the keys of place 0 up to t - k, and one key of each later place i: the one
+    at t - k + i. This is exactly what the head sees when it guesses one token after another.
+    """
+
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_groups = config.num_attention_heads // config.num_key_value_heads
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(input_size, q_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+
+    @override
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        begins: torch.Tensor,
+        places: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Attends from `inputs` [texts, positions, input] and adds their keys to `places`."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        places.append((repeat_kv(key, self.num_groups), repeat_kv(value, self.num_groups)))
+        place, (first_keys, first_values) = len(places) - 1, places[0]
+        own = [
+            (shifted(keys, place - i), shifted(values, place - i))
+            for i, (keys, values) in enumerate(places)
+            if i > 0
+        ]
+        query = query * self.head_dim**-0.5
+        scores = (query @ first_keys.mT).masked_fill(~_visible(begins, place), -torch.inf)
+        own_scores = [(query * keys).sum(-1, keepdim=True) for keys, _ in own]
+        shares = torch.cat([scores, *own_scores], -1).softmax(-1)
+        num_keys = scores.shape[-1]
+        mixed = shares[..., :num_keys] @ first_values
+        for i, (_, values) in enumerate(own, start=num_keys):
+            mixed = mixed + shares[..., i : i + 1] * values
+        outputs: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return outputs
+
+
+def _visible(begins: torch.Tensor, place: int) -> torch.Tensor:
+    """Returns which keys of place 0 each position may see: [texts, 1, positions, positions]."""
+    positions = torch.arange(begins.shape[1])
+    known = positions[None, :] <= positions[:, None] - place
+    return (known & (positions >= begins[:, :, None]))[:, None]
+
+
+class DraftLayer(nn.Module):
+    """A Llama layer without the norm before its attention."""
+
+    def __init__(self, config: LlamaConfig, attention_input_size: int) -> None:
+        super().__init__()
+        self.self_attn = UnrolledAttention(config, attention_input_size)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    @override
+    def forward(
+        self, residual: torch.Tensor, attention_input: torch.Tensor, *attention_arguments: Any
+    ) -> torch.Tensor:
+        residual = residual + self.self_attn(attention_input, *attention_arguments)
+        outputs: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return outputs
+
+
+class Eagle3Layer(DraftLayer):
+    """EAGLE-3's layer, which attends to the embedding and the state side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class _AutoregressiveHead(DraftHead):
+    """A head of one layer that reads its own outputs for all but the first guess."""
+
+    def __init__(self, served: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.config = layer_config(served.config)
+        self.rotary = LlamaRotaryEmbedding(self.config)
+
+    def _unroll(
+        self,
+        text: ServedText,
+        first: torch.Tensor,
+        layer: Callable[..., torch.Tensor],
+        num_places: int,
+    ) -> list[torch.Tensor]:
+        """Returns the layer's outputs at each place, from states `first` at the first place."""
+        positions = torch.arange(first.shape[1])[None]
+        rotary = self.rotary(first, positions)
+        places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        outputs: list[torch.Tensor] = []
+        for _ in range(num_places):
+            state = shifted(outputs[-1], 1) if outputs else first
+            outputs.append(layer(text.embeddings, state, rotary, text.begins, places))
+        return outputs
+
+    def _config_fields(self, **fields: Any) -> dict[str, Any]:
+        layer_fields: dict[str, Any] = json.loads(self.config.to_json_string())
+        return layer_fields | {"dtype": "float32"} | fields
+
+
+class Eagle(_AutoregressiveHead):
+    """One Llama layer that predicts the served model's next hidden state."""
+
+    output_weight: torch.Tensor  # [vocabulary, hidden]
+
+    def __init__(self, served: LlamaForCausalLM) -> None:
+        super().__init__(served)
+        size = served.config.hidden_size
+        self.register_buffer("vocabulary", torch.arange(served.config.vocab_size), persistent=False)
+        self.register_buffer("output_weight", served.lm_head.weight.detach(), persistent=False)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(self.config, size)])
+        initialize(self, served.config.initializer_range)
+        self.fc.weight.data[:, size:] = torch.eye(size)
+        # Embeddings are much smaller than hidden states; without this they are learned late.
+        embedding_scale = served.model.embed_tokens.weight.square().mean().sqrt()
+        nn.init.normal_(self.fc.weight[:, :size], std=1 / (embedding_scale.item() * size**0.5))
+
+    @override
+    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+        states = self._unroll(text, text.hidden, self._layer, num_places)
+        return [Guess(functional.linear(state, self.output_weight), state) for state in states]
+
+    def _layer(
+        self, embeddings: torch.Tensor, state: torch.Tensor, *attention_arguments: Any
+    ) -> torch.Tensor:
+        inputs = self.fc(torch.cat([embeddings, state], -1))
+        outputs: torch.Tensor = self.layers[0](inputs, inputs, *attention_arguments)
+        return outputs
+
+    @override
+    def config_fields(self) -> dict[str, Any]:
+        return self._config_fields(architectures=["EagleLlamaForCausalLM"], bias=False)
+
+
+class Eagle3(_AutoregressiveHead):
+    """One Llama layer over inputs of three served layers, with an output head of its own."""
+
+    def __init__(self, served: LlamaForCausalLM, vocabulary: torch.Tensor) -> None:
+        super().__init__(served)
+        size, config = self.config.hidden_size, self.config
+        self.aux_layer_ids = aux_layer_ids(served.config.num_hidden_layers)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        initialize(self, config.initializer_range)
+        self.fc.weight.data[:, 2 * size :] = torch.eye(size)
+        self.norm.weight.data.copy_(served.model.norm.weight)
+        self.lm_head = _copied(served.lm_head.weight[vocabulary])
+
+    @override
+    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+        states = self._unroll(text, self.fc(text.aux_hidden), self._layer, num_places)
+        return [Guess(self.lm_head(self.norm(state)), state) for state in states]
+
+    def _layer(
+        self, embeddings: torch.Tensor, state: torch.Tensor, *attention_arguments: Any
+    ) -> torch.Tensor:
+        layer = self.midlayer
+        inputs = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(state)], -1)
+        outputs: torch.Tensor = layer(state, inputs, *attention_arguments)
+        return outputs
+
+    @override
+    def config_fields(self) -> dict[str, Any]:
+        return self._config_fields(
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=len(self.vocabulary),
+            eagle_config={"eagle_aux_hidden_state_layer_ids": self.aux_layer_ids},
+            tie_word_embeddings=False,
+        )
+
+    @override
+    def tensors(self) -> dict[str, torch.Tensor]:
+        t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        t2d[self.vocabulary] = True
+        d2t = self.vocabulary - torch.arange(len(self.vocabulary))
+        return super().tensors() | {"d2t": d2t, "t2d": t2d}
+
+
+def initialize(head: nn.Module, scale: float) -> None:
+    """Draws the matrices from a normal distribution; outputs into the residual begin at zero."""
+    for name, parameter in head.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() > 1:
+            nn.init.normal_(parameter, std=scale)
