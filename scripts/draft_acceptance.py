@@ -65,7 +65,7 @@ def measure_acceptance(
         begins[:, texts.prompt_length - 1 :] = texts.prompt_length - 1
     text = run_served(served, texts.token_ids, begins)
     guesses = [
-        head.vocabulary[guess.logits.argmax(-1)][:, :-1] for guess in head.guess(text, NUM_PLACES)
+        head.vocabulary[logits.argmax(-1)][:, :-1] for logits in head.guess(text, NUM_PLACES)
     ]
     is_right = torch.stack([guess == texts.token_ids[:, 2:] for guess in guesses], -1)
     lengths = [

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ __all__ = [
     "DraftHead",
     "Eagle",
     "Eagle3",
-    "Guess",
     "Medusa",
     "ServedText",
     "run_served",
@@ -55,24 +54,22 @@ class ServedText:
 
     embeddings: torch.Tensor  # [texts, positions, hidden], of the token after the position
     hidden: torch.Tensor  # [texts, positions, hidden], after the final norm
-    aux_hidden: torch.Tensor  # [texts, positions, 3 * hidden], entering three layers
+    layer_inputs: list[torch.Tensor]  # [texts, positions, hidden], of each layer
     begins: torch.Tensor  # [texts, positions]
-    next_hidden: torch.Tensor  # [texts, positions, hidden], of the position after
     next_logits: torch.Tensor  # [texts, positions, vocabulary], of the token at position + 2
 
 
-class Guess(NamedTuple):
-    """One place's logits over the draft vocabulary, and the state they come from."""
-
-    logits: torch.Tensor  # [texts, positions, draft vocabulary]
-    state: torch.Tensor  # [texts, positions, hidden]
-
-
 def aux_layer_ids(num_layers: int) -> list[int]:
-    """Returns the three layers whose inputs EAGLE-3 reads: an early, a middle and a late one."""
-    if num_layers >= 6:
-        return [2, num_layers // 2, num_layers - 3]
-    return sorted({1, max(1, num_layers // 2), num_layers - 1})
+    """Returns the three layers whose inputs EAGLE-3 reads: an early, a middle and a late one.
+
+    Raises:
+        ValueError: the served model has fewer than four layers.
+    """
+    if num_layers < 4:
+        raise ValueError(f"EAGLE-3 needs a served model of at least 4 layers, not {num_layers}")
+    if num_layers < 6:
+        return [1, num_layers // 2, num_layers - 1]
+    return [2, num_layers // 2, num_layers - 3]
 
 
 @torch.no_grad()
@@ -82,13 +79,11 @@ def run_served(
     """Runs the served model over `token_ids` [texts, tokens]."""
     outputs = served.model(token_ids, output_hidden_states=True, use_cache=False)
     hidden = outputs.last_hidden_state
-    aux = [outputs.hidden_states[i] for i in aux_layer_ids(served.config.num_hidden_layers)]
     return ServedText(
         embeddings=served.model.embed_tokens(token_ids[:, 1:]),
         hidden=hidden[:, :-1],
-        aux_hidden=torch.cat(aux, -1)[:, :-1],
+        layer_inputs=[states[:, :-1] for states in outputs.hidden_states],
         begins=begins[:, :-1],
-        next_hidden=hidden[:, 1:],
         next_logits=served.lm_head(hidden[:, 1:]),
     )
 
@@ -110,8 +105,8 @@ class DraftHead(nn.Module, ABC):
     vocabulary: torch.Tensor  # [draft vocabulary]
 
     @abstractmethod
-    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
-        """Returns the guesses at the first `num_places` places."""
+    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+        """Returns the logits at the first places: each [texts, positions, draft vocabulary]."""
 
     @abstractmethod
     def config_fields(self) -> dict[str, Any]:
@@ -153,10 +148,12 @@ class Medusa(DraftHead):
             nn.init.zeros_(parameter)
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_places]
-        states = [block(shifted(text.hidden, k)) for k, (block, _) in enumerate(heads)]
-        return [Guess(heads[k][1](state), state) for k, state in enumerate(states)]
+        return [
+            lm_head(block(shifted(text.hidden, place)))
+            for place, (block, lm_head) in enumerate(heads)
+        ]
 
     @override
     def config_fields(self) -> dict[str, Any]:
@@ -309,9 +306,9 @@ class Eagle(_AutoregressiveHead):
         nn.init.normal_(self.fc.weight[:, :size], std=1 / (embedding_scale.item() * size**0.5))
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
+    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         states = self._unroll(text, text.hidden, self._layer, num_places)
-        return [Guess(functional.linear(state, self.output_weight), state) for state in states]
+        return [functional.linear(state, self.output_weight) for state in states]
 
     def _layer(
         self, embeddings: torch.Tensor, state: torch.Tensor, *attention_arguments: Any
@@ -342,9 +339,10 @@ class Eagle3(_AutoregressiveHead):
         self.lm_head = _copied(served.lm_head.weight[vocabulary])
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[Guess]:
-        states = self._unroll(text, self.fc(text.aux_hidden), self._layer, num_places)
-        return [Guess(self.lm_head(self.norm(state)), state) for state in states]
+    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+        aux_hidden = torch.cat([text.layer_inputs[i] for i in self.aux_layer_ids], -1)
+        states = self._unroll(text, self.fc(aux_hidden), self._layer, num_places)
+        return [self.lm_head(self.norm(state)) for state in states]
 
     def _layer(
         self, embeddings: torch.Tensor, state: torch.Tensor, *attention_arguments: Any

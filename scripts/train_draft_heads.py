@@ -47,13 +47,13 @@ __all__ = ["main"]
 
 _DEMO_MODEL = Path(__file__).parents[1] / "baton" / "demo_model"
 _WINDOW_LENGTH = 256
-_BATCH_SIZE = 4
+_BATCH_SIZE = 2
 _NUM_OWN_TEXTS = 1024
 _TEXTS_PER_BATCH = 128
 _PROMPT_LENGTHS = (4, 64)
 _CUT_PROBABILITY = 1 / 64
 _LATER_PLACE_WEIGHT = 0.8
-_PEAK_LEARNING_RATE = 6e-3
+_PEAK_LEARNING_RATE = 4e-3
 _WARMUP_STEPS = 20
 _HELD_OUT_PROMPT_LENGTH = 32
 _MIN_CONTINUATION = 64
@@ -152,9 +152,9 @@ def loss_of(head: DraftHead, text: ServedText) -> torch.Tensor:
         targets = targets[..., head.vocabulary]
     positions = torch.arange(text.begins.shape[1])
     loss = torch.zeros(())
-    for place, guess in enumerate(head.guess(text, NUM_PLACES)):
+    for place, logits in enumerate(head.guess(text, NUM_PLACES)):
         is_known = positions - text.begins >= place
-        losses = -(targets * guess.logits.float().log_softmax(-1)).sum(-1)
+        losses = -(targets * logits.float().log_softmax(-1)).sum(-1)
         loss = loss + _LATER_PLACE_WEIGHT**place * losses[is_known].mean()
     return loss
 
@@ -284,7 +284,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="most frequent tokens that eagle3 can guess (half of the vocabulary)",
     )
-    parser.add_argument("--steps", type=int, default=800, help="training steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     return parser.parse_args()
 
