@@ -39,15 +39,15 @@ class Acceptance:
 def continue_texts(
     served: LlamaForCausalLM, prompts: torch.Tensor, num_tokens: int, *, greedy: bool
 ) -> torch.Tensor:
-    """Appends `num_tokens` to each of `prompts` [texts, tokens], also after the end of a text."""
-    chosen: dict[str, Any] = {} if greedy else {"do_sample": True, "top_k": 0}
-    served.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    """Appends `num_tokens` of the served model's choice to each of `prompts` [texts, tokens].
+
+    It goes on after the end of a text, as in its training.
+    """
+    # The checkpoint's own settings would end texts, and could change the distribution.
+    served.generation_config = GenerationConfig(pad_token_id=0)
+    sampling: dict[str, Any] = {} if greedy else {"do_sample": True, "top_k": 0}
     outputs: torch.Tensor = served.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        generation_config=GenerationConfig(
-            max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0, **chosen
-        ),
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_tokens, **sampling
     )
     return outputs
 
