@@ -19,10 +19,11 @@ class Continuations:
 
     token_ids: torch.Tensor  # [texts, tokens]
     prompt_length: int
+    eos_token_id: int
 
-    def ends(self, eos_token_id: int) -> list[int]:
+    def lengths(self) -> list[int]:
         """Returns how many tokens each text has before its end-of-sequence token."""
-        is_eos = self.token_ids[:, self.prompt_length :] == eos_token_id
+        is_eos = self.token_ids[:, self.prompt_length :] == self.eos_token_id
         lengths = (is_eos.cumsum(1) == 0).sum(1) + self.prompt_length
         return [int(length) for length in lengths]
 
@@ -70,7 +71,7 @@ def measure_acceptance(
     is_right = torch.stack([guess == texts.token_ids[:, 2:] for guess in guesses], -1)
     lengths = [
         length
-        for row, end in zip(is_right, texts.ends(served.config.eos_token_id), strict=True)
+        for row, end in zip(is_right, texts.lengths(), strict=True)
         for length in _accepted_lengths(row, texts.prompt_length - 1, end)
     ]
     reached = [sum(length >= place for length in lengths) for place in range(NUM_PLACES + 1)]

@@ -19,7 +19,7 @@ processor result in the same weights.
 
 import argparse
 import json
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
@@ -41,7 +41,7 @@ from train_demo_model import (
     encode_documents,
     training_text_section,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 __all__ = ["main"]
 
@@ -120,20 +120,20 @@ def draw_own_texts(
     return torch.cat(batches)
 
 
-def held_out_continuations(served: LlamaForCausalLM, token_ids: torch.Tensor) -> Continuations:
-    """Continues the documents of `token_ids` [tokens] greedily.
+def held_out_continuations(
+    served: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, documents: list[str]
+) -> Continuations:
+    """Continues documents greedily.
 
     Leaves out documents shorter than a prompt, and continuations that end early.
     """
-    config = served.config
-    ends = [-1, *(token_ids == config.eos_token_id).nonzero().flatten().tolist()]
-    starts = [start + 1 for start, end in pairwise(ends) if end - start > _HELD_OUT_PROMPT_LENGTH]
-    prompts = torch.stack([token_ids[i : i + _HELD_OUT_PROMPT_LENGTH] for i in starts])
-    texts = continue_texts(served, prompts, _CONTINUATION_LENGTH, greedy=True)
-    min_length = _HELD_OUT_PROMPT_LENGTH + _MIN_CONTINUATION
-    lengths = Continuations(texts, _HELD_OUT_PROMPT_LENGTH).ends(config.eos_token_id)
-    is_long = torch.tensor([length >= min_length for length in lengths])
-    return Continuations(texts[is_long], _HELD_OUT_PROMPT_LENGTH)
+    encodings = tokenizer.backend_tokenizer.encode_batch(documents)
+    length = _HELD_OUT_PROMPT_LENGTH
+    prompts = [encoding.ids[:length] for encoding in encodings if len(encoding.ids) >= length]
+    token_ids = continue_texts(served, torch.tensor(prompts), _CONTINUATION_LENGTH, greedy=True)
+    texts = Continuations(token_ids, length, tokenizer.eos_token_id)
+    is_long = [num_tokens >= length + _MIN_CONTINUATION for num_tokens in texts.lengths()]
+    return replace(texts, token_ids=token_ids[torch.tensor(is_long)])
 
 
 def draw_begins(token_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -236,7 +236,7 @@ def flags_text(arguments: argparse.Namespace) -> str:
     """Returns the flags that decide about the weights."""
     flags = {"method": arguments.method, "steps": arguments.steps, "seed": arguments.seed}
     if arguments.model != _DEMO_MODEL:
-        flags["model"] = arguments.model
+        flags["model"] = arguments.model.name
     if arguments.draft_vocab_size is not None:
         flags["draft-vocab-size"] = arguments.draft_vocab_size
     return " ".join(f"--{name} {value}" for name, value in flags.items())
@@ -297,15 +297,15 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     served = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     served.eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.model)
     corpus = collect_corpus()
     train_ids = encode_documents(tokenizer, corpus.training)
-    held_out_ids = encode_documents(tokenizer, corpus.held_out)
+    num_tokens = len(train_ids) + len(encode_documents(tokenizer, corpus.held_out))
     own_texts = draw_own_texts(served, train_ids, torch.Generator().manual_seed(arguments.seed))
-    held_out = held_out_continuations(served, held_out_ids)
+    held_out = held_out_continuations(served, tokenizer, corpus.held_out)
     head = build_head(arguments, served, own_texts)
     training = start_training(head, served, own_texts, held_out.token_ids)
-    training_text = training_text_section(corpus, len(train_ids) + len(held_out_ids))
+    training_text = training_text_section(corpus, num_tokens)
     num_texts = str(len(held_out.token_ids))
     for _ in training.run(arguments.steps, arguments.seed):
         acceptance = acceptance_rows(head, served, held_out)
