@@ -48,6 +48,7 @@ __all__ = ["main"]
 _DEMO_MODEL = Path(__file__).parents[1] / "baton" / "demo_model"
 _WINDOW_LENGTH = 256
 _BATCH_SIZE = 2
+# After 400 steps, EAGLE has 1.24 guesses in a row accepted; with windows of the corpus, 1.00.
 _NUM_OWN_TEXTS = 1024
 _TEXTS_PER_BATCH = 128
 _PROMPT_LENGTHS = (4, 64)
