@@ -16,7 +16,7 @@ the same weights.
 import argparse
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -27,7 +27,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["main"]
+__all__ = [
+    "LICENCE_SECTION",
+    "Training",
+    "draw_windows",
+    "encode_documents",
+    "main",
+    "training_text_section",
+]
 
 _BOS, _EOS = "<s>", "</s>"
 _CHAT_TEMPLATE = Path(__file__).parents[1] / "baton" / "demo_model" / "chat_template.jinja"
@@ -54,11 +61,7 @@ library_name: transformers
 - Its chat template writes messages as paragraphs; the model was not trained on chats.
 - Made by `scripts/train_demo_model.py {flags}--steps {steps} --seed {seed}`.
 
-## Training text
-Docstrings of the Python {python} standard library and the help topics of
-`pydoc`: {num_documents:,} documents, {num_chars:,} characters, {num_tokens:,} tokens,
-SHA-256 `{digest}`.
-
+{training_text}
 ## Training
 Step {step} of {steps}, each of {batch_size} x {sequence_length} tokens, AdamW, bfloat16 autocast,
 one CPU thread; torch {torch}, transformers {transformers}, tokenizers {tokenizers}.
@@ -68,6 +71,16 @@ One document in {held_out_every} was held out. Loss is in nats per token.
 | ---: | ---: | ---: |
 {curve}
 
+{licence}"""
+
+_TRAINING_TEXT = """\
+## Training text
+Docstrings of the Python {python} standard library and the help topics of
+`pydoc`: {num_documents:,} documents, {num_chars:,} characters, {num_tokens:,} tokens,
+SHA-256 `{digest}`.
+"""
+
+LICENCE_SECTION = """\
 ## Licence
 The weights are under the Apache License 2.0. The training text is part of
 Python, Copyright (c) 2001 Python Software Foundation; All Rights Reserved,
@@ -167,52 +180,72 @@ def evaluate(model: LlamaForCausalLM, token_ids: torch.Tensor) -> float:
     return sum(losses) / num_sequences
 
 
-def learning_rate_scale(step: int, num_steps: int) -> float:
+def learning_rate_scale(step: int, num_steps: int, num_warmup_steps: int) -> float:
     """Returns the learning rate's factor: a linear warm-up, then a cosine to zero."""
-    warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
+    warmup = min(1.0, (step + 1) / num_warmup_steps)
     return warmup * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
-def draw_batch(token_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draws random windows of `token_ids` [tokens]: [_BATCH_SIZE, _SEQUENCE_LENGTH]."""
-    last_start = len(token_ids) - _SEQUENCE_LENGTH
-    starts = torch.randint(0, last_start + 1, (_BATCH_SIZE,), generator=generator)
-    return torch.stack([token_ids[start : start + _SEQUENCE_LENGTH] for start in starts])
+def draw_windows(
+    token_ids: torch.Tensor, num_windows: int, length: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Draws random windows of `token_ids` [tokens]: [num_windows, length]."""
+    last_start = len(token_ids) - length
+    starts = torch.randint(0, last_start + 1, (num_windows,), generator=generator)
+    return torch.stack([token_ids[start : start + length] for start in starts])
 
 
 class Training:
-    """One training run; `run` yields after every step that should be saved."""
+    """One training run; `run` yields after every step that should be saved.
+
+    Args:
+        model: is trained.
+        batch_loss: draws a batch and returns its loss.
+        held_out_loss: returns the loss that is recorded at each save point.
+    """
 
     def __init__(
-        self, model: LlamaForCausalLM, train_ids: torch.Tensor, held_out_ids: torch.Tensor
+        self,
+        model: torch.nn.Module,
+        batch_loss: Callable[[torch.Generator], torch.Tensor],
+        held_out_loss: Callable[[], float],
+        *,
+        peak_learning_rate: float = _PEAK_LEARNING_RATE,
+        num_warmup_steps: int = _WARMUP_STEPS,
     ) -> None:
-        self.model = model
         self.losses: list[tuple[int, float, float]] = []  # step, training, held out
-        self._train_ids = train_ids  # [tokens]
-        self._held_out_ids = held_out_ids  # [tokens]
+        self._model = model
+        self._batch_loss = batch_loss
+        self._held_out_loss = held_out_loss
+        self._num_warmup_steps = num_warmup_steps
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=_PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), lr=peak_learning_rate, betas=(0.9, 0.95), weight_decay=0.1
         )
 
     def run(self, num_steps: int, seed: int) -> Iterator[int]:
         """Trains for `num_steps`; yields the step number at each save point."""
         generator = torch.Generator().manual_seed(seed)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: learning_rate_scale(step, num_steps)
+            self._optimizer,
+            lambda step: learning_rate_scale(step, num_steps, self._num_warmup_steps),
         )
         progress = tqdm(range(1, num_steps + 1), unit="step", mininterval=10)
         for step in progress:
-            loss = self._step(draw_batch(self._train_ids, generator))
+            loss = self._step(generator)
             schedule.step()
             progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if step % _EVALUATE_EVERY == 0 or step == num_steps:
-                self.losses.append((step, loss, evaluate(self.model, self._held_out_ids)))
+                self.losses.append((step, loss, self._held_out_loss()))
                 yield step
 
-    def _step(self, token_ids: torch.Tensor) -> float:
-        loss = loss_of(self.model, token_ids)
+    def curve(self) -> str:
+        """Returns the losses as the rows of a table."""
+        return "\n".join(f"| {i} | {train:.3f} | {held:.3f} |" for i, train, held in self.losses)
+
+    def _step(self, generator: torch.Generator) -> float:
+        loss = self._batch_loss(generator)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.item()
@@ -233,12 +266,23 @@ def write_checkpoint(
     (folder / "MODEL_CARD.md").write_text(card)
 
 
+def training_text_section(corpus: Corpus, num_tokens: int) -> str:
+    """Returns the section of a model card that describes the corpus."""
+    documents = corpus.training + corpus.held_out
+    return _TRAINING_TEXT.format(
+        python=platform.python_version(),
+        num_documents=len(documents),
+        num_chars=sum(map(len, documents)),
+        num_tokens=num_tokens,
+        digest=corpus.digest,
+    )
+
+
 def model_card(
-    training: Training, corpus: Corpus, num_tokens: int, arguments: argparse.Namespace
+    model: LlamaForCausalLM, training: Training, training_text: str, arguments: argparse.Namespace
 ) -> str:
     """Returns the model card of the run so far."""
-    config = training.model.config
-    documents = corpus.training + corpus.held_out
+    config = model.config
     return _CARD.format(
         purpose=_PURPOSES[arguments.shape],
         flags="" if arguments.shape == "demo" else f"--shape {arguments.shape} ",
@@ -247,7 +291,7 @@ def model_card(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         vocab_size=config.vocab_size,
-        num_parameters=training.model.num_parameters(),
+        num_parameters=model.num_parameters(),
         max_positions=_MAX_POSITIONS,
         sequence_length=_SEQUENCE_LENGTH,
         batch_size=_BATCH_SIZE,
@@ -255,17 +299,12 @@ def model_card(
         step=training.losses[-1][0],
         steps=arguments.steps,
         seed=arguments.seed,
-        python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
         tokenizers=tokenizers.__version__,
-        num_documents=len(documents),
-        num_chars=sum(map(len, documents)),
-        num_tokens=num_tokens,
-        digest=corpus.digest,
-        curve="\n".join(
-            f"| {i} | {train:.3f} | {held:.3f} |" for i, train, held in training.losses
-        ),
+        training_text=training_text,
+        curve=training.curve(),
+        licence=LICENCE_SECTION,
     )
 
 
@@ -300,10 +339,16 @@ def main() -> None:
     train_ids = encode_documents(tokenizer, corpus.training)
     held_out_ids = encode_documents(tokenizer, corpus.held_out)
     model = build_model(tokenizer, arguments.shape)
-    training = Training(model, train_ids, held_out_ids)
-    num_tokens = len(train_ids) + len(held_out_ids)
+    training = Training(
+        model,
+        lambda generator: loss_of(
+            model, draw_windows(train_ids, _BATCH_SIZE, _SEQUENCE_LENGTH, generator)
+        ),
+        lambda: evaluate(model, held_out_ids),
+    )
+    training_text = training_text_section(corpus, len(train_ids) + len(held_out_ids))
     for _ in training.run(arguments.steps, arguments.seed):
-        card = model_card(training, corpus, num_tokens, arguments)
+        card = model_card(model, training, training_text, arguments)
         write_checkpoint(arguments.output, model, tokenizer, card)
 
 
