@@ -1,7 +1,6 @@
 """Medusa heads (arXiv:2401.10774), each of which guesses the token at one later place."""
 
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
@@ -47,19 +46,17 @@ class MedusaHeads(nn.Module):
             for _ in range(config.num_heads)
         )
 
-    def forward(self, states: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Returns the logits of the first heads, one after the other.
+    def forward(self, states: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns the logits of one head, `[n, num_tokens]` float32.
 
         Args:
-            states: `[n, hidden_size]`; states from which the served model draws a token. Head i
-                guesses the token i + 1 places after that one.
-            num_heads: how many heads to compute.
-
-        Returns:
-            `[num_heads * n, num_tokens]` float32.
+            states: `[n, hidden_size]`; states from which the served model draws a token.
+            index: number of the head, which guesses the token `index` + 1 places after that one.
         """
-        heads = zip(self.blocks, self.lm_heads, strict=True)
-        return torch.cat([_logits(head, block(states)) for block, head in islice(heads, num_heads)])
+        head = self.lm_heads[index]
+        assert isinstance(head, Linear)
+        hidden = self.blocks[index](states)
+        return kernels.linear(hidden, head.weight, out_dtype=torch.float32)
 
 
 class _Block(nn.Module):
@@ -76,8 +73,3 @@ class _Block(nn.Module):
         for layer in self.layers:
             states = states + F.silu(layer(states))
         return states
-
-
-def _logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    assert isinstance(head, Linear)
-    return kernels.linear(states, head.weight, out_dtype=torch.float32)

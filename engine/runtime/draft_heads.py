@@ -42,6 +42,7 @@ class _HeadDrafter(Drafter):
     """A drafter that reads states of the served model, and runs only the tokens of a step."""
 
     _guessable: torch.Tensor | None  # `[n]` int64; the tokens that it can guess; None for all
+    _wide: torch.Tensor | None = None  # memory for logits of all tokens
 
     @override
     def time_work(self) -> tuple[float, float]:
@@ -51,13 +52,25 @@ class _HeadDrafter(Drafter):
 
     def _scores_of(self, logits: torch.Tensor) -> Scores:
         """Returns scores of all tokens of the served model from logits of those that the head can
-        guess, so that each token is drawn with its own noise.
+        guess, so that each token is drawn with its own noise. The next call may overwrite them.
         """
         if self._guessable is not None:
-            shape = len(logits), self._num_served
-            wide = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
-            logits = wide.index_copy_(1, self._guessable, logits)
+            logits = self._widen(logits, self._guessable)
         return Scores(logits, *kernels.row_maxima(logits))
+
+    def _widen(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns logits of all tokens, which are -inf but for those of `token_ids`."""
+        if self._wide is None or len(self._wide) < len(logits):
+            shape = len(logits), self._num_served
+            self._wide = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+        wide = self._wide[: len(logits)]
+        if wide.device.type == "cpu":
+            # torch would divide the copy among threads of its own, which go on to spin for
+            # milliseconds and slow the next step down.
+            wide.numpy()[:, token_ids.numpy()] = logits.numpy()
+        else:
+            wide.index_copy_(1, token_ids, logits)
+        return wide
 
 
 class MedusaDrafter(_HeadDrafter):
@@ -101,12 +114,15 @@ class MedusaDrafter(_HeadDrafter):
         ends = [job.chunk.end + len(tokens) for job, tokens in drawing]
         num_heads = max(job.work.num_proposals for job, _ in drawing)
         rows = to_device(np.array(last, np.int64), states.device)
-        logits = self._heads(states[0].index_select(0, rows), num_heads)
-        draws = [job.draw for job, _ in drawing] * num_heads
-        positions = [end + place for place in range(num_heads) for end in ends]
-        tokens = self._draw(self._scores_of(logits), draws, positions)
+        own, draws = states[0].index_select(0, rows), [job.draw for job, _ in drawing]
+        by_place = [
+            self._draw(
+                self._scores_of(self._heads(own, place)), draws, [end + place for end in ends]
+            )
+            for place in range(num_heads)
+        ]
         return [
-            tokens[index :: len(drawing)][: job.work.num_proposals]
+            [tokens[index] for tokens in by_place[: job.work.num_proposals]]
             for index, (job, _) in enumerate(drawing)
         ]
 
