@@ -4,6 +4,9 @@ The families differ only in fields of `DecoderConfig`: biases, norms on Q and K,
 sliding windows, rotary scaling, tied embeddings.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from typing_extensions import override
@@ -12,7 +15,6 @@ from engine.models.config import DecoderConfig
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    KeptStates,
     RmsNorm,
     cached_attention,
     select_rows,
@@ -21,7 +23,7 @@ from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear, cu
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from kernels import Cut, QkNorms, RankGroup, Rotation
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import LayerKv
 
 __all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp"]
 
@@ -51,15 +53,14 @@ class Decoder(CausalModel):
         embedded: torch.Tensor = self.embed_tokens(token_ids)
         return embedded
 
+    @property
     @override
-    def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-    ) -> torch.Tensor:
-        return self._run_each(self.layers, hidden, kv, kept, self.rotary(positions))
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.layers.items()
+
+    @override
+    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+        return (self.rotary(positions),)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ it, and guess the token after that one. Their own state takes the place of the s
 that is not known yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,11 @@ from typing_extensions import override
 
 from engine.models.config import DecoderConfig
 from engine.models.decoder import DecoderAttention, DecoderLayer, GatedMlp
-from engine.models.layers import CausalModel, KeptStates, RmsNorm
+from engine.models.layers import CausalModel, RmsNorm
 from engine.models.linear import Embedding, Linear
 from engine.models.rotary import RotaryEmbedding
 from kernels import Cut, Rotation
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import LayerKv
 
 __all__ = ["Eagle3Head", "EagleHead"]
 
@@ -41,6 +42,10 @@ class _Head(CausalModel):
     @override
     def word_embedding(self) -> Embedding | None:
         return None
+
+    @override
+    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+        return (self.rotary(positions),)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,15 +81,10 @@ class EagleHead(_Head):
         mixed: torch.Tensor = self.fc(token_ids)
         return mixed
 
+    @property
     @override
-    def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-    ) -> torch.Tensor:
-        return self._run_each(self.layers, hidden, kv, kept, self.rotary(positions))
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.layers.items()
 
     @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,17 +114,10 @@ class Eagle3Head(_Head):
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return token_ids
 
+    @property
     @override
-    def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-    ) -> torch.Tensor:
-        (layer_kv,) = kv.layers()
-        output: torch.Tensor = self.midlayer(hidden, self.rotary(positions), layer_kv)
-        return output
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        return (("0", self.midlayer),)
 
     @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

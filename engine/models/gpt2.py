@@ -1,5 +1,7 @@
 """GPT-2: learned positions, layer norms before each part, matrices stored transposed."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from typing_extensions import override
@@ -8,7 +10,6 @@ from engine.models.config import Gpt2Config
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    KeptStates,
     activation_named,
     cached_attention,
     select_rows,
@@ -16,7 +17,7 @@ from engine.models.layers import (
 from engine.models.linear import Embedding, TransposedFusedLinear, TransposedLinear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import LayerKv
 
 __all__ = ["Gpt2"]
 
@@ -48,15 +49,10 @@ class Gpt2(CausalModel):
         embedded: torch.Tensor = self.wte(token_ids) + self.wpe(positions)
         return embedded
 
+    @property
     @override
-    def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-    ) -> torch.Tensor:
-        return self._run_each(self.h, hidden, kv, kept)
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.h.items()
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:

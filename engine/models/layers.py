@@ -124,7 +124,15 @@ class CausalModel(nn.Module, ABC):
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the inputs of the first layer, `[num_tokens, hidden_size]`."""
 
+    @property
     @abstractmethod
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """The layers of this part, each with its number in the whole model."""
+
+    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+        """Returns what each layer gets between its input and its KV."""
+        return ()
+
     def _run_layers(
         self,
         hidden: torch.Tensor,
@@ -132,7 +140,13 @@ class CausalModel(nn.Module, ABC):
         kv: PagedKv,
         kept: KeptStates | None,
     ) -> torch.Tensor:
-        """Runs this part's layers, probably by `_run_each`; returns the output of the last one."""
+        """Runs this part's layers; returns the output of the last one."""
+        inputs = self._layer_inputs(positions)
+        for (number, layer), layer_kv in zip(self._numbered_layers, kv.layers(), strict=True):
+            if kept is not None:
+                kept.keep(int(number), hidden, kept.rows)
+            hidden = layer(hidden, *inputs, layer_kv)
+        return hidden
 
     @abstractmethod
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,29 +185,6 @@ class CausalModel(nn.Module, ABC):
         own = self.part.layers(self.config.num_layers)
         numbers = range(own.start, own.end)
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
-
-    def _run_each(
-        self,
-        layers: nn.ModuleDict,
-        hidden: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-        *inputs: Any,
-    ) -> torch.Tensor:
-        """Runs layers one after the other; returns the output of the last one.
-
-        Args:
-            layers: as `_new_layers` makes them.
-            hidden: input of the first one.
-            kv: the step's KV.
-            kept: receives inputs of layers.
-            inputs: passed to each layer, between its input and its KV.
-        """
-        for (number, layer), layer_kv in zip(layers.items(), kv.layers(), strict=True):
-            if kept is not None:
-                kept.keep(int(number), hidden, kept.rows)
-            hidden = layer(hidden, *inputs, layer_kv)
-        return hidden
 
     def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:
         """Applies the output head: `[rows, head_width]` to the result of `logits`."""

@@ -1,5 +1,7 @@
 """OPT (arXiv:2205.01068): learned positions, layer norms before or after, plain MLP."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from typing_extensions import override
@@ -8,7 +10,6 @@ from engine.models.config import OptConfig
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    KeptStates,
     activation_named,
     cached_attention,
     select_rows,
@@ -16,7 +17,7 @@ from engine.models.layers import (
 from engine.models.linear import Embedding, FusedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import LayerKv
 
 __all__ = ["Opt"]
 
@@ -55,15 +56,10 @@ class Opt(CausalModel):
         placed: torch.Tensor = self.embed_positions(positions + _POSITION_OFFSET)
         return embedded + placed
 
+    @property
     @override
-    def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        kv: PagedKv,
-        kept: KeptStates | None,
-    ) -> torch.Tensor:
-        return self._run_each(self.layers, hidden, kv, kept)
+    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.layers.items()
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:

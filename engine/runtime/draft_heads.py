@@ -21,7 +21,7 @@ from engine.models.eagle import Eagle3Head, EagleHead
 from engine.runner import ModelInfo
 from engine.runtime.batch_inputs import KeptMemory, StepInputs
 from engine.runtime.device import to_device
-from engine.runtime.drafter import Drafter, Drawn, ProposalJob
+from engine.runtime.drafter import NO_ROWS, Drafter, Drawn, ProposalJob
 from engine.runtime.head_checkpoint import load_eagle, load_eagle3, load_medusa
 from engine.runtime.kv_pool import allocate_pool
 from engine.runtime.loader import LoadedModel
@@ -35,7 +35,6 @@ __all__ = ["EagleDrafter", "MedusaDrafter"]
 
 _WINDOW = 256  # tokens that an EAGLE head sees
 _NUM_TIMED = 4
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 class _HeadDrafter(Drafter):
@@ -114,10 +113,10 @@ class MedusaDrafter(_HeadDrafter):
         ends = [job.chunk.end + len(tokens) for job, tokens in drawing]
         num_heads = max(job.work.num_proposals for job, _ in drawing)
         rows = to_device(np.array(last, np.int64), states.device)
-        own, draws = states[0].index_select(0, rows), [job.draw for job, _ in drawing]
+        own, jobs = states[0].index_select(0, rows), [job for job, _ in drawing]
         by_place = [
             self._draw(
-                self._scores_of(self._heads(own, place)), draws, [end + place for end in ends]
+                self._scores_of(self._heads(own, place)), jobs, [end + place for end in ends]
             )
             for place in range(num_heads)
         ]
@@ -263,9 +262,13 @@ class EagleDrafter(_HeadDrafter):
     ) -> Sequence[Sequence[int]]:
         assert states is not None
         runs = [self._start(job, tokens) for job, tokens in drawing]
-        self._run_known(runs, states)
-        while guessing := [run for run in runs if run.lacks_guesses]:
-            self._run_guesses(guessing)
+        guessing, own = runs, self._run_known(runs, states)
+        while left := [index for index, run in enumerate(guessing) if run.lacks_guesses]:
+            if len(left) < len(guessing):
+                guessing = [guessing[index] for index in left]
+                own = own.index_select(0, to_device(np.array(left, np.int64), self._device))
+            self._fill([run.guessed_chunk() for run in guessing], own)
+            own = self._run_step(guessing)
         return [run.guesses for run in runs]
 
     @override
@@ -289,8 +292,10 @@ class EagleDrafter(_HeadDrafter):
         self._reached[chunk.row] = _Reached(end, start + len(tokens))
         return _Run(job, tokens, start, [])
 
-    def _run_known(self, runs: Sequence[_Run], states: torch.Tensor) -> None:
-        """Runs the tokens that the step has drawn, with the served model's states."""
+    def _run_known(self, runs: Sequence[_Run], states: torch.Tensor) -> torch.Tensor:
+        """Runs the tokens that the step has drawn, with the served model's states; returns the
+        head's own states, as `_run_step` does.
+        """
         rows = np.concatenate(
             [run.job.first_state + np.arange(len(run.tokens)) for run in runs], dtype=np.int64
         )
@@ -300,20 +305,11 @@ class EagleDrafter(_HeadDrafter):
         else:
             mixed = of_tokens[0]
         self._fill([run.known_chunk() for run in runs], mixed)
-        self._run_step(runs)
-
-    def _run_guesses(self, guessing: Sequence[_Run]) -> None:
-        """Runs the newest guess of each sequence, with the head's own states."""
-        own = self._own_states
-        if len(guessing) < len(self._in_last_step):
-            indices = [self._in_last_step.index(run) for run in guessing]
-            own = own.index_select(0, to_device(np.array(indices, np.int64), self._device))
-        self._fill([run.guessed_chunk() for run in guessing], own)
-        self._run_step(guessing)
+        return self._run_step(runs)
 
     def _fill(self, chunks: Sequence[ScheduledChunk], states: torch.Tensor) -> None:
         """Fills the inputs of the next step with the tokens' embeddings and states."""
-        self._steps.inputs.fill(ScheduledBatch(0, tuple(chunks)), self._rows, _NO_ROWS)
+        self._steps.inputs.fill(ScheduledBatch(0, tuple(chunks)), self._rows, NO_ROWS)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         # A guess is negative if its logits were not finite.
         ids = to_device(np.maximum(token_ids, 0), self._device)
@@ -321,14 +317,18 @@ class EagleDrafter(_HeadDrafter):
         target[:, : self._hidden_size] = self._embedding(ids)
         target[:, self._hidden_size :] = states
 
-    def _run_step(self, guessing: Sequence[_Run]) -> None:
-        """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
+    def _run_step(self, guessing: Sequence[_Run]) -> torch.Tensor:
+        """Runs a step, whose logit rows are those of the sequences, and draws their guesses.
+
+        Returns:
+            `[len(guessing), hidden_size]`; the head's own states, which the next step overwrites.
+        """
         scores = self._steps.scores()
         assert scores.states is not None, "the steps keep them"
-        self._own_states, self._in_last_step = scores.states[0], guessing
+        own: torch.Tensor = scores.states[0]
         if self._guessable is not None:
             scores = self._scores_of(scores.logits)
-        draws = [run.job.draw for run in guessing]
-        positions = [run.next_position for run in guessing]
-        for run, token in zip(guessing, self._draw(scores, draws, positions), strict=True):
+        jobs, positions = [run.job for run in guessing], [run.next_position for run in guessing]
+        for run, token in zip(guessing, self._draw(scores, jobs, positions), strict=True):
             run.guesses.append(token)
+        return own

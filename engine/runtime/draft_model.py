@@ -22,7 +22,7 @@ from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
 from engine.runtime.batch_inputs import StepInputs
-from engine.runtime.drafter import Drafter, Drawn, ProposalJob
+from engine.runtime.drafter import NO_ROWS, Drafter, Drawn, ProposalJob
 from engine.runtime.kv_pool import allocate_pool
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.recorded_steps import RecordedSteps
@@ -34,7 +34,6 @@ __all__ = ["DraftModel"]
 
 _NUM_TIMED = 4
 _NUM_TIMED_TOKENS = 32
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -264,13 +263,13 @@ class DraftModel(Drafter):
             replace(chunk, token_ids=tuple(np.clip(chunk.token_ids, 0, most).tolist()))
             for chunk in chunks
         )
-        self._steps.inputs.fill(ScheduledBatch(0, clamped), self._rows, _NO_ROWS)
+        self._steps.inputs.fill(ScheduledBatch(0, clamped), self._rows, NO_ROWS)
 
     def _draw_guesses(self, guessing: Sequence[_Run]) -> None:
         """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
         scores = self._steps.scores()
-        draws, positions = [run.job.draw for run in guessing], [run.end for run in guessing]
-        for run, token in zip(guessing, self._draw(scores, draws, positions), strict=True):
+        jobs, positions = [run.job for run in guessing], [run.end for run in guessing]
+        for run, token in zip(guessing, self._draw(scores, jobs, positions), strict=True):
             run.guesses = (*run.guesses, token)
 
 

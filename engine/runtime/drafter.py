@@ -23,7 +23,10 @@ from engine.runtime.rows import Rows
 from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
 from engine.speculation.config import MAX_SPECULATIVE_TOKENS
 
-__all__ = ["Drafter", "Drawn", "ProposalJob"]
+__all__ = ["NO_ROWS", "Drafter", "Drawn", "ProposalJob"]
+
+NO_ROWS = np.zeros(0, np.int64)
+"""The rows that decode in a step of a drafter."""
 
 _logger = logging.getLogger("baton.engine")
 
@@ -195,17 +198,17 @@ class Drafter(ABC):
         return min(durations_s)
 
     def _draw(
-        self, scores: Scores, draws: Sequence[DrawParams], positions: Sequence[int]
+        self, scores: Scores, jobs: Sequence[ProposalJob], positions: Sequence[int]
     ) -> list[int]:
         """Draws one token from each row of the scores.
 
         Args:
             scores: `[n]` rows.
-            draws: the parameters of each.
+            jobs: the job of each.
             positions: the positions of the tokens.
         """
-        records = np.array([draw_record(draw) for draw in draws], DRAW_RECORD)
-        tokens = draw_tokens(scores, records, range(len(draws)), np.array(positions, np.int64))
+        records = np.array([draw_record(job.draw) for job in jobs], DRAW_RECORD)
+        tokens = draw_tokens(scores, records, range(len(jobs)), np.array(positions, np.int64))
         drawn: list[int] = tokens.tolist()
         return drawn
 

@@ -66,18 +66,19 @@ class _HeadCheckpoint:
             tensors |= _read_tensors(file)
         return cls(name, checkpoint.config, {_plain_name(key): tensors[key] for key in tensors})
 
-    def build(self, make: Callable[[], Head], dtype: torch.dtype, device: torch.device) -> Head:
+    def build(self, make: Callable[[], Head], served: LoadedModel, device: torch.device) -> Head:
         """Makes a head, allocates its weights and fills them.
 
         Args:
             make: makes the head without memory for weights.
-            dtype: type of the weights.
+            served: the served model, which has weights of the same type.
             device: device of the weights.
 
         Raises:
             ConfigurationError: a tensor is missing, unknown, or has another shape, or the device
                 does not have enough memory.
         """
+        dtype = getattr(torch, served.dtype)
         try:
             with torch.device("meta"):
                 head = make()
@@ -183,8 +184,7 @@ def load_medusa(
         num_tokens=num_tokens,
         has_bias="blocks.0.layers.0.bias" in names,
     )
-    dtype = getattr(torch, served.dtype)
-    return checkpoint.build(lambda: MedusaHeads(config), dtype, device), guessable
+    return checkpoint.build(lambda: MedusaHeads(config), served, device), guessable
 
 
 def load_eagle(
@@ -211,7 +211,7 @@ def load_eagle(
     has_bias = "fc.bias" in checkpoint.tensors
     head = checkpoint.build(
         lambda: EagleHead(config, has_bias=has_bias, served_logits=served.model.logits),
-        getattr(torch, served.dtype),
+        served,
         device,
     )
     return head, (served.model.config.num_layers,)
@@ -239,7 +239,7 @@ def load_eagle3(
         raise checkpoint.error(f"has norm_before_residual {norms_residual!r}; it is true or false")
     head = checkpoint.build(
         lambda: Eagle3Head(config, norms_residual=norms_residual),
-        getattr(torch, served.dtype),
+        served,
         device,
     )
     return head, _layers_of(checkpoint, served.model), guessable
