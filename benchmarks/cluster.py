@@ -15,7 +15,7 @@ from baton.errors import UnavailableError
 from baton.processes.run_folder import embedded_store, sharing_machine
 from baton.processes.supervisor import SupervisedProcess
 from baton.results import Timings
-from baton.up.cluster import start_server, stop_in_order
+from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
@@ -134,9 +134,9 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
         servers = (*plan.workers, plan.router)
         processes = [SupervisedProcess(server.spec, write_line) for server in servers]
         try:
-            pairs = list(zip(servers, processes, strict=True))
-            await asyncio.gather(*(start_server(*pair) for pair in pairs[:-1]))
-            await start_server(*pairs[-1])
+            *workers, router = zip(servers, processes, strict=True)
+            await start_workers(workers)
+            await start_server(*router)
             yield plan
         finally:
             await stop_in_order(processes)

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _COMMIT_VARIABLE = "BATON_COMMIT"
+_UNKNOWN_COMMIT = "unknown"
 
 
 def name_machine() -> dict[str, object]:
@@ -94,5 +95,8 @@ def _commit() -> str:
     here = str(Path(__file__).parent)
     # Git refuses a repository of another user unless it is named as safe.
     git = ["git", "-C", here, "-c", "safe.directory=*", "describe", "--always", "--dirty"]
-    result = subprocess.run(git, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    try:
+        result = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return _UNKNOWN_COMMIT
+    return result.stdout.strip() or _UNKNOWN_COMMIT

@@ -16,8 +16,15 @@ from baton.flags import flag
 from baton.named_models import default_model_name
 from engine.speculation.config import SpeculativeConfig
 
-__all__ = ["DTYPES", "GRAMMAR_BACKENDS", "KV_CACHE_DTYPES", "EngineConfig"]
+__all__ = [
+    "DEFAULT_GPU_MEMORY_UTILIZATION",
+    "DTYPES",
+    "GRAMMAR_BACKENDS",
+    "KV_CACHE_DTYPES",
+    "EngineConfig",
+]
 
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
@@ -193,7 +200,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = flag(
-        0.9, "share of GPU memory for weights and KV cache", is_main=True
+        DEFAULT_GPU_MEMORY_UTILIZATION, "share of GPU memory for weights and KV cache", is_main=True
     )
     kv_cache_memory_bytes: int | None = flag(
         None,

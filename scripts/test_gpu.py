@@ -5,7 +5,8 @@
 Each test file runs in its own process, so that a faulting kernel breaks the CUDA context of its
 own file only. The kernels' files run in parallel, because compiling them on the CPU takes longer
 than running them on the GPU. The runtime's files run alone, because they measure memory. Tests
-marked slow run last. The report benchmarks/results/gpu_tests.json is rewritten after each file.
+marked slow run last. The report gpu_tests.json, in the folder BATON_RESULTS_FOLDER or else in
+benchmarks/results, is rewritten after each file.
 Exit status: 0 if all tests passed, 1 if a test failed or time ran out, 2 without a CUDA device or
 a required module.
 """
@@ -27,14 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.hardware import describe_gpu_machine, find_problem
+from baton.machine_limits import usable_cores
+from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, results_folder
 from benchmarks.report.output import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-DEADLINE_S = 450.0  # a little less than the eight minutes that the whole run may take
+REPORT_NAME = "gpu_tests.json"
+DEADLINE_S = 450.0  # with `make bench-gpu` and both starts, a quarter of an hour
 _MODULES = ("pytest", "pytest_timeout", "hypothesis")
-_MAX_PROCESSES = 6
+_MAX_PROCESSES = 12
 _QUICK, _SLOW = "not slow", "slow"  # pytest's mark expressions
 _MAY_BE_SLOW = re.compile(r"mark\.(slow|sampled)")
 # Exit statuses of pytest; the second one means that a file could not be collected.
@@ -68,10 +70,10 @@ def main() -> int:
     if problem is not None:
         print(f"test-gpu: {problem}; nothing was run")
         return 2
-    tests = ROOT / "tests"
-    report = run_suite(tests / "triton", tests / "gpu", "cuda", DEADLINE_S, REPORT)
+    tests, path = ROOT / "tests", results_folder() / REPORT_NAME
+    report = run_suite(tests / "triton", tests / "gpu", "cuda", DEADLINE_S, path)
     print(in_words(report))
-    print(f"written: {REPORT.relative_to(ROOT)}")
+    print(f"written: {path}")
     return 0 if report["all_passed"] else 1
 
 
@@ -113,10 +115,11 @@ def run_suite(
 
 def _run_files(kernels: Path, runtime: Path, device: str, ends_at: float) -> Iterator[FileRun]:
     """Yields the result of each file as soon as it has ended."""
+    side_by_side = min(usable_cores(), _MAX_PROCESSES)
     for folder, marks, width in (
-        (kernels, _QUICK, _MAX_PROCESSES),
+        (kernels, _QUICK, side_by_side),
         (runtime, _QUICK, 1),
-        (kernels, _SLOW, _MAX_PROCESSES),
+        (kernels, _SLOW, side_by_side),
         (runtime, _SLOW, 1),
     ):
         run = partial(run_file, marks=marks, device=device, ends_at=ends_at)

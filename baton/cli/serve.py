@@ -160,7 +160,7 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
-        print(f"{server.spec.name:<10} {server.address}")
+        print(f"{server.spec.name:<10} {server.address}{_gpu_note(server)}")
     for server in (router, *plan.workers):
         if server.metrics_url:
             print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")
@@ -170,6 +170,12 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     if router.address:
         print(f"Watch it:\n  {_watch_command(config, router)}")
     print("Ctrl-C stops everything.", flush=True)
+
+
+def _gpu_note(server: Server) -> str:
+    share = server.gpu_share
+    gpus = f" on GPU {', '.join(share.gpus)}" if share.gpus else ""
+    return f"{gpus} (shared by {share.num_workers} workers)" if share.is_shared else gpus
 
 
 def _stream_demo(router: Server) -> None:

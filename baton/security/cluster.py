@@ -12,15 +12,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
-from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles, ClusterConfig
 from baton.security.tokens import bearer, carries_token, checked_token, watched_tokens
+
+if TYPE_CHECKING:
+    from baton.security.certificates import Certificates
 
 __all__ = ["TOKEN_VARIABLE", "ClusterSecurity", "is_loopback"]
 
@@ -66,7 +68,7 @@ class ClusterSecurity:
             self._read_tokens = watched_tokens("--cluster-token-file", path)
         self._identities = frozenset(config.identities)
         self.server_name = config.server_name
-        self.certificates = Certificates(files) if files is not None and files.paths else None
+        self.certificates = _open_certificates(files)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,6 +218,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _open_certificates(files: CertificateFiles | None) -> "Certificates | None":
+    if files is None or not files.paths:
+        return None
+    # Imported here: it needs the package cryptography, and a process without TLS does not.
+    from baton.security.certificates import Certificates
+
+    return Certificates(files)
 
 
 def _make_token_file(path: Path) -> None:

@@ -6,7 +6,7 @@ On a signal the router stops first, then the workers.
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
@@ -14,7 +14,7 @@ from baton.processes.supervisor import RestartPolicy, SupervisedProcess
 from baton.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
 
-__all__ = ["run_cluster", "start_server", "stop_in_order", "stop_on_signal"]
+__all__ = ["run_cluster", "start_server", "start_workers", "stop_in_order", "stop_on_signal"]
 
 _START_TIMEOUT_S = 900.0
 _SET_START_TIMEOUT_S = PLACING_S + _START_TIMEOUT_S + 60.0
@@ -95,9 +95,31 @@ async def _serve(
     on_ready: Callable[[], Awaitable[None]],
 ) -> None:
     *workers, router = zip(servers, processes, strict=True)
-    await asyncio.gather(*(start_server(server, process) for server, process in workers))
+    await start_workers(workers)
     await start_server(*router)
     await on_ready()
+
+
+async def start_workers(workers: Iterable[tuple[Server, SupervisedProcess]]) -> None:
+    """Starts the processes of workers; returns when all are serving.
+
+    Those that share a GPU start one after the other, as each measures how much memory is left.
+
+    Raises:
+        ConfigurationError: a process ended before it was serving.
+        UnavailableError: the machine could not start a process.
+    """
+    queues: dict[object, list[tuple[Server, SupervisedProcess]]] = {}
+    for server, process in workers:
+        share = server.gpu_share
+        queue = share.gpus if share.is_shared else server.address
+        queues.setdefault(queue, []).append((server, process))
+    await asyncio.gather(*(_start_in_turn(queue) for queue in queues.values()))
+
+
+async def _start_in_turn(workers: Sequence[tuple[Server, SupervisedProcess]]) -> None:
+    for server, process in workers:
+        await start_server(server, process)
 
 
 async def start_server(server: Server, process: SupervisedProcess) -> None:

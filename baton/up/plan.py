@@ -14,6 +14,7 @@ from baton.processes.spawn import ProcessSpec
 from baton.ray_cluster import ADDRESS_VARIABLE
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE
+from baton.up.gpus import GpuShare, share_gpus, visible_gpus
 from engine.config import EngineConfig
 from router.config import RouterConfig, ServedModelConfig, flags_of_router
 from router.http.config import HttpConfig
@@ -111,6 +112,7 @@ class Server:
         tls: how this machine verifies it.
         asks_for_certificates: whether it takes calls only of clients with a certificate.
         is_set: whether it starts the workers of a tier itself, on a Ray cluster.
+        gpu_share: the GPUs that it uses.
     """
 
     spec: ProcessSpec
@@ -120,6 +122,7 @@ class Server:
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
     is_set: bool = False
+    gpu_share: GpuShare = field(default_factory=GpuShare)
 
     @property
     def url(self) -> str:
@@ -201,10 +204,10 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         drain_timeout_s=grpc.drain_timeout_s,
     )
     worker_flags = [*flags_of_config(server), *flags_of_config(router.tracing)]
-    of_worker = iter(metrics)
+    of_worker = zip(metrics, _gpu_shares(config), strict=True)
     prefill, decode = (
         tuple(
-            _worker_server(config, tier, number, target, worker_flags, next(of_worker))
+            _worker_server(config, tier, number, target, worker_flags, *next(of_worker))
             for number, target in enumerate(targets)
         )
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
@@ -234,17 +237,29 @@ def _worker_server(
     target: str,
     flags: Iterable[str],
     metrics: MetricsConfig,
+    gpu_share: GpuShare,
 ) -> Server:
     host, _, port = target.rpartition(":")
     own = ["--host", host, "--port", port, *flags, *flags_of_config(metrics)]
     if config.ray is not None:
         size = config.ray.num_workers[tier]
         own += flags_of_config(ReplicaSetConfig(data_parallel_size=size, on="ray"))
-    spec = worker_spec(tier, number, config.engine, own, config.environment)
+    engine = gpu_share.divide_memory(config.engine)
+    environment = {**config.environment, **gpu_share.environment}
+    spec = worker_spec(tier, number, engine, own, environment)
     if config.ray is not None:
         spec = replace(spec, name=tier)  # those with numbers are its workers
     is_set = config.ray is not None
-    return Server(spec, target, metrics_address=_reached(metrics), is_set=is_set)
+    metrics_address = _reached(metrics)
+    return Server(spec, target, metrics_address=metrics_address, is_set=is_set, gpu_share=gpu_share)
+
+
+def _gpu_shares(config: ClusterConfig) -> list[GpuShare]:
+    """Returns the GPUs of each worker of this machine."""
+    num_workers = len(config.targets)
+    if config.ray is not None or config.engine.device == "cpu":
+        return [GpuShare()] * num_workers
+    return share_gpus(visible_gpus(), config.engine, num_workers)
 
 
 def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsConfig]]:

@@ -13,7 +13,7 @@ from baton.health import wait_until_serving
 from baton.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
 from baton.processes.spawn import ProcessSpec
 from baton.processes.supervisor import RestartPolicy, SupervisedProcess
-from baton.up.cluster import start_server, stop_in_order
+from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, Server, plan_cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from benchmarks.chaos.events import Event
@@ -174,7 +174,7 @@ async def running_chaos_cluster(
         processes |= {s.spec.name: SupervisedProcess(s.spec, write, _RESTARTS) for s in servers}
         cluster = ChaosCluster(routers, plan.workers, processes)
         try:
-            await asyncio.gather(*(start_server(s, processes[s.spec.name]) for s in plan.workers))
+            await start_workers((s, processes[s.spec.name]) for s in plan.workers)
             await asyncio.gather(*(start_server(s, processes[s.spec.name]) for s in routers))
             yield cluster
         finally:

@@ -1,5 +1,6 @@
 """Describes the machine of a GPU run: hardware, versions, commit."""
 
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -9,7 +10,16 @@ from pathlib import Path
 
 from benchmarks.machine import name_machine
 
-__all__ = ["describe_gpu_machine", "find_problem", "slug"]
+__all__ = [
+    "RESULTS_VARIABLE",
+    "describe_gpu_machine",
+    "find_problem",
+    "missing_of",
+    "results_folder",
+    "slug",
+]
+
+RESULTS_VARIABLE = "BATON_RESULTS_FOLDER"
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors")
 # What engine, kernels and kvstore import on a GPU. Without triton, torch's kernels would run.
@@ -26,7 +36,7 @@ def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | 
         more_modules: modules needed in addition to those of the engine and the KV store.
     """
     hint = f"on a GPU machine: pip install 'baton-llm[{extra}]'"
-    missing = [name for name in (*_MODULES, *more_modules) if find_spec(name) is None]
+    missing = missing_of((*_MODULES, *more_modules))
     if missing:
         return f"not installed: {', '.join(missing)}; {hint}"
     try:
@@ -37,6 +47,19 @@ def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | 
     if not torch.cuda.is_available():
         return f"no CUDA device: torch {torch.__version__} sees none"
     return None
+
+
+def missing_of(modules: Sequence[str]) -> list[str]:
+    """Returns those of the modules that are not installed."""
+    return [name for name in modules if find_spec(name) is None]
+
+
+def results_folder() -> Path:
+    """Returns the folder for results, which it makes: BATON_RESULTS_FOLDER, or this package's."""
+    named = os.environ.get(RESULTS_VARIABLE)
+    folder = Path(named) if named else Path(__file__).resolve().parents[1] / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:

@@ -165,12 +165,20 @@ class Part:
         module: the module whose `measure` runs it.
         weight: its share of the time, relative to the other parts.
         model: the model that it measures, if any.
+        needs: modules that it imports besides those that every part needs.
     """
 
     name: str
     module: str
     weight: float
     model: str | None = None
+    needs: tuple[str, ...] = ()
+
+
+_SERVER_MODULES = (
+    *("cryptography", "grpc", "grpc_health", "grpc_reflection", "jinja2", "jwt"),
+    *("prometheus_client", "tokenizers"),
+)
 
 
 def parts_of(plan: Plan) -> list[Part]:
@@ -181,7 +189,7 @@ def parts_of(plan: Plan) -> list[Part]:
         Part("rates", f"{package}.rates", 25),
         Part("kernels", f"{package}.kernels", 110),
         *(Part(f"model {name}", f"{package}.model", 90, name) for name in plan.models),
-        Part("tiers", f"{package}.tiers", 80, largest),
+        Part("tiers", f"{package}.tiers", 80, largest, _SERVER_MODULES),
         *(Part(f"transformers {name}", f"{package}.transformers", 50, name) for name in served),
     ]
 

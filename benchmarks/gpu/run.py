@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.hardware import missing_of
 from benchmarks.gpu.parts.rates import ceilings_of
 from benchmarks.gpu.plan import FULL, SMOKE, Part, time_for
 from benchmarks.gpu.record import Record, TimeLeft, read_record
@@ -48,12 +49,21 @@ def run_parts(
     ceilings: Ceilings | None = None
     for index, part in enumerate(parts):
         seconds = time_for(parts, index, left.seconds)
-        report = _run_part(part, seconds, ceilings, is_smoke=is_smoke)
+        missing = missing_of(part.needs)
+        if missing:
+            report = _skipped_part(part, f"not installed: {', '.join(missing)}")
+        else:
+            report = _run_part(part, seconds, ceilings, is_smoke=is_smoke)
         ceilings = ceilings or ceilings_of(report["results"])
         end = f"; {report['problem'].splitlines()[-1]}" if report["problem"] else ""
         print(f"{part.name}: {len(report['results'])} results, {report['seconds']} s{end}")
         sys.stdout.flush()
         yield report
+
+
+def _skipped_part(part: Part, reason: str) -> dict[str, Any]:
+    result = {"kind": "part", "name": part.name, "skipped": reason}
+    return {"part": part.name, "seconds": 0.0, "problem": None, "results": [result]}
 
 
 def _run_part(

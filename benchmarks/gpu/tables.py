@@ -117,7 +117,9 @@ def failures_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def skipped_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each figure that this device lacks memory for."""
+    """Returns a line for each figure that this device lacks memory for, and for each part that
+    lacks a module.
+    """
     return _marked("skipped", reports)
 
 

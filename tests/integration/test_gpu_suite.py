@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from benchmarks.gpu.hardware import RESULTS_VARIABLE
 from scripts import test_gpu as gpu_suite
 
 pytestmark = pytest.mark.alone
@@ -155,7 +156,7 @@ def test_a_test_that_hangs_is_ended_and_named(tmp_path):
 
 def test_without_a_device_nothing_is_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu_suite, "find_problem", lambda *needed: "no CUDA device")
-    monkeypatch.setattr(gpu_suite, "REPORT", tmp_path / "report.json")
+    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path))
     assert gpu_suite.main() == 2
     assert capsys.readouterr().out == "test-gpu: no CUDA device; nothing was run\n"
-    assert not (tmp_path / "report.json").exists()
+    assert not list(tmp_path.iterdir())
