@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _NO_ACTIVATION, _SILU_AND_MUL = 0, 1
-_ALL = (1 << 63) - 1
 
 
 @NATIVE.implements(reference.make_weight)
@@ -53,9 +52,10 @@ def make_weight(
 
 @NATIVE.implements(reference.embed)
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Does not check that every id is a row of the weight."""
+    """Gives zeros for an id that is no row of the weight, where the reference raises an error."""
     out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
-    _take_rows(weight.data, token_ids, out, is_packed=isinstance(weight, PackedWeight))
+    is_packed = isinstance(weight, PackedWeight)
+    _take_rows(weight.data, token_ids, out, is_packed=is_packed, held=(0, weight.num_rows))
     return out
 
 
@@ -71,14 +71,15 @@ def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.
 def take_rows(
     matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Does not check that every row is one of the matrix."""
+    """Gives zeros for a row that the matrix does not have, where the reference raises an error."""
     matrix, keeps_address = _rows(matrix), out is not None
     if out is None:
         out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
     assert out.shape == (len(rows), matrix.shape[1])
     assert out.dtype == matrix.dtype
     assert out.is_contiguous()
-    _take_rows(matrix, rows, out, is_packed=False, keeps_address=keeps_address)
+    held = (0, len(matrix))
+    _take_rows(matrix, rows, out, is_packed=False, held=held, keeps_address=keeps_address)
     return out
 
 
@@ -225,7 +226,7 @@ def _take_rows(
     out: torch.Tensor,
     *,
     is_packed: bool,
-    held: tuple[int, int] = (0, _ALL),
+    held: tuple[int, int],
     keeps_address: bool = False,
 ) -> None:
     """Looks up rows.

@@ -21,7 +21,7 @@ from engine.group import Sequence as GroupSequence
 from engine.runtime import draft_heads
 from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
 from engine.speculation import drafts
-from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.draft_heads import METHODS, ReferenceHeads, random_heads
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of
@@ -78,7 +78,8 @@ def _check_right_ones(known: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> 
     def guesses(self: drafts.Drafts, sequence: GroupSequence, limit: int) -> list[int]:
         end = len(sequence.token_ids)
         right = list(known[end : end + end // 3 % 4])
-        return [*right, 255 - known[end + len(right)]][:limit] if end + 4 < len(known) else []
+        wrong = (known[min(end + len(right), len(known) - 1)] + 1) % VOCAB_SIZE
+        return [*right, wrong][:limit] if end + 4 < len(known) else []
 
     monkeypatch.setattr(drafts.Drafts, "_guesses", guesses)
 

@@ -190,6 +190,21 @@ def test_embed_of_no_tokens_and_of_strided_tokens(use):
     assert torch.equal(kernels.embed(token_ids, weight), matrix[token_ids])
 
 
+@native_only("torch raises an error")
+@pytest.mark.parametrize("use", [WeightUse.LOOKUP, WeightUse.LINEAR])
+def test_no_memory_beyond_a_table_is_read_for_ids_outside_of_it(use):
+    memory = normal(110, 12)
+    inside = torch.tensor([3, 99])
+    outside = torch.tensor([3, -1, 100, 109, 2**40, -(2**63), 99])
+    is_inside = torch.tensor([True, *[False] * 5, True])
+    for taken in (
+        kernels.embed(outside, filled_weight(memory[:100], use)),
+        kernels.take_rows(memory[:100], outside),
+    ):
+        assert torch.equal(taken[is_inside], memory[inside])
+        assert (taken[~is_inside] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("rows", [[], [6], [0, 3, 4, 19], TOKENS[:-6]])
 def test_rows_are_taken_bit_for_bit_from_any_strides(rows, dtype):
