@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import openai
+import pytest
 from tokenizers import Tokenizer
 
 from baton.demo import demo_model_path
+from tests.support.kernel_checks import IS_NATIVE
 
 _PUNCTUATION = str.maketrans("", "", '{}[]:,"')
 
@@ -47,7 +49,7 @@ async def both_completions(
         for choice in chunk.choices:
             piece = choice.model_dump()
             _add_piece(joined.setdefault(piece["index"], {}), piece)
-    assert [joined[index] for index in sorted(joined)] == choices
+    assert [joined[index] for index in sorted(joined)] == _comparable(choices)
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     return whole, choices
@@ -85,8 +87,19 @@ async def both_chats(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, li
     stream = await client.chat.completions.create(
         **fields, stream=True, stream_options={"include_usage": True}
     )
-    assert await _joined(stream, len(choices)) == choices
+    assert await _joined(stream, len(choices)) == _comparable(choices)
     return whole, choices
+
+
+def _comparable(value: Any) -> Any:
+    """Returns the same; numbers equal those near them where torch computes, since the last bits of
+    its log-probabilities depend on the batch.
+    """
+    if isinstance(value, dict):
+        return {name: _comparable(field) for name, field in value.items()}
+    if isinstance(value, list):
+        return [_comparable(element) for element in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) and not IS_NATIVE else value
 
 
 def _entries(choice: Any) -> list[Any]:
