@@ -35,8 +35,8 @@ def container_engine() -> Iterator[dict[str, str]]:
     Raises:
         NoContainersError: the machine cannot run containers.
     """
-    ran_before = _run("docker", "info", check=False).returncode == 0
-    prepared = _run(str(_PREPARE), check=False, timeout_s=900)
+    ran_before = run_program("docker", "info", check=False).returncode == 0
+    prepared = run_program(str(_PREPARE), check=False, timeout_s=900)
     if prepared.returncode == CANNOT_RUN_CONTAINERS:
         raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
     assert prepared.returncode == 0, prepared.stderr
@@ -44,7 +44,7 @@ def container_engine() -> Iterator[dict[str, str]]:
         yield dict(line.split("=", 1) for line in prepared.stdout.splitlines())
     finally:
         if not ran_before:
-            _run(str(_PREPARE), "--stop")
+            run_program(str(_PREPARE), "--stop")
 
 
 class ComposeProject:
@@ -85,11 +85,11 @@ class ComposeProject:
             self.compose("down", "--volumes", "--remove-orphans", "--timeout=2")
         finally:
             for container in self._list("--all"):
-                _run("docker", "rm", "--force", "--volumes", container)
+                run_program("docker", "rm", "--force", "--volumes", container)
 
     def compose(self, *arguments: str, timeout_s: float = 300) -> str:
         """Runs a command of docker-compose; returns its output."""
-        return _run(
+        return run_program(
             *self._command, *arguments, timeout_s=timeout_s, environment=self._environment
         ).stdout
 
@@ -132,46 +132,47 @@ class ComposeProject:
 
     @contextmanager
     def paused(self, container: str) -> Iterator[None]:
-        _run("docker", "pause", container)
+        run_program("docker", "pause", container)
         try:
             yield
         finally:
-            _run("docker", "unpause", container)
+            run_program("docker", "unpause", container)
 
     @contextmanager
     def cut_off(self, container: str, service: str) -> Iterator[None]:
         """Takes the container out of the network of all others."""
         network = f"{self._name}_default"
-        _run("docker", "network", "disconnect", network, container)
+        run_program("docker", "network", "disconnect", network, container)
         try:
             yield
         finally:
-            _run("docker", "network", "connect", f"--alias={service}", network, container)
+            run_program("docker", "network", "connect", f"--alias={service}", network, container)
 
     async def restart(self, container: str) -> None:
         """Restarts a container; returns once it is healthy again."""
-        await asyncio.to_thread(_run, "docker", "restart", "--time=40", container)
+        await asyncio.to_thread(run_program, "docker", "restart", "--time=40", container)
         deadline = time.monotonic() + 120
         while self.inspect(container, "{{.State.Health.Status}}") != "healthy":
             assert time.monotonic() < deadline, "the restarted container is not healthy"
             await asyncio.sleep(0.5)
 
     def execute(self, container: str, *command: str) -> str:
-        return _run("docker", "exec", container, *command).stdout
+        return run_program("docker", "exec", container, *command).stdout
 
     def inspect(self, container: str, template: str) -> str:
-        return _run("docker", "inspect", f"--format={template}", container).stdout.strip()
+        return run_program("docker", "inspect", f"--format={template}", container).stdout.strip()
 
     def _list(self, *filters: str) -> list[str]:
         project = f"--filter=label=com.docker.compose.project={self._name}"
-        return _run("docker", "ps", "--quiet", project, *filters).stdout.split()
+        return run_program("docker", "ps", "--quiet", project, *filters).stdout.split()
 
 
-def _run(
+def run_program(
     *command: str,
     check: bool = True,
     timeout_s: float = 120,
     environment: dict[str, str] | None = None,
+    text: str = "",
 ) -> subprocess.CompletedProcess[str]:
     program = shutil.which(command[0], path=PATH)
     if program is None:
@@ -179,6 +180,7 @@ def _run(
     result = subprocess.run(
         [program, *command[1:]],
         check=False,
+        input=text,
         capture_output=True,
         text=True,
         timeout=timeout_s,
