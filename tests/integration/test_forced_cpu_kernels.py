@@ -19,9 +19,32 @@ from kernels.native.variants import VARIANTS, variants_for
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tests/kernels", "tests/integration/test_model_families.py")
+TESTS_WITHOUT_COMPILER = (
+    "tests/e2e/test_openai_client.py::test_several_prompts_token_ids_and_echo",
+    "tests/integration/test_draft_heads.py::test_guesses_are_those_of_plain_torch[medusa-options0-host]",
+    "tests/kernels/test_trusted_arguments.py",
+)
 RUNNABLE = [variant.name for variant in variants_for() if variant.cpu_features <= cpu_features()]
 REFUSED = ["fastest", *(one.name for one in VARIANTS if one.name not in RUNNABLE)]
 needs_libraries = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+def test_a_model_is_served_without_native_kernels():
+    """The most common machine without a compiler: a container with Python alone."""
+    options = "-q", "-p", "no:cacheprovider", "-m", "not slow"
+    command = [sys.executable, "-m", "pytest", *options, *TESTS_WITHOUT_COMPILER]
+    # More threads than cores would wait for each other.
+    environment = {WISH_VARIABLE: TORCH, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr
 
 
 @needs_libraries

@@ -122,6 +122,8 @@ class NixlRemote:
 def _serve(
     pipe: Connection, num_bytes: int, seed: int, transports: str | None, is_confined: bool
 ) -> None:
+    # The fork server has the environment of the test that used it first.
+    os.environ.pop("UCX_TLS", None)
     if transports is not None:
         os.environ["UCX_TLS"] = transports
     if is_confined:

@@ -108,6 +108,8 @@ def _lend(
     credentials: tuple[CertificateFiles | None, str | None],
 ) -> None:
     torch.set_num_threads(1)
+    # The fork server has the environment of the test that used it first.
+    os.environ.pop("UCX_TLS", None)
     if transports is not None:
         os.environ["UCX_TLS"] = transports
     if is_confined:
