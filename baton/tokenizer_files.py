@@ -20,6 +20,7 @@ from baton.hub_names import split_revision
 
 __all__ = [
     "SPECIAL_TOKEN_ROLES",
+    "eos_token_id",
     "load_tokenizer",
     "read_json",
     "read_settings",
@@ -43,6 +44,7 @@ SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Tokens named by role (`bos_token`) are special, even if their description says otherwise."""
 _EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _DIGEST_CHARS = 32
+_UNREADABLE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_END_OF_TEXT = "<|endoftext|>"
 
@@ -96,6 +98,19 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     raise ConfigurationError(_missing_files_message(folder))
 
 
+def eos_token_id(folder: Path) -> int | None:
+    """Returns the id of the end-of-sequence token that a checkpoint folder's tokenizer names.
+
+    Returns:
+        The id; None if the folder has no tokenizer that can be read, or it names no such token.
+    """
+    try:
+        token = read_settings(folder).get("eos_token")
+        return load_tokenizer(folder).token_to_id(_content(token)) if token else None
+    except (ConfigurationError, *_UNREADABLE):
+        return None  # a model is served to clients that send token ids without its tokenizer
+
+
 def vocabulary_digest(folder: Path) -> str:
     """Returns a hex digest of the ids and texts of a checkpoint folder's vocabulary.
 
@@ -107,7 +122,7 @@ def vocabulary_digest(folder: Path) -> str:
     """
     try:
         vocabulary = _read_vocabulary(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except _UNREADABLE:
         return ""  # `load_tokenizer` says what is wrong, where a tokenizer is needed
     if not vocabulary:
         return ""
