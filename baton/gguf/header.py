@@ -160,8 +160,8 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     version = cursor.number("I")
     if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
         raise ConfigurationError(
-            f"{path} is a big-endian GGUF file; little-endian ones are supported: convert it in place with "
-            f"gguf-convert-endian {path} little"
+            f"{path} is a big-endian GGUF file; little-endian ones are supported: convert it in "
+            f"place with gguf-convert-endian {path} little"
         )
     if version not in _VERSIONS:
         raise ConfigurationError(

@@ -4,7 +4,7 @@ Read from the `tokenizers` backend of the model's folder, for both grammar backe
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from baton.errors import ConfigurationError
+from baton.token_texts import without_marks
 
 __all__ = ["Mask", "Vocabulary", "bits_of", "decoder_kinds"]
 
@@ -65,7 +66,7 @@ class Vocabulary:
         tokens = [b""] * vocab_size
         for text, token_id in backend.get_vocab(with_added_tokens=False).items():
             if token_id < vocab_size and token_id not in added:
-                tokens[token_id] = to_bytes(text)
+                tokens[token_id] = to_bytes(without_marks(text))
         special = {}
         for token_id, token in added.items():
             if token_id >= vocab_size:
@@ -73,7 +74,7 @@ class Vocabulary:
             if token.special or token_id in eos:
                 special[token_id] = token.content
             else:
-                tokens[token_id] = token.content.encode()
+                tokens[token_id] = without_marks(token.content).encode()
         for token_id in eos:
             tokens[token_id] = b""
         return cls(tuple(tokens), special, eos)
@@ -161,8 +162,15 @@ def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
     """Returns the types of a tokenizer's decoders."""
     if backend.decoder is None:
         return set()
-    decoder = json.loads(backend.decoder.__getstate__())
-    return {part["type"] for part in decoder.get("decoders", [decoder])}
+    return set(_decoder_types(json.loads(backend.decoder.__getstate__())))
+
+
+def _decoder_types(decoder: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the types of a decoder's parts, which may have parts themselves."""
+    if "decoders" not in decoder:
+        yield decoder["type"]
+    for part in decoder.get("decoders", ()):
+        yield from _decoder_types(part)
 
 
 def _byte_level_table() -> dict[str, bytes]:
