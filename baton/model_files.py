@@ -18,11 +18,10 @@ from baton.named_models import NAMED_MODELS
 from baton.tokenizer_files import (
     eos_token_id,
     load_tokenizer,
-    read_json,
-    read_settings,
     resolve_folder,
     vocabulary_digest,
 )
+from baton.tokenizer_settings import read_json, read_settings
 
 __all__ = [
     "CheckpointFolder",

@@ -4,7 +4,7 @@ Read from the `tokenizers` backend of the model's folder, for both grammar backe
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,9 @@ import tokenizers
 
 from baton.errors import ConfigurationError
 from baton.token_texts import without_marks
+from baton.tokenizer_steps import step_types
 
-__all__ = ["Mask", "Vocabulary", "bits_of", "decoder_kinds"]
+__all__ = ["Mask", "Vocabulary", "bits_of"]
 
 Mask = npt.NDArray[np.int32]
 """One row of a table of masks: bit i % 32 of word i // 32 says whether token i may come next."""
@@ -142,7 +143,7 @@ def bits_of(token_ids: Iterable[int]) -> tuple[npt.NDArray[np.intp], Mask]:
 
 def _bytes_of_token(backend: tokenizers.Tokenizer) -> Any:
     """Returns the function from a token's text in the vocabulary to its bytes."""
-    kinds = decoder_kinds(backend)
+    kinds = step_types(backend.decoder)
     if "ByteLevel" in kinds:
         table = _byte_level_table()
 
@@ -156,21 +157,6 @@ def _bytes_of_token(backend: tokenizers.Tokenizer) -> Any:
         f"structured outputs support byte-level and byte-fallback tokenizers; this one decodes "
         f"with {', '.join(sorted(kinds)) or 'nothing'}"
     )
-
-
-def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """Returns the types of a tokenizer's decoders."""
-    if backend.decoder is None:
-        return set()
-    return set(_decoder_types(json.loads(backend.decoder.__getstate__())))
-
-
-def _decoder_types(decoder: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the types of a decoder's parts, which may have parts themselves."""
-    if "decoders" not in decoder:
-        yield decoder["type"]
-    for part in decoder.get("decoders", ()):
-        yield from _decoder_types(part)
 
 
 def _byte_level_table() -> dict[str, bytes]:

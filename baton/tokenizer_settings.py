@@ -1,0 +1,154 @@
+"""The statements of a checkpoint folder about its tokenizer, besides the vocabulary.
+
+These are in tokenizer_config.json, in the older files beside it, and in the defaults of the class
+that `transformers.AutoTokenizer` makes. A leaf module that router and workers share.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import AddedToken
+
+__all__ = [
+    "SPECIAL_TOKEN_ROLES",
+    "described_tokens",
+    "extra_tokens",
+    "named_tokens",
+    "read_json",
+    "read_settings",
+    "token_text",
+]
+
+SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Tokens named by role (`bos_token`) are special, even if their description says otherwise."""
+_ROLE_ENTRIES = tuple(f"{role}_token" for role in SPECIAL_TOKEN_ROLES)
+_GPT2, _LLAMA, _QWEN2 = "GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer"
+_BYTE_LEVEL = re.compile(r'"type"\s*:\s*"ByteLevel"')
+_END_OF_TEXT = "<|endoftext|>"
+# Tokens that a class of `transformers` 5 has unless the files name others.
+_DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        _GPT2: dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT),
+        _LLAMA: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        _QWEN2: dict.fromkeys(("eos_token", "unk_token", "pad_token"), _END_OF_TEXT),
+    }
+)
+_CLASS_BY_MODEL_TYPE = MappingProxyType(
+    {
+        "gpt2": _GPT2,
+        "opt": _GPT2,
+        "qwen2": _QWEN2,
+        "qwen3": _QWEN2,
+    }
+)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, completed by the older files that it replaces.
+
+    `tokenizer_class` is the class that `AutoTokenizer` of `transformers` 5 makes; None stands for
+    one that takes tokenizer.json as it is. Tokens that no file names are those of the class.
+
+    Raises:
+        TypeError, ValueError: a file is not a JSON object.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = _described(added, settings)
+    class_name = _class_name(folder, settings, read_json(folder / "config.json"))
+    return {**_DEFAULT_TOKENS.get(class_name or "", {}), **settings, "tokenizer_class": class_name}
+
+
+def _described(ids: Mapping[str, int], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Returns descriptions of the tokens of added_tokens.json; those that are named are special."""
+    named = {token.content for token in (*named_tokens(settings), *extra_tokens(settings))}
+    return {
+        token_id: {"content": text, "special": text in named, "normalized": text not in named}
+        for text, token_id in ids.items()
+    }
+
+
+def _class_name(folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Returns the class of a folder's tokenizer, by the rules of `AutoTokenizer`."""
+    file = folder / "tokenizer.json"
+    name = _stated_class_name(settings, config)
+    if name is None and not file.is_file() and (folder / "vocab.json").is_file():
+        return _GPT2  # the one class that is built from vocab.json and merges.txt
+    if name == _LLAMA and file.is_file() and _BYTE_LEVEL.search(file.read_text(encoding="utf-8")):
+        return None  # Llama 3's tokenizer under Llama 2's name
+    return name
+
+
+def _stated_class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    model_type = config.get("model_type")
+    stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if model_type == "qwen2" or stated is None:  # files of Qwen2 models name wrong classes
+        return _CLASS_BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    return None if model_type == "mistral" else str(stated).removesuffix("Fast")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is no such file.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: it does not have an object.
+        ValueError: it is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(f"{path} does not contain a JSON object")
+    return content
+
+
+def described_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Yields the added tokens that are described with their ids, in the order of these."""
+    by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
+    for _, token in sorted(by_id.items()):
+        yield _added_token(token)
+
+
+def named_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Yields the tokens that are special by their name: those of the roles, and those that the
+    model has names for, such as `image_token`.
+    """
+    roles = [settings.get(entry) for entry in _ROLE_ENTRIES]
+    further = [
+        token
+        for entry, token in settings.items()
+        if entry.endswith("_token") and entry not in _ROLE_ENTRIES and isinstance(token, str)
+    ]
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        further.extend(extra.values())
+    for token in filter(None, [*roles, *further]):
+        yield _added_token(token, special=True)
+
+
+def extra_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Yields the tokens of the list `extra_special_tokens`, or of its older name. They are special
+    unless the tokenizer has them as something else.
+    """
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    if not isinstance(extra, dict):
+        yield from (_added_token(token, special=True) for token in extra)
+
+
+def token_text(token: str | Mapping[str, Any]) -> str:
+    """Returns the text of a token that is given as itself or as a description."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _added_token(token: str | Mapping[str, Any], **overrides: bool) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, **overrides)
+    flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
+    return AddedToken(**(flags | overrides))
