@@ -54,15 +54,24 @@ def read_settings(folder: Path) -> dict[str, Any]:
     one that takes tokenizer.json as it is. Tokens that no file names are those of the class.
 
     Raises:
-        TypeError, ValueError: a file is not a JSON object.
+        OSError, TypeError, ValueError: a file cannot be read, is not a JSON object, or names a
+            token by something else than a text or a description; names the file or the entry.
     """
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = _read_named(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
-        settings |= read_json(folder / "special_tokens_map.json")
-        added = read_json(folder / "added_tokens.json")
+        settings |= _read_named(folder / "special_tokens_map.json")
+        added = _read_named(folder / "added_tokens.json")
         settings["added_tokens_decoder"] = _described(added, settings)
-    class_name = _class_name(folder, settings, read_json(folder / "config.json"))
+    class_name = _class_name(folder, settings, _read_named(folder / "config.json"))
     return {**_DEFAULT_TOKENS.get(class_name or "", {}), **settings, "tokenizer_class": class_name}
+
+
+def _read_named(path: Path) -> dict[str, Any]:
+    """Reads a file like `read_json`; errors of its content name it."""
+    try:
+        return read_json(path)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path.name} is not readable JSON: {error}") from error
 
 
 def _described(ids: Mapping[str, int], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -111,35 +120,43 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def described_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
     """Yields the added tokens that are described with their ids, in the order of these."""
-    by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
-    for _, token in sorted(by_id.items()):
-        yield _added_token(token)
+    entry = "added_tokens_decoder"
+    tokens = settings[entry]
+    if not isinstance(tokens, dict):
+        raise ValueError(f"{entry} is {tokens!r}; it must be an object")
+    for token_id in sorted(tokens, key=int):
+        yield _added_token(f"{entry}, {token_id}", tokens[token_id])
 
 
 def named_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
     """Yields the tokens that are special by their name: those of the roles, and those that the
     model has names for, such as `image_token`.
     """
-    roles = [settings.get(entry) for entry in _ROLE_ENTRIES]
-    further = [
-        token
+    entries = {entry: settings.get(entry) for entry in _ROLE_ENTRIES}
+    entries |= {
+        entry: token
         for entry, token in settings.items()
-        if entry.endswith("_token") and entry not in _ROLE_ENTRIES and isinstance(token, str)
-    ]
+        if entry.endswith("_token") and isinstance(token, str)
+    }
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):
-        further.extend(extra.values())
-    for token in filter(None, [*roles, *further]):
-        yield _added_token(token, special=True)
+        entries |= {f"extra_special_tokens, {name}": token for name, token in extra.items()}
+    for entry, token in entries.items():
+        if token is not None and token != "":
+            yield _added_token(entry, token, special=True)
 
 
 def extra_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
     """Yields the tokens of the list `extra_special_tokens`, or of its older name. They are special
     unless the tokenizer has them as something else.
     """
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
-    if not isinstance(extra, dict):
-        yield from (_added_token(token, special=True) for token in extra)
+    names = ("extra_special_tokens", "additional_special_tokens")
+    entry = next((name for name in names if settings.get(name)), names[0])
+    tokens = settings.get(entry) or []
+    if not isinstance(tokens, list | dict):
+        raise ValueError(f"{entry} is {tokens!r}; it must be a list or an object")
+    if isinstance(tokens, list):
+        yield from (_added_token(entry, token, special=True) for token in tokens)
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:
@@ -147,8 +164,11 @@ def token_text(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _added_token(token: str | Mapping[str, Any], **overrides: bool) -> AddedToken:
+def _added_token(entry: str, token: Any, **overrides: bool) -> AddedToken:
+    """Makes the token that an entry names or describes."""
     if isinstance(token, str):
         return AddedToken(token, **overrides)
+    if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+        raise ValueError(f"{entry} is {token!r}; it must be a text or an object with a content")
     flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
     return AddedToken(**(flags | overrides))

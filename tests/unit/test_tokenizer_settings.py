@@ -6,8 +6,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from baton.errors import ConfigurationError
 from baton.model_files import CheckpointFolder
 from baton.tokenizer_settings import read_settings
+from router.chat.template_source import find_templates
 from router.tokenizer import Tokenizer as RouterTokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
@@ -181,3 +183,39 @@ def test_a_file_that_asks_for_a_space_is_overruled_by_the_class(tmp_path):
     for name in (GPT2, PLAIN):
         change(folder, {"tokenizer_class": name})
         check_agreement(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"eos_token": 5}, "eos_token is 5; it must be a text or an object"),
+        ({"pad_token": []}, r"pad_token is \[\]; it must be a text"),
+        ({"unk_token": {"content": None}}, "unk_token is {'content': None}"),
+        ({"extra_special_tokens": "<x1>"}, "extra_special_tokens is '<x1>'; it must be a list"),
+        ({"extra_special_tokens": [7]}, "extra_special_tokens is 7; it must be a text"),
+        ({"extra_special_tokens": {"a": 7}}, "extra_special_tokens, a is 7; it must be a text"),
+        ({"additional_special_tokens": [None]}, "additional_special_tokens is None"),
+        ({"added_tokens_decoder": []}, r"added_tokens_decoder is \[\]; it must be an object"),
+        ({"added_tokens_decoder": {"3": None}}, "added_tokens_decoder, 3 is None"),
+        ({"added_tokens_decoder": {"x": "<x1>"}}, "invalid literal"),
+    ],
+)
+def test_a_malformed_entry_is_named(tmp_path, changes, reason):
+    folder = write_byte_level_folder(tmp_path)
+    change(folder, changes)
+    with pytest.raises(ConfigurationError, match=f"cannot read the tokenizer in .*: {reason}"):
+        RouterTokenizer.load(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '"\\ud800'])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"]
+)
+def test_a_file_that_is_not_json_is_named(tmp_path, name, content):
+    folder = write_byte_level_folder(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigurationError, match=rf"{name} is not readable JSON"):
+        RouterTokenizer.load(folder)
+    with pytest.raises(ConfigurationError, match=rf"{name} is not readable JSON"):
+        find_templates(str(folder))
