@@ -209,7 +209,7 @@ def test_bad_flags_are_reported_at_start(flags, message):
 
 def test_a_length_that_no_block_table_has_room_for_needs_the_flag(monkeypatch):
     monkeypatch.setattr("engine.runtime.model_runner._MAX_MODEL_LEN", 1000)
-    with pytest.raises(ConfigurationError, match="takes 2048 tokens, .* to at most 1000"):
+    with pytest.raises(ConfigurationError, match=r"takes 2048 tokens, .* to at most 1000"):
         make_runner(_config(max_model_len=None))
     make_runner(_config(max_model_len=1000)).close()
 
