@@ -20,6 +20,7 @@ _YARN_NAMES = {
     "scaling.yarn_beta_fast": "beta_fast",
     "scaling.yarn_beta_slow": "beta_slow",
 }
+_NUMBERS = frozenset(_YARN_NAMES)
 _SCALING_KEYS = frozenset({"scaling.type", "scaling.finetuned", *_YARN_NAMES})
 # Values with which other keys change nothing; 0 is one of all of them.
 _NEUTRAL = {
@@ -56,6 +57,9 @@ def rope_parameters(header: GgufHeader, architecture: str, head_dim: int) -> dic
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
+    for key, value in stated.items():
+        if key == "freq_base" or (key in _NUMBERS and value):  # 0 is no statement of the others
+            _check_number(header, prefix + key, value)
     theta = float(stated.get("freq_base", _DEFAULT_THETA))
     kind = _scaling_kind(header, prefix, stated)
     if FREQUENCY_FACTORS in header.tensors:
@@ -82,6 +86,13 @@ def _scaling_kind(header: GgufHeader, prefix: str, stated: dict[str, Any]) -> st
     has_factor = "scaling.type" in stated or stated.get("scaling.factor")
     is_neutral = stated.get("scaling.factor") == 1 or not has_factor
     return "none" if is_neutral else kind
+
+
+def _check_number(header: GgufHeader, key: str, value: Any) -> None:
+    """Refuses what is not a positive, finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise header.refuse(f"{key} {value!r} is not supported")
 
 
 def _scaling(header: GgufHeader, prefix: str, kind: str, stated: dict[str, Any]) -> dict[str, Any]:

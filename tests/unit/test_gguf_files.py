@@ -93,7 +93,15 @@ def test_the_config_has_the_names_of_config_json(tmp_path):
         ({"llama__feed_forward_length": [96, 64]}, r"llama.feed_forward_length \[96, 64\]"),
         ({"llama__block_count": None}, "it has no llama.block_count"),
         ({"llama__attention__layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon 0.0"),
-        ({"llama__rope__freq_base": "high"}, "its metadata is malformed"),
+        ({"llama__rope__freq_base": "high"}, "llama.rope.freq_base 'high' is not supported"),
+        ({"llama__rope__freq_base": 0.0}, "llama.rope.freq_base 0.0 is not supported"),
+        ({"llama__rope__freq_base": -1.0}, "llama.rope.freq_base -1.0 is not supported"),
+        ({"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base nan is not supported"),
+        ({"llama__rope__scaling__factor": "4"}, "llama.rope.scaling.factor '4' is not supported"),
+        ({"llama__rope__scaling__factor": [4]}, r"llama.rope.scaling.factor \[4\] is not supp"),
+        ({"llama__rope__scaling__factor": True}, "llama.rope.scaling.factor True is not supp"),
+        ({"llama__attention__head_count": "4"}, "llama.attention.head_count '4' is not supported"),
+        ({"split__count": "2"}, "its metadata is malformed"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, reason):
