@@ -124,6 +124,8 @@ def described_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
     tokens = settings[entry]
     if not isinstance(tokens, dict):
         raise ValueError(f"{entry} is {tokens!r}; it must be an object")
+    if not all(token_id.isdecimal() for token_id in map(str, tokens)):
+        raise ValueError(f"{entry} has the ids {list(tokens)}; they must be integers")
     for token_id in sorted(tokens, key=int):
         yield _added_token(f"{entry}, {token_id}", tokens[token_id])
 

@@ -95,7 +95,11 @@ def _from_settings(settings: Mapping[str, Any], origin: str) -> dict[str, Templa
     entry = settings.get("chat_template")
     if entry is None:
         return {}
-    named = {_DEFAULT: entry} if isinstance(entry, str) else _named(entry)
+    try:
+        named = {_DEFAULT: entry} if isinstance(entry, str) else _named(entry)
+    except (LookupError, TypeError):
+        reason = f"chat_template is {entry!r}; it must be a text, or texts with names"
+        raise ValueError(reason) from None
     return {
         name: TemplateText(_text(text), f"{origin}, chat_template {name!r}")
         for name, text in named.items()

@@ -197,7 +197,7 @@ def test_a_file_that_asks_for_a_space_is_overruled_by_the_class(tmp_path):
         ({"additional_special_tokens": [None]}, "additional_special_tokens is None"),
         ({"added_tokens_decoder": []}, r"added_tokens_decoder is \[\]; it must be an object"),
         ({"added_tokens_decoder": {"3": None}}, "added_tokens_decoder, 3 is None"),
-        ({"added_tokens_decoder": {"x": "<x1>"}}, "invalid literal"),
+        ({"added_tokens_decoder": {"x": "<x1>"}}, r"added_tokens_decoder has the ids \['x'\]"),
     ],
 )
 def test_a_malformed_entry_is_named(tmp_path, changes, reason):
