@@ -16,12 +16,12 @@ from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
 from baton.named_models import NAMED_MODELS
 from baton.tokenizer_files import (
+    eos_token_id,
     load_tokenizer,
-    read_json,
-    read_settings,
     resolve_folder,
     vocabulary_digest,
 )
+from baton.tokenizer_settings import read_json, read_settings
 
 __all__ = [
     "CheckpointFolder",
@@ -68,6 +68,11 @@ class ModelFiles(Protocol):
             ConfigurationError: it is missing, broken or of an unsupported kind.
         """
 
+    def eos_token_id(self) -> int | None:
+        """Returns the id of the tokenizer's own end-of-sequence token; None if it names none, or
+        cannot be read.
+        """
+
     def tokenizer_digest(self) -> str:
         """Returns a digest of the tokenizer's vocabulary; empty if there is none to compare, as
         of a GGUF file, which may fill its vocabulary up.
@@ -99,6 +104,10 @@ class CheckpointFolder(ModelFiles):
     @override
     def load_tokenizer(self) -> tokenizers.Tokenizer:
         return load_tokenizer(self.path)
+
+    @override
+    def eos_token_id(self) -> int | None:
+        return eos_token_id(self.path)
 
     @override
     def tokenizer_digest(self) -> str:

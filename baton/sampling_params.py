@@ -370,7 +370,8 @@ def over_defaults(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sam
     Args:
         stated: values by field.
         defaults: those of the served model. A beam search takes only `max_tokens` from it:
-            the others are for drawing tokens, and a beam search refuses some of them.
+            the others are for drawing tokens, and a beam search refuses some of them. A default
+            of `max_tokens` is no less than a `min_tokens` that is stated.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -378,6 +379,9 @@ def over_defaults(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sam
     """
     if stated.get("beam_width") is not None:
         defaults = {name: defaults[name] for name in defaults.keys() & {"max_tokens"}}
+    least = stated.get("min_tokens")
+    if "max_tokens" in defaults and isinstance(least, int):
+        defaults = {**defaults, "max_tokens": max(defaults["max_tokens"], least)}
     return SamplingParams(**{**defaults, **stated})
 
 

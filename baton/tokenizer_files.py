@@ -8,7 +8,6 @@ GPT-2 or OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,25 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
 from baton.hub_names import split_revision
+from baton.tokenizer_settings import (
+    described_tokens,
+    extra_tokens,
+    named_tokens,
+    read_json,
+    read_settings,
+    token_text,
+)
+from baton.tokenizer_steps import set_byte_level_prefix, set_word_start, step_types
 
 __all__ = [
-    "SPECIAL_TOKEN_ROLES",
+    "eos_token_id",
     "load_tokenizer",
-    "read_json",
-    "read_settings",
     "resolve_folder",
     "vocabulary_digest",
 ]
 
 _FILES = (
+    "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -39,12 +46,9 @@ _FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Tokens named by role (`bos_token`) are special, even if their description says otherwise."""
-_EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _DIGEST_CHARS = 32
-_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_GPT2_END_OF_TEXT = "<|endoftext|>"
+_UNREADABLE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)
+_GPT2, _LLAMA, _QWEN2 = "GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer"
 
 
 def resolve_folder(path_or_name: str | Path) -> Path:
@@ -85,7 +89,10 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         if (folder / "tokenizer.json").is_file():
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            _add_tokens(backend, read_settings(folder))
+            settings = read_settings(folder)
+            _add_tokens(backend, settings)
+            _apply_prefix_space(backend, settings)
+            backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
             return backend
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return _load_gpt2(folder)
@@ -94,6 +101,24 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # `tokenizers` raises plain Exception for broken files
         raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
     raise ConfigurationError(_missing_files_message(folder))
+
+
+def eos_token_id(folder: Path) -> int | None:
+    """Returns the id of the end-of-sequence token that a checkpoint folder's tokenizer names.
+
+    Returns:
+        The id; None if the folder has no tokenizer that can be read, or it names no such token.
+    """
+    try:
+        token = read_settings(folder).get("eos_token")
+        if not token:
+            return None
+        vocabulary = _read_vocabulary(folder, with_added_tokens=True)
+        known = vocabulary.get(token_text(token))
+        # A token that no file has an id for gets one when the tokenizer is built, which is slow.
+        return load_tokenizer(folder).token_to_id(token_text(token)) if known is None else known
+    except (ConfigurationError, *_UNREADABLE):
+        return None  # a model is served to clients that send token ids without its tokenizer
 
 
 def vocabulary_digest(folder: Path) -> str:
@@ -107,7 +132,7 @@ def vocabulary_digest(folder: Path) -> str:
     """
     try:
         vocabulary = _read_vocabulary(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except _UNREADABLE:
         return ""  # `load_tokenizer` says what is wrong, where a tokenizer is needed
     if not vocabulary:
         return ""
@@ -115,14 +140,18 @@ def vocabulary_digest(folder: Path) -> str:
     return hashlib.sha256(by_id.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
-def _read_vocabulary(folder: Path) -> dict[str, int]:
-    """The vocabulary that `load_tokenizer` loads, without added tokens; empty if there is none."""
-    if (folder / "tokenizer.json").is_file():
-        vocabulary = read_json(folder / "tokenizer.json")["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of texts with their scores
-            return {text: i for i, (text, _) in enumerate(vocabulary)}
-        return dict(vocabulary)
-    return read_json(folder / "vocab.json") if (folder / "merges.txt").is_file() else {}
+def _read_vocabulary(folder: Path, *, with_added_tokens: bool = False) -> dict[str, int]:
+    """The vocabulary that `load_tokenizer` loads, by default without the added tokens; empty if
+    there is none.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return read_json(folder / "vocab.json") if (folder / "merges.txt").is_file() else {}
+    content = read_json(folder / "tokenizer.json")
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of texts with their scores
+        vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
+    added = content["added_tokens"] if with_added_tokens else []
+    return {**vocabulary, **{token["content"]: token["id"] for token in added}}
 
 
 def _missing_files_message(folder: Path) -> str:
@@ -137,12 +166,10 @@ def _missing_files_message(folder: Path) -> str:
 
 def _load_gpt2(folder: Path) -> tokenizers.Tokenizer:
     """Byte-level BPE from `vocab.json` and `merges.txt`."""
-    settings = {f"{name}_token": _GPT2_END_OF_TEXT for name in ("bos", "eos", "unk")}
-    settings |= read_settings(folder)
-    tokenizer_class = settings.get("tokenizer_class", _GPT2_CLASSES[0])
-    if tokenizer_class not in _GPT2_CLASSES:
+    settings = read_settings(folder)
+    if settings["tokenizer_class"] != _GPT2:
         raise ConfigurationError(
-            f"{folder} has no tokenizer.json, and {tokenizer_class} cannot be built "
+            f"{folder} has no tokenizer.json, and {settings['tokenizer_class']} cannot be built "
             "from vocab.json and merges.txt"
         )
     model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -153,82 +180,62 @@ def _load_gpt2(folder: Path) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     _add_tokens(backend, settings)
     backend.post_processor = _bos_eos_template(backend, settings)
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return backend
+
+
+def _apply_prefix_space(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Makes texts begin with a space where tokenizer_config.json and the class say so.
+
+    The class decides in `transformers` 5, which also replaces the other steps of tokenizer.json by
+    its own; these stay, since they are those that the model was trained with.
+    """
+    name, stated = settings["tokenizer_class"], settings.get("add_prefix_space")
+    if "ByteLevel" in step_types(backend.pre_tokenizer, backend.decoder):
+        if name in (_GPT2, _QWEN2):
+            set_byte_level_prefix(backend, bool(stated))
+    elif name == _LLAMA and isinstance(backend.model, models.BPE):
+        has_prefix = stated is None or bool(stated)
+        scheme = ("always" if settings.get("legacy") else "first") if has_prefix else "never"
+        set_word_start(backend, scheme)
 
 
 def _bos_eos_template(
     backend: tokenizers.Tokenizer, settings: dict[str, Any]
 ) -> processors.TemplateProcessing:
     """Adds BOS and EOS where `add_bos_token` and `add_eos_token` say so."""
-    bos = [_content(settings["bos_token"])] if settings.get("add_bos_token") else []
-    eos = [_content(settings["eos_token"])] if settings.get("add_eos_token") else []
+    bos, eos = (
+        [token_text(token)] if (token := settings.get(f"{role}_token")) and is_added else []
+        for role, is_added in (
+            ("bos", settings.get("add_bos_token")),
+            ("eos", settings.get("add_eos_token")),
+        )
+    )
     return processors.TemplateProcessing(
         single=[*bos, "$A", *eos],
         special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
     )
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Returns `tokenizer_config.json`, completed by the older files that it replaces.
-
-    Raises:
-        TypeError, ValueError: a file is not a JSON object.
-    """
-    settings = read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in settings:
-        settings |= read_json(folder / "special_tokens_map.json")
-        added = read_json(folder / "added_tokens.json")
-        settings["added_tokens_decoder"] = {i: {"content": text} for text, i in added.items()}
-    return settings
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if there is no such file.
-
-    Raises:
-        OSError: the file cannot be read.
-        TypeError: it does not have an object.
-        ValueError: it is not JSON.
-    """
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise TypeError(f"{path} does not contain a JSON object")
-    return content
-
-
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Adds the tokens of `settings` that `backend` lacks or does not know as special."""
+    """Adds the tokens of `settings` that `backend` lacks or has with other flags."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    missing: dict[str, AddedToken] = {}
-    for token in _described_tokens(settings):
-        before = missing.get(token.content) or known.get(token.content)
-        if before is None or (token.special and not before.special):
-            missing[token.content] = token
-    backend.add_tokens(list(missing.values()))
+    tokens = {token.content: token for token in described_tokens(settings)}
+    for token in named_tokens(settings):
+        before = tokens.get(token.content) or known.get(token.content)
+        tokens[token.content] = token if before is None else _as_special(before)
+    for token in extra_tokens(settings):
+        if token.content not in known:
+            tokens.setdefault(token.content, token)
+    backend.add_tokens(
+        [token for text, token in tokens.items() if not _is_same(token, known.get(text))]
+    )
 
 
-def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:
-    """Yields added tokens in the order of their ids, then those that are named by role."""
-    by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
-    for _, token in sorted(by_id.items()):
-        yield _as_added_token(token)
-    named = [settings.get(f"{role}_token") for role in SPECIAL_TOKEN_ROLES]
-    for name in _EXTRA_TOKENS:
-        extra = settings.get(name) or []
-        named.extend(extra.values() if isinstance(extra, dict) else extra)
-    for token in filter(None, named):
-        yield _as_added_token(token, special=True)
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(**token.__getstate__() | {"special": True})
 
 
-def _as_added_token(token: str | dict[str, Any], **overrides: bool) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, **overrides)
-    flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
-    return AddedToken(**(flags | overrides))
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    """The text of a token given as itself or as a description."""
-    return str(token["content"]) if isinstance(token, dict) else token
+def _is_same(token: AddedToken, other: AddedToken | None) -> bool:
+    """Whether two tokens with the same text have the same flags."""
+    return other is not None and token.__getstate__() == other.__getstate__()

@@ -105,7 +105,8 @@ async def prepare_request(
     )
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     num_prompts = max(len(message.prompts.prompts), 1)
-    params = _checked(params, len(token_ids), limits, num_prompts)
+    is_stated = message.stopping.HasField("max_tokens")
+    params = _checked(params, len(token_ids), limits, num_prompts, is_stated)
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
         check_token_ids("bad_words", bad_word, limits.vocab_size)
@@ -145,11 +146,17 @@ def _reasoning(
 
 
 def _checked(
-    params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits, num_prompts: int
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    limits: RequestLimits,
+    num_prompts: int,
+    is_stated: bool,
 ) -> SamplingParams:
-    """Returns the parameters that fit the model and the response; refuses others."""
+    """Returns the parameters that fit the model and the response; refuses others. `is_stated` says
+    whether the client states `max_tokens`.
+    """
     check_vocabulary(params, limits.vocab_size)
-    params = returnable_params(params, num_prompt_tokens, num_prompts)
+    params = returnable_params(params, num_prompt_tokens, num_prompts, is_stated=is_stated)
     params = fitting_params(params, num_prompt_tokens, limits)
     check_candidates(params, limits)
     check_logprobs(params, num_prompt_tokens, num_prompts)

@@ -10,6 +10,7 @@ import tokenizers
 from baton.errors import InvalidArgumentError
 from baton.json_text import utf8_of
 from baton.model_files import open_model_files
+from baton.token_texts import without_marks
 
 __all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
 
@@ -36,14 +37,17 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.longest_token_chars: int = max(
-            map(len, backend.get_vocab(with_added_tokens=True)), default=0
-        )
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.longest_token_chars: int = max(map(len, vocabulary), default=0)
         added = backend.get_added_tokens_decoder()
-        self.added_tokens = {i: token.content for i, token in added.items()}
+        self.added_tokens = {i: without_marks(token.content) for i, token in added.items()}
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        byte_ids = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
-        self.byte_token_ids = {i: byte for i, byte in byte_ids if i is not None}
+        bytes_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        self.byte_token_ids = {
+            i: bytes_of[without_marks(text)]
+            for text, i in vocabulary.items()
+            if text.startswith("<0x") and without_marks(text) in bytes_of
+        }
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> "Tokenizer":
@@ -140,9 +144,9 @@ class Tokenizer:
         """Whether `decode` writes anything for this id; unknown ids have no text."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
-        return bool(self._backend.id_to_token(token_id))
+        return bool(self.token(token_id))
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it; None for an unknown id."""
         token: str | None = self._backend.id_to_token(token_id)
-        return token
+        return token and without_marks(token)

@@ -184,23 +184,24 @@ def fitting_params(
 
 
 def returnable_params(
-    params: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1
+    params: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1, *, is_stated: bool = True
 ) -> SamplingParams:
-    """Returns the parameters, whose `max_tokens`, if it asks for as many tokens as fit, is what
-    one response can hold. A smaller number that is stated is checked instead.
+    """Returns the parameters, whose `max_tokens` is at most what one response can hold, if it asks
+    for as many tokens as fit or is a default. A smaller number that is stated is checked instead.
 
     Args:
         params: the client's.
         num_prompt_tokens: tokens of the prompt.
         num_prompts: prompts of the message, which share its log-probabilities equally.
+        is_stated: whether the client states `max_tokens`.
     """
-    if params.max_tokens != AS_MANY_AS_FIT:
+    if is_stated and params.max_tokens != AS_MANY_AS_FIT:
         return params
     most = MAX_RETURNED_TOKENS if params.n > 1 else AS_MANY_AS_FIT
     if params.logprobs is not None:
         most = min(most, _most_tokens_with_logprobs(params, num_prompt_tokens, num_prompts))
     # With 0, `check_logprobs` refuses the request.
-    most = most // params.n or 1
+    most = min(most // params.n or 1, params.max_tokens)
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 

@@ -37,6 +37,15 @@ _READ_KEYS = frozenset(
         "vocab_size",
     }
 )
+# Values with which keys that are not read change nothing, besides 0 and false.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "embedding_scale": (1,),
+    "expert_weights_scale": (1,),
+    "logit_scale": (1,),
+    "residual_scale": (1,),
+    # Converters of the architectures above write their files in one order, whatever they name it.
+    "tensor_data_layout": ("reference", "Meta AI original pth"),
+}
 # From the names of GGML's types to those of the weights' types; quantized weights are computed
 # in bfloat16, whose range is that of the models' training.
 _DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
@@ -53,6 +62,7 @@ _END_OF_TURN = (
 )
 _CONTROL = 3
 _MAX_LAYERS = 1024  # a malformed file may state billions, for each of which modules are made
+_MAX_INTEGER = 2**31 - 1
 # From `general.sampling.*` to the names of generation_config.json.
 _SAMPLING = {
     "temp": "temperature",
@@ -141,12 +151,20 @@ class _Values:
         Raises:
             ConfigurationError: it is missing and has no default, or is something else.
         """
-        value = self._header.metadata.get(self._prefix + key, default)
+        value = self._scalar(key, default)
         if value is None:
             raise self._header.refuse(f"it has no {self._prefix}{key}")
-        if type(value) is not int or value < 1:  # a list has a value per layer
+        if type(value) is not int or not 0 < value <= _MAX_INTEGER:
             raise self.unsupported(key)
         return value
+
+    def _scalar(self, key: str, default: int | None = None) -> Any:
+        """Returns a value; that of all layers if the key has an equal one for each layer."""
+        value = self._header.metadata.get(self._prefix + key, default)
+        if not isinstance(value, list) or key == "block_count":
+            return value
+        is_per_layer = len(value) == self._scalar("block_count")
+        return value[0] if is_per_layer and value.count(value[0]) == len(value) else value
 
     def number(self, key: str) -> float:
         """Returns a positive, finite number.
@@ -165,15 +183,22 @@ class _Values:
         """Refuses keys that this module does not know; they change what the model computes.
 
         Raises:
-            ConfigurationError: a key is unknown and not 0 or false.
+            ConfigurationError: a key is unknown, and its value changes something.
         """
         for key, value in self._header.metadata.items():
             name = key.removeprefix(self._prefix)
             is_known = name in _READ_KEYS or name.startswith("rope.scal")
-            if name != key and value and not is_known:
+            if name != key and not is_known and not self._is_neutral(name, value):
                 raise self.unsupported(name)
         if not self._header.metadata.get(f"{self._prefix}attention.causal", True):
             raise self.unsupported("attention.causal")
+
+    def _is_neutral(self, key: str, value: Any) -> bool:
+        """Whether the model computes the same with and without a key that is not read."""
+        if key == "attention.sliding_window":  # no query sees fewer tokens than there are
+            window = self._scalar(key)
+            return type(window) is int and (window == 0 or window >= self.integer("context_length"))
+        return not value or value in _NEUTRAL.get(key, ())
 
 
 def _architecture(header: GgufHeader) -> str:

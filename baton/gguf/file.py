@@ -73,6 +73,10 @@ class GgufFile:
         """
         return self._read(build_tokenizer)
 
+    def eos_token_id(self) -> int | None:
+        """Returns the id of the tokenizer's end-of-sequence token; None if it has none."""
+        return self.header.token_id("eos")
+
     def tokenizer_digest(self) -> str:
         """Returns nothing: the vocabulary may differ from its checkpoint folder's in padding."""
         return ""

@@ -86,7 +86,7 @@ class GgufHeader:
         default = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
         found = self.metadata.get(f"tokenizer.ggml.{role}_token_id", default)
         num_tokens = len(self.metadata.get("tokenizer.ggml.tokens", ()))
-        return found if isinstance(found, int) and 0 <= found < num_tokens else None
+        return found if type(found) is int and 0 <= found < num_tokens else None
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -158,9 +158,14 @@ def _letter_of(type_id: int) -> str:
 
 def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     version = cursor.number("I")
-    if version not in _VERSIONS:  # a big-endian file's version is read as a large number
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
         raise ConfigurationError(
-            f"{path} has version {version} of GGUF; little-endian files of the versions "
+            f"{path} is a big-endian GGUF file; little-endian ones are supported: convert it in "
+            f"place with gguf-convert-endian {path} little"
+        )
+    if version not in _VERSIONS:
+        raise ConfigurationError(
+            f"{path} has version {version} of GGUF; the versions "
             f"{', '.join(map(str, _VERSIONS))} are supported"
         )
     num_tensors, num_keys = cursor.unpack("QQ")

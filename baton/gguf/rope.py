@@ -13,6 +13,23 @@ FREQUENCY_FACTORS = "rope_freqs.weight"
 
 _DEFAULT_THETA = 10000.0
 _KINDS = ("none", "linear", "yarn")
+# From the keys of yarn's scaling to config.json's names.
+_YARN_NAMES = {
+    "scaling.factor": "factor",
+    "scaling.original_context_length": "original_max_position_embeddings",
+    "scaling.yarn_beta_fast": "beta_fast",
+    "scaling.yarn_beta_slow": "beta_slow",
+}
+_NUMBERS = frozenset(_YARN_NAMES)
+_SCALING_KEYS = frozenset({"scaling.type", "scaling.finetuned", *_YARN_NAMES})
+# Values with which other keys change nothing; 0 is one of all of them.
+_NEUTRAL = {
+    "scale_linear": (1,),
+    "scaling.attn_factor": (1,),
+    "scaling.yarn_attn_factor": (1,),
+}
+# By kind; -1 stands for the kind's own value.
+_NEUTRAL_EXT_FACTORS = {"none": (-1, 1), "linear": (-1,), "yarn": (-1, 1)}
 # Llama 3's scaling in all published models; only its factor differs.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -40,15 +57,11 @@ def rope_parameters(header: GgufHeader, architecture: str, head_dim: int) -> dic
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
+    for key, value in stated.items():
+        if key == "freq_base" or (key in _NUMBERS and value):  # 0 is no statement of the others
+            _check_number(header, prefix + key, value)
     theta = float(stated.get("freq_base", _DEFAULT_THETA))
-    kind = stated.get("scaling.type", "none")
-    used = {"scaling.type", "scaling.finetuned"}
-    if kind in ("linear", "yarn"):
-        used |= {"scaling.factor", "scaling.original_context_length"}
-    others = {key for key, value in stated.items() if key.startswith("scal") and value} - used
-    if kind not in _KINDS or others:
-        key = min(others) if kind in _KINDS else "scaling.type"
-        raise header.refuse(f"{prefix}{key} {stated[key]!r} is not supported")
+    kind = _scaling_kind(header, prefix, stated)
     if FREQUENCY_FACTORS in header.tensors:
         return {"rope_theta": theta, **_llama3_parameters(header, kind, theta, head_dim)}
     if kind == "none":
@@ -56,14 +69,43 @@ def rope_parameters(header: GgufHeader, architecture: str, head_dim: int) -> dic
     return {"rope_theta": theta, "rope_type": kind, **_scaling(header, prefix, kind, stated)}
 
 
+def _scaling_kind(header: GgufHeader, prefix: str, stated: dict[str, Any]) -> str:
+    """Returns the kind of scaling; "none" too for one that changes nothing.
+
+    A file without the type scales linearly, by 1 if it has no factor. With the type "none" its
+    factor does not count. Both are llama.cpp's rules.
+    """
+    kind = stated.get("scaling.type", "linear")
+    if kind not in _KINDS:
+        raise header.refuse(f"{prefix}scaling.type {kind!r} is not supported")
+    neutral = {**_NEUTRAL, "scaling.yarn_ext_factor": _NEUTRAL_EXT_FACTORS[kind]}
+    for key, value in sorted(stated.items()):
+        is_known = key in _SCALING_KEYS or not key.startswith("scal")
+        if not is_known and value and value not in neutral.get(key, ()):
+            raise header.refuse(f"{prefix}{key} {value!r} is not supported")
+    has_factor = "scaling.type" in stated or stated.get("scaling.factor")
+    is_neutral = stated.get("scaling.factor") == 1 or not has_factor
+    return "none" if is_neutral else kind
+
+
+def _check_number(header: GgufHeader, key: str, value: Any) -> None:
+    """Refuses what is not a positive, finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise header.refuse(f"{key} {value!r} is not supported")
+
+
 def _scaling(header: GgufHeader, prefix: str, kind: str, stated: dict[str, Any]) -> dict[str, Any]:
-    names = {"scaling.factor": "factor"}
-    if kind == "yarn":
-        names["scaling.original_context_length"] = "original_max_position_embeddings"
-    for key in names:
-        if not stated.get(key):
-            raise header.refuse(f"it has no {prefix}{key}, which the scaling {kind} needs")
-    return {name: stated[key] for key, name in names.items()}
+    """Returns the parameters of a linear or yarn scaling."""
+    if not stated.get("scaling.factor"):
+        raise header.refuse(f"it has no {prefix}scaling.factor, which the scaling {kind} needs")
+    if kind == "linear":
+        return {"factor": stated["scaling.factor"]}
+    if not stated.get("scaling.original_context_length"):
+        raise header.refuse(
+            f"it has no {prefix}scaling.original_context_length, which the scaling {kind} needs"
+        )
+    return {name: stated[key] for key, name in _YARN_NAMES.items() if stated.get(key)}
 
 
 def _llama3_parameters(

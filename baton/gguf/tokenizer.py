@@ -6,13 +6,13 @@ token's score is its priority, a space is written as U+2581, and characters with
 encoded as bytes.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton.gguf.header import GgufHeader
+from baton.token_texts import DUPLICATE_MARK, mark_duplicates
 
 __all__ = ["build_tokenizer", "tokenizer_config_json"]
 
@@ -65,14 +65,23 @@ def build_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
         raise header.refuse(f"{_KEYS}token_type has {len(types)} entries for {len(tokens)} tokens")
     kind = header.metadata.get(f"{_KEYS}model")
     num_used = _num_used(tokens, types)
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens[:num_used])}
+    added = _added_ids(header, types, num_used)
+    texts = mark_duplicates(tokens[:num_used], added)
+    vocabulary = {text: token_id for token_id, text in enumerate(texts)}
     if kind == "gpt2":
         backend = _byte_level_bpe(header, vocabulary)
     elif kind == "llama":
         backend = _sentencepiece_bpe(header, vocabulary)
     else:
         raise header.refuse(f"{_KEYS}model {kind!r} is not supported; supported are gpt2, llama")
-    backend.add_tokens(list(_added_tokens(header, tokens[:num_used], types)))
+    if texts != tokens[:num_used]:
+        backend.decoder = decoders.Sequence([decoders.Replace(DUPLICATE_MARK, ""), backend.decoder])
+    backend.add_tokens(
+        [
+            AddedToken(texts[token_id], special=is_special, normalized=False)
+            for token_id, is_special in added.items()
+        ]
+    )
     backend.post_processor = _post_processor(header, tokens, kind)
     return backend
 
@@ -219,15 +228,17 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in found]
 
 
-def _added_tokens(header: GgufHeader, tokens: list[str], types: list[int]) -> Iterator[AddedToken]:
-    """Yields the tokens that are found in a text before it is split; special ones are hidden."""
+def _added_ids(header: GgufHeader, types: list[int], num_used: int) -> dict[int, bool]:
+    """Returns the tokens that are found in a text before it is split, and whether they are
+    special, which hides them from texts.
+    """
     named = {header.token_id(role) for role in ("bos", "eos")}
-    for token_id, token in enumerate(tokens):
-        kind = types[token_id] if types else 1
-        if kind in (_CONTROL, _UNKNOWN) or token_id in named:
-            yield AddedToken(token, special=True, normalized=False)
-        elif kind == _USER_DEFINED:
-            yield AddedToken(token, special=False, normalized=False)
+    kinds = types[:num_used] or [1] * num_used
+    return {
+        token_id: kind != _USER_DEFINED or token_id in named
+        for token_id, kind in enumerate(kinds)
+        if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or token_id in named
+    }
 
 
 def _post_processor(

@@ -16,8 +16,9 @@ from os.path import commonprefix
 
 import tokenizers
 
+from baton.tokenizer_steps import step_types
 from engine.constraints.matcher import Matcher
-from engine.constraints.vocabulary import Vocabulary, decoder_kinds
+from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["Retokenizer"]
 
@@ -123,7 +124,7 @@ def _encoder_of(backend: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
     Tokenizers with Metaspace write a space before each text that they encode, so their BPE
     model is called alone.
     """
-    if "ByteLevel" in decoder_kinds(backend):
+    if "ByteLevel" in step_types(backend.decoder):
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
     return lambda text: [token.id for token in backend.model.tokenize(text.replace(" ", "\u2581"))]
 

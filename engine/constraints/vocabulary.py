@@ -14,8 +14,10 @@ import numpy.typing as npt
 import tokenizers
 
 from baton.errors import ConfigurationError
+from baton.token_texts import without_marks
+from baton.tokenizer_steps import step_types
 
-__all__ = ["Mask", "Vocabulary", "bits_of", "decoder_kinds"]
+__all__ = ["Mask", "Vocabulary", "bits_of"]
 
 Mask = npt.NDArray[np.int32]
 """One row of a table of masks: bit i % 32 of word i // 32 says whether token i may come next."""
@@ -65,7 +67,7 @@ class Vocabulary:
         tokens = [b""] * vocab_size
         for text, token_id in backend.get_vocab(with_added_tokens=False).items():
             if token_id < vocab_size and token_id not in added:
-                tokens[token_id] = to_bytes(text)
+                tokens[token_id] = to_bytes(without_marks(text))
         special = {}
         for token_id, token in added.items():
             if token_id >= vocab_size:
@@ -73,7 +75,7 @@ class Vocabulary:
             if token.special or token_id in eos:
                 special[token_id] = token.content
             else:
-                tokens[token_id] = token.content.encode()
+                tokens[token_id] = without_marks(token.content).encode()
         for token_id in eos:
             tokens[token_id] = b""
         return cls(tuple(tokens), special, eos)
@@ -141,7 +143,7 @@ def bits_of(token_ids: Iterable[int]) -> tuple[npt.NDArray[np.intp], Mask]:
 
 def _bytes_of_token(backend: tokenizers.Tokenizer) -> Any:
     """Returns the function from a token's text in the vocabulary to its bytes."""
-    kinds = decoder_kinds(backend)
+    kinds = step_types(backend.decoder)
     if "ByteLevel" in kinds:
         table = _byte_level_table()
 
@@ -155,14 +157,6 @@ def _bytes_of_token(backend: tokenizers.Tokenizer) -> Any:
         f"structured outputs support byte-level and byte-fallback tokenizers; this one decodes "
         f"with {', '.join(sorted(kinds)) or 'nothing'}"
     )
-
-
-def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """Returns the types of a tokenizer's decoders."""
-    if backend.decoder is None:
-        return set()
-    decoder = json.loads(backend.decoder.__getstate__())
-    return {part["type"] for part in decoder.get("decoders", [decoder])}
 
 
 def _byte_level_table() -> dict[str, bytes]:

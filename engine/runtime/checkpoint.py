@@ -19,7 +19,6 @@ from baton.model_files import CheckpointFolder, ModelFiles, local_model
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
 
 _CONFIG = "config.json"
-_GENERATION_CONFIG = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HUB_WEIGHTS = "*.safetensors"
@@ -53,22 +52,13 @@ class Checkpoint:
         architectures = self.config.get("architectures")
         return architectures[0] if isinstance(architectures, list) and architectures else None
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end a generation: generation_config.json's, else config.json's.
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Returns the object in one of its JSON files; empty if there is no such file.
 
         Raises:
-            ConfigurationError: generation_config.json is not JSON, or an id is not an integer.
+            ConfigurationError: the file cannot be read, or is not a JSON object; names it.
         """
-        eos = _read_json(self.files, _GENERATION_CONFIG).get("eos_token_id")
-        if eos is None:
-            eos = self.config.get("eos_token_id")
-        ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        if not all(isinstance(token_id, int) for token_id in ids):
-            raise ConfigurationError(
-                f"{self.files.path}: eos_token_id is {eos!r}; "
-                "it must be an integer or a list of them"
-            )
-        return ids
+        return _read_json(self.files, name)
 
     def fingerprint(self) -> bytes:
         """Returns a digest of config.json and of every weight file's name and bytes.
@@ -179,7 +169,7 @@ def _read_json(files: ModelFiles, name: str) -> dict[str, Any]:
         return files.read_json(name)
     except TypeError as error:
         raise ConfigurationError(f"{files.locate(name)} does not contain a JSON object") from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         reason = f"{files.locate(name)} is not readable JSON: {one_line(error)}"
         raise ConfigurationError(reason) from error
 

@@ -34,6 +34,7 @@ from engine.models.linear import PackedModule, TensorPart, WeightTarget
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, open_checkpoint
+from engine.runtime.eos_tokens import read_eos_token_ids
 from engine.runtime.shared_weights import share_weights
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
@@ -151,7 +152,7 @@ def load_model(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids(),
+        eos_token_ids=read_eos_token_ids(checkpoint, model.config.vocab_size),
         fingerprint=fingerprint,
         sliding_windows=model.config.sliding_windows,
         num_kv_heads=model.config.num_kv_heads,

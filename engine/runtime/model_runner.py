@@ -62,6 +62,7 @@ from kvstore.mover.pool_objects import view_blocks
 
 __all__ = ["ModelRunner"]
 
+_MAX_MODEL_LEN = 2**26  # block tables have room for it; config.json may state any integer
 _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 32
 _TIMED_BLOCKS = 8
@@ -483,6 +484,11 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
     if max_model_len > loaded.max_model_len:
         raise ConfigurationError(
             f"--max-model-len is {max_model_len}; the model takes at most {loaded.max_model_len}"
+        )
+    if max_model_len > _MAX_MODEL_LEN:
+        raise ConfigurationError(
+            f"the model takes {max_model_len} tokens, more than can be served; "
+            f"set --max-model-len to at most {_MAX_MODEL_LEN}"
         )
     return ModelInfo(
         max_model_len=max_model_len,

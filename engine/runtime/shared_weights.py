@@ -207,7 +207,7 @@ def _new_pages(draft: Path, num_bytes: int) -> mmap.mmap:
 
 
 def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _use(slots: Sequence[_Slot], pages: mmap.mmap) -> None:

@@ -155,7 +155,7 @@ def _open_files(folder: Path) -> tuple[int, int]:
 
 
 def _open(path: Path, opened: ExitStack) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     opened.callback(os.close, file)
     return file
 

@@ -86,7 +86,7 @@ class PeerAddress:
 
     @property
     def peer_id(self) -> str:
-        """The id of the process among a transport's peers."""
+        """The id of the process, with which the names of links to it begin."""
         return self.generation.hex()
 
     def to_params(self, transport: str) -> bytes:

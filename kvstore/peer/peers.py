@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -28,6 +29,8 @@ _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNAUTHENTICATED,
 )
+
+_link_numbers = count(1)
 
 _Result = TypeVar("_Result")
 
@@ -58,6 +61,8 @@ class Peer:
         security: what this process shows, and asks of the other.
 
     Attributes:
+        link_id: the transport's name for the process, of this object alone: the same process may be
+            opened anew while its earlier object is being closed.
         stub: its service. Calls go through `ask` or `ask_anyway`, each with a timeout.
         read_blocks: its ReadBlocks, whose messages stay bytes.
         breaker: keeps this process from calling while the peer does not answer.
@@ -71,6 +76,7 @@ class Peer:
 
     def __init__(self, address: PeerAddress, security: ClusterSecurity) -> None:
         self.address = address
+        self.link_id = f"{address.peer_id}-{next(_link_numbers)}"
         self.certificates_version = security.certificates_version
         self._channel = _open_channel(address.endpoint, security)
         self.stub = kv_peer_pb2_grpc.KvPeerServiceStub(self._channel)
@@ -269,4 +275,4 @@ class Peers:
     def _end(self, peer: Peer) -> None:
         peer.close()
         if self._transport is not None:
-            self._transport.remove_peer(peer.address.peer_id)
+            self._transport.remove_peer(peer.link_id)

@@ -133,7 +133,7 @@ class PullPlane(DataPlane):
         if described.generation != peer.address.generation:
             raise GenerationGoneError(f"{peer.address.endpoint}: another process answers")
         try:
-            self._transport.add_peer(peer.address.peer_id, described.metadata, timeout_s)
+            self._transport.add_peer(peer.link_id, described.metadata, timeout_s)
         except UnreadablePeerError as error:
             self._note_unreadable(peer, error)
         except TransferError as error:
@@ -165,7 +165,7 @@ class PullPlane(DataPlane):
         places = locations.select(range(num_blocks))
         targets = places.ranges.parts_of(_payload_ranges(slots[:num_blocks]))
         try:
-            self._transport.read(peer.address.peer_id, places.ranges.table, targets, timeout_s)
+            self._transport.read(peer.link_id, places.ranges.table, targets, timeout_s)
         except TransferError as error:
             raise self._give_up(peer, error) from error
         return _write_headers(places.headers, slots)

@@ -74,8 +74,8 @@ def make_ranges(
 class PeerTransport(ABC):
     """Reads peers' memory for one process. Any thread may call any method.
 
-    Transfers with one peer do not wait for those with another. A peer's id names a *generation*
-    of a process: a process that restarted is another peer.
+    Transfers with one peer do not wait for those with another. A process that restarted is another
+    peer, and so is one that was opened anew.
     """
 
     name: ClassVar[str]

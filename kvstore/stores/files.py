@@ -15,7 +15,7 @@ from kvstore.store import StoreUnavailableError
 __all__ = [
     "FileLock",
     "create_locked",
-    "is_private_or_absent",
+    "is_private",
     "os_errors_as_unavailable",
     "read_all",
     "status_of",
@@ -142,19 +142,30 @@ def status_of(path: str) -> os.stat_result | None:
         return None
 
 
-def is_private_or_absent(folder: Path, *, shares_group: bool = False) -> bool:
+def is_private(folder: Path, *, shares_group: bool = False) -> bool:
     """Whether only this user can have put anything into a folder.
 
+    The question is to be asked after the folder was made, since another user may make it before.
+    A yes stays true: nobody else can replace a folder of this user in a place such as /dev/shm.
+
     Args:
-        folder: the folder.
+        folder: the folder, which exists; the answer is no for a link to one.
         shares_group: whether members of a group of this process may have done so, too, in a folder
             that they can write to, such as a volume in Kubernetes.
+
+    Raises:
+        OSError: the folder cannot be opened for another reason than its owner or its kind.
     """
-    status = status_of(str(folder))
-    if status is None:
-        return True
-    if not stat.S_ISDIR(status.st_mode):
-        return False
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ELOOP, errno.ENOTDIR):
+            return False
+        raise
+    try:
+        status = os.fstat(fd)
+    finally:
+        os.close(fd)
     if not shares_group:
         return status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
     is_of_group = status.st_mode & stat.S_IWGRP and status.st_gid in {os.getgid(), *os.getgroups()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from baton.model_files import open_model_files
-from baton.tokenizer_files import SPECIAL_TOKEN_ROLES
+from baton.tokenizer_settings import SPECIAL_TOKEN_ROLES
 
 __all__ = ["TemplateSource", "TemplateText", "find_templates", "read_override"]
 
@@ -15,6 +15,7 @@ _FILE = "chat_template.jinja"
 _MORE_FILES = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
 _DEFAULT = "default"
+_UNREADABLE = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 _NOT_IN_PATHS = "{}\n"
 
 
@@ -55,7 +56,7 @@ def find_templates(model: str) -> TemplateSource:
         settings = files.read_settings()
         templates = _from_files(files.path) or _from_settings(settings, str(files.locate(_CONFIG)))
         return TemplateSource(templates, _special_tokens(settings))
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ConfigurationError(
             f"cannot read the chat template of {files.path}: {error}"
         ) from error
@@ -94,7 +95,11 @@ def _from_settings(settings: Mapping[str, Any], origin: str) -> dict[str, Templa
     entry = settings.get("chat_template")
     if entry is None:
         return {}
-    named = {_DEFAULT: entry} if isinstance(entry, str) else _named(entry)
+    try:
+        named = {_DEFAULT: entry} if isinstance(entry, str) else _named(entry)
+    except (LookupError, TypeError):
+        reason = f"chat_template is {entry!r}; it must be a text, or texts with names"
+        raise ValueError(reason) from None
     return {
         name: TemplateText(_text(text), f"{origin}, chat_template {name!r}")
         for name, text in named.items()

@@ -16,7 +16,7 @@ from baton.model_files import open_model_files
 from engine.runtime import checkpoint as checkpoint_module
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.loader import LoadedModel, load_model
-from tests.support.checkpoints import EOS_TOKEN_ID, tiny_checkpoint
+from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.support.tokenizer_folders import write_byte_level_folder
 
 pytestmark = pytest.mark.alone
@@ -85,22 +85,9 @@ def test_the_dtype_is_the_requested_one_or_else_the_stored_one(folder, stored, r
     assert dtypes == {getattr(torch, expected)}
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        (7, 9, (7,)),
-        ([7, 8], 9, (7, 8)),
-        ("drop", 9, (9,)),
-        ("drop", [9, 3], (9, 3)),
-        (None, None, ()),
-    ],
-)
-def test_eos_ids_come_from_the_generation_config_or_else_from_the_config(
-    folder, generation, config, expected
-):
-    change_json(folder / "generation_config.json", eos_token_id=generation)
-    change_json(folder / "config.json", eos_token_id=config)
-    assert load(folder).eos_token_ids == expected
+def test_eos_ids_come_from_the_files_and_the_tokenizer(folder):
+    change_json(folder / "generation_config.json", eos_token_id=[7, VOCAB_SIZE])
+    assert load(folder).eos_token_ids == (7, EOS_TOKEN_ID)
 
 
 def test_the_generation_config_is_optional(folder):

@@ -319,6 +319,20 @@ def test_a_folder_that_another_user_may_have_filled_is_refused(folder, inner):
         open_store(folder.as_uri())
 
 
+def test_a_folder_that_appears_just_before_it_is_made_is_refused(folder, monkeypatch):
+    make = Path.mkdir
+
+    def make_second(path, *args, **kwargs):
+        if path == folder / "objects" and not path.exists():
+            make(path)  # as another user would
+            path.chmod(0o777)
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", make_second)
+    with pytest.raises(ConfigurationError, match="objects belongs to another user, or all may"):
+        open_store(folder.as_uri())
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders to another user")
 @pytest.mark.parametrize(
     ("group", "mode", "is_used"), [(0, 0o2770, True), (0, 0o2750, False), (1, 0o770, False)]

@@ -20,6 +20,7 @@ from engine.speculation.drafts import Drafts
 from router.reasoning import encode_marks
 from tests.support.checkpoints import (
     EOS_TOKEN_ID,
+    byte_level_alphabet,
     prompt_of,
     reference_beams,
     reference_greedy,
@@ -116,6 +117,33 @@ def test_defaults_come_from_the_checkpoint_if_no_parameters_are_given(path, tmp_
         assert made.get_default_sampling_params() == SamplingParams()
     with pytest.raises(ConfigurationError, match="--generation-config is 'file'"):
         LLM(str(folder), generation_config="file", **arguments)
+
+
+def test_an_end_that_only_the_tokenizer_names_ends_a_generation(path, tmp_path):
+    """The ids of config.json are another one, and one that the model has no row for."""
+    expected = reference_greedy(path, [97, 98, 99], 12)
+    end = next(token for token in expected[2:] if token < 256 and expected.index(token) > 1)
+    place = expected.index(end)
+    folder = shutil.copytree(path, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    for name, entry in (
+        ("config.json", {"eos_token_id": [256, 128009]}),
+        ("tokenizer_config.json", {"eos_token": byte_level_alphabet()[end]}),
+    ):
+        content = json.loads((folder / name).read_text()) | entry
+        (folder / name).write_text(json.dumps(content))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(str(folder), dtype="float32", num_threads=1, max_model_len=64) as made:
+        run = partial(made.generate, [[97, 98, 99]], use_tqdm=False)
+        (ended,) = run(params)
+        (continued,) = run(replace(params, ignore_eos=True))
+        (later,) = run(replace(params, min_tokens=place + 2))
+    assert list(ended.token_ids) == expected[: place + 1]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", end)
+    assert list(continued.token_ids) == expected
+    assert continued.finish_reason == "length"
+    assert len(later.token_ids) >= place + 2
+    assert later.token_ids[place] != end
 
 
 def test_no_max_tokens_means_as_many_as_fit(llm):

@@ -207,6 +207,13 @@ def test_bad_flags_are_reported_at_start(flags, message):
         make_runner(_config(**flags))
 
 
+def test_a_length_that_no_block_table_has_room_for_needs_the_flag(monkeypatch):
+    monkeypatch.setattr("engine.runtime.model_runner._MAX_MODEL_LEN", 1000)
+    with pytest.raises(ConfigurationError, match=r"takes 2048 tokens, .* to at most 1000"):
+        make_runner(_config(max_model_len=None))
+    make_runner(_config(max_model_len=1000)).close()
+
+
 def test_only_the_profile_of_memory_has_rules_and_log_probabilities(monkeypatch):
     """They would distort the measured time of a prompt token."""
     steps, batches = runner_kinds.KINDS[current_kind()].steps, []

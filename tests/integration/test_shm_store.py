@@ -245,6 +245,21 @@ def test_a_folder_that_others_can_use_is_refused(shared_memory):
             open_store(f"shm://{name}")
 
 
+def test_a_folder_that_appears_just_before_it_is_made_is_refused(shared_memory, monkeypatch):
+    make = Path.mkdir
+
+    def make_second(path, *args, **kwargs):
+        if path == shared_memory / "baton-raced" and not path.exists():
+            make(path)  # as another user would
+            path.chmod(0o777)
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", make_second)
+    with pytest.raises(ConfigurationError, match="baton-raced is not a private folder"):
+        open_store("shm://raced?max_bytes=1M")
+    assert list((shared_memory / "baton-raced").iterdir()) == []
+
+
 def test_the_error_without_shared_memory_names_an_alternative(tmp_path, monkeypatch):
     monkeypatch.setattr(shm_store, "_SHARED_MEMORY", tmp_path / "absent")
     with pytest.raises(ConfigurationError, match="use file:///path"):

@@ -280,3 +280,10 @@ def test_a_closed_engine_does_not_wait(make, tmp_path):
 def test_an_absent_folder_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match=r"--turns-folder is .*/absent'.*No such file"):
         Turns(str(tmp_path / "absent"))
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "turn").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match=r"--turns-folder is .*cannot create lock files"):
+        Turns(str(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()

@@ -141,6 +141,12 @@ def test_broken_settings_are_refused(write, config, tmp_path):
         ChatTemplate.load(write(config))
 
 
+@pytest.mark.parametrize("entry", [5, True, ["x"], [{"name": "default"}], [None]])
+def test_a_malformed_template_entry_is_named(write, entry):
+    with pytest.raises(ConfigurationError, match=r"chat_template is .*; it must be a text, or"):
+        ChatTemplate.load(write({"chat_template": entry}))
+
+
 def test_a_file_that_is_not_utf_8_is_refused(write, tmp_path):
     model = write()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

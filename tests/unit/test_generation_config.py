@@ -5,7 +5,8 @@ import json
 import pytest
 
 from baton.demo import demo_model_path
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.sampling_params import over_defaults
 from router.generation_config import load_default_params
 
 
@@ -42,6 +43,16 @@ def test_the_fields_that_vllm_uses_are_read(write):
 def test_null_means_unset_and_zero_means_zero(write):
     model = write('{"temperature": 0, "top_k": null}')
     assert load_default_params(model, "auto") == {"temperature": 0}
+
+
+def test_a_default_length_does_not_forbid_the_least_length_that_is_stated(write):
+    defaults = load_default_params(write('{"max_new_tokens": 8}'), "auto")
+    assert over_defaults({"min_tokens": 20}, defaults).max_tokens == 20
+    assert over_defaults({"min_tokens": 5}, defaults).max_tokens == 8
+    with pytest.raises(InvalidArgumentError, match=r"min_tokens is 20; it must be in \[0, 9\]"):
+        over_defaults({"min_tokens": 20, "max_tokens": 9}, defaults)
+    with pytest.raises(InvalidArgumentError, match="min_tokens is '20'"):
+        over_defaults({"min_tokens": "20"}, defaults)
 
 
 def test_the_file_is_optional(tmp_path):

@@ -65,17 +65,43 @@ def test_the_config_has_the_names_of_config_json(tmp_path):
         ({"general__type": "adapter"}, "general.type 'adapter'"),
         ({"split__count": 3}, "split.count 3: .*merge them"),
         ({"llama__expert_count": 8}, "llama.expert_count 8"),
-        ({"llama__attention__sliding_window": 4096}, "llama.attention.sliding_window 4096"),
+        ({"llama__attention__sliding_window": 511}, "llama.attention.sliding_window 511"),
+        ({"llama__tensor_data_layout": "other"}, "llama.tensor_data_layout 'other'"),
+        ({"llama__logit_scale": 0.5}, "llama.logit_scale 0.5"),
+        ({"llama__context_length": 2**31}, "llama.context_length 2147483648 is not supported"),
+        ({"llama__context_length": True}, "llama.context_length True is not supported"),
+        ({"llama__block_count": [2, 2]}, r"llama.block_count \[2, 2\] is not supported"),
+        ({"llama__attention__head_count_kv": [2, 4]}, r"head_count_kv \[2, 4\] is not supported"),
+        ({"llama__attention__head_count_kv": [2]}, r"head_count_kv \[2\] is not supported"),
+        ({"llama__attention__head_count_kv": [True, True]}, r"head_count_kv \[True, True\]"),
+        (
+            {"llama__rope__scaling__factor": 0.5, "llama__rope__scaling__yarn_ext_factor": 1.0},
+            "ext",
+        ),
+        ({"llama__rope__scale_linear": 2.0}, "llama.rope.scale_linear 2.0"),
+        ({"llama__rope__scaling__alpha": 2.0}, "llama.rope.scaling.alpha 2.0"),
         ({"llama__attention__causal": False}, "llama.attention.causal False"),
         ({"llama__attention__value_length": 8}, "llama.attention.value_length 8"),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count 8"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type 'longrope'"),
         ({"llama__rope__scaling__type": "linear"}, "it has no llama.rope.scaling.factor"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0},
+            "it has no llama.rope.scaling.original_context_length",
+        ),
         ({"llama__rope__scaling__attn_factor": 1.5}, "llama.rope.scaling.attn_factor 1.5"),
         ({"llama__feed_forward_length": [96, 64]}, r"llama.feed_forward_length \[96, 64\]"),
         ({"llama__block_count": None}, "it has no llama.block_count"),
         ({"llama__attention__layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon 0.0"),
-        ({"llama__rope__freq_base": "high"}, "its metadata is malformed"),
+        ({"llama__rope__freq_base": "high"}, "llama.rope.freq_base 'high' is not supported"),
+        ({"llama__rope__freq_base": 0.0}, "llama.rope.freq_base 0.0 is not supported"),
+        ({"llama__rope__freq_base": -1.0}, "llama.rope.freq_base -1.0 is not supported"),
+        ({"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base nan is not supported"),
+        ({"llama__rope__scaling__factor": "4"}, "llama.rope.scaling.factor '4' is not supported"),
+        ({"llama__rope__scaling__factor": [4]}, r"llama.rope.scaling.factor \[4\] is not supp"),
+        ({"llama__rope__scaling__factor": True}, "llama.rope.scaling.factor True is not supp"),
+        ({"llama__attention__head_count": "4"}, "llama.attention.head_count '4' is not supported"),
+        ({"split__count": "2"}, "its metadata is malformed"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, reason):
@@ -84,9 +110,38 @@ def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, rea
         file.read_json("config.json")
 
 
-def test_keys_that_change_nothing_are_allowed(tmp_path):
-    file = written(tmp_path, llama__expert_count=0, llama__attention__causal=True)
-    assert file.read_json("config.json")["num_hidden_layers"] == 2
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert_count": 0, "attention__causal": True},
+        {"rope__scaling__factor": 1.0},
+        {"rope__scaling__type": "none"},
+        {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0},
+        {"rope__scaling__type": "yarn", "rope__scaling__factor": 1.0},
+        {"rope__scaling__attn_factor": 1.0, "rope__scaling__yarn_attn_factor": 1.0},
+        {"rope__scaling__yarn_ext_factor": -1.0, "rope__scale_linear": 1.0},
+        {"rope__scaling__yarn_beta_fast": 32.0, "rope__scaling__yarn_beta_slow": 1.0},
+        {"rope__scaling__original_context_length": 512, "rope__scaling__finetuned": False},
+        {"attention__sliding_window": 512},
+        {"attention__sliding_window": 2**32 - 1},
+        {"attention__head_count": [4, 4], "attention__head_count_kv": [4, 4]},
+        {"feed_forward_length": [96, 96], "attention__sliding_window": [512, 512]},
+        {"tensor_data_layout": "reference"},
+        {"tensor_data_layout": "Meta AI original pth"},
+        {"logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0},
+    ],
+)
+def test_keys_that_change_nothing_are_allowed(tmp_path, changes):
+    plain = written(tmp_path).read_json("config.json")
+    keys = {f"llama__{key}": value for key, value in changes.items()}
+    assert written(tmp_path, **keys).read_json("config.json") == plain
+
+
+def test_a_factor_without_a_type_scales_linearly(tmp_path):
+    config = written(tmp_path, llama__rope__scaling__factor=4.0).read_json("config.json")
+    expected = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    assert config["rope_parameters"] == expected
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -96,10 +151,13 @@ def test_scaled_rotary_embeddings_have_the_names_of_config_json(tmp_path, kind):
         "llama__rope__scaling__factor": 4.0,
         "llama__rope__scaling__original_context_length": 128,
         "llama__rope__scaling__finetuned": True,
+        "llama__rope__scaling__yarn_beta_fast": 16.0,
+        "llama__rope__scaling__yarn_beta_slow": 2.0,
     }
     expected = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "yarn":
         expected["original_max_position_embeddings"] = 128
+        expected |= {"beta_fast": 16.0, "beta_slow": 2.0}
     assert written(tmp_path, **keys).read_json("config.json")["rope_parameters"] == expected
 
 
@@ -124,6 +182,13 @@ def test_all_tokens_that_end_a_turn_are_end_tokens(tmp_path):
         "bos_token_id": 256,
         "eos_token_id": [257, 259, 260],
     }
+
+
+@pytest.mark.parametrize("token_id", [259, 2**32 - 1, True, 1.0, "257", [257]])
+def test_an_id_that_names_no_token_counts_as_none(tmp_path, token_id):
+    file = written(tmp_path, tokenizer__ggml__eos_token_id=token_id)
+    assert file.read_json("generation_config.json")["eos_token_id"] == []
+    assert file.eos_token_id() is None
 
 
 def test_the_router_takes_sampling_defaults_from_the_file(tmp_path):
@@ -209,7 +274,9 @@ def test_a_file_that_is_cut_off_anywhere_in_its_header_is_refused(tmp_path):
     ("start", "reason"),
     [
         (b"safetensors", "is not a GGUF file"),
-        (b"GGUF" + struct.pack(">I", 3), "has version 50331648 of GGUF; little-endian files"),
+        (b"GGUF" + struct.pack(">I", 3), "is a big-endian GGUF file; .*gguf-convert-endian"),
+        (b"GGUF" + struct.pack(">IQQ", 2, 0, 0), "is a big-endian GGUF file"),
+        (b"GGUF" + struct.pack("<I", 1), "has version 1 of GGUF; the versions 2, 3 are supported"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "not a readable GGUF file"),
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 2**40), "within its header"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "the unknown type 77"),

@@ -17,6 +17,9 @@ from tokenizers import (
 
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
+from baton.token_texts import mark_duplicates
+from engine.constraints.vocabulary import Vocabulary
+from router.tokenizer import Tokenizer
 from tests.support.gguf_files import (
     BYTE,
     BYTE_TOKENIZER,
@@ -248,3 +251,83 @@ def test_some_rules_take_a_word_that_no_merge_builds(tmp_path, rule, tokens):
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], NORMAL]
     tokenizer = loaded(tmp_path, metadata).load_tokenizer()
     assert tokenizer.encode("xyz", add_special_tokens=False).tokens == tokens
+
+
+# Vocabularies that have a text twice.
+
+
+def with_tokens(metadata, *added):
+    """The keys of a tokenizer with further tokens, given as (text, type)."""
+    changed = dict(metadata)
+    for key, values in (
+        ("tokens", [text for text, _ in added]),
+        ("token_type", [t for _, t in added]),
+    ):
+        changed[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], *values]
+    if "tokenizer.ggml.scores" in metadata:
+        scores = [-9.0] * len(added)
+        changed["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], *scores]
+    return changed
+
+
+def loaded_tokenizer(tmp_path, metadata):
+    return Tokenizer(loaded(tmp_path, metadata).load_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("metadata", "token", "text"),
+    [
+        (BYTE_TOKENIZER, "a", "a"),
+        (BYTE_TOKENIZER, "\u0120t", " t"),
+        (BYTE_TOKENIZER, "\u0120", " "),
+        (sentencepiece_metadata(), "the", "the"),
+        (sentencepiece_metadata(), "and", "and"),
+        (sentencepiece_metadata(), "\u65e5", "\u65e5"),
+        (sentencepiece_metadata(), "<0x41>", "A"),
+        (sentencepiece_metadata(), "[INST]", "[INST]"),
+    ],
+)
+def test_all_ids_of_a_text_decode_to_it(tmp_path, metadata, token, text):
+    kind = BYTE if token.startswith("<0x") else USER_DEFINED if token == "[INST]" else NORMAL
+    size = len(metadata["tokenizer.ggml.tokens"])
+    twice = with_tokens(metadata, (token, kind), (token, kind))
+    tokenizer = loaded_tokenizer(tmp_path, twice)
+    ids = [i for i, known in enumerate(twice["tokenizer.ggml.tokens"]) if known == token]
+    assert ids[-2:] == [size, size + 1]
+    assert tokenizer.vocab_size == size + 2
+    around = tokenizer.encode("nd", add_special_tokens=False)  # a first space is left out
+    for token_id in ids:
+        assert tokenizer.decode([*around, token_id, token_id]) == f"nd{text}{text}"
+        assert tokenizer.token(token_id) == token
+        assert tokenizer.has_text(token_id)
+        assert tokenizer.byte_token_ids.get(token_id) == (0x41 if kind == BYTE else None)
+    vocabulary = Vocabulary.of(tokenizer._backend, vocab_size=size + 2, eos_token_ids=[1])
+    assert {vocabulary.tokens[token_id] for token_id in ids} == {text.encode()}
+
+
+def test_texts_are_encoded_with_the_last_of_equal_tokens(tmp_path):
+    tokenizer = loaded_tokenizer(tmp_path, with_tokens(BYTE_TOKENIZER, ("\u0120t", NORMAL)))
+    assert tokenizer.encode("a t", add_special_tokens=False) == [97, 259]
+    mixed = "".join(random.Random(3).choices("".join(TEXTS), k=200)) + "\ufdd0 t\ufdd0"
+    assert tokenizer.decode(tokenizer.encode(mixed)) == mixed
+
+
+def test_a_special_token_keeps_its_text_and_stays_special(tmp_path):
+    metadata = with_tokens(
+        BYTE_TOKENIZER, ("<x>", CONTROL), ("<x>", NORMAL), ("<eos>", CONTROL), ("", NORMAL)
+    )
+    tokenizer = loaded_tokenizer(tmp_path, with_tokens(metadata, ("", NORMAL)))
+    assert tokenizer.encode("a<x>", add_special_tokens=False)[-1] == 259
+    assert tokenizer.decode([97, 259, 257, 261], skip_special_tokens=True) == "a"
+    assert tokenizer.decode([97, 259, 257, 261], skip_special_tokens=False) == "a<x><eos><eos>"
+    assert tokenizer.decode([97, 260]) == "a<x>"
+    assert {257, 259, 261} <= tokenizer.special_token_ids
+    assert tokenizer.added_tokens[257] == tokenizer.added_tokens[261] == "<eos>"
+    assert [tokenizer.has_text(token_id) for token_id in (260, 261, 262, 263)] == [True] + [
+        False
+    ] * 3
+
+
+def test_a_vocabulary_without_duplicates_has_no_marks():
+    assert mark_duplicates(["a", "b"], ()) == ["a", "b"]
+    assert mark_duplicates(["a", "b", "a", "a"], {2}) == ["a\ufdd0\ufdd0", "b", "a", "a\ufdd0"]

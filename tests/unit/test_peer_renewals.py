@@ -2,8 +2,9 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -211,7 +212,7 @@ class FakeTransport:
         self.removed = []
 
     def remove_peer(self, peer_id):
-        self.removed.append(peer_id)
+        self.removed.append(peer_id.partition("-")[0])
 
 
 def address(number):
@@ -255,6 +256,31 @@ def test_a_peer_whose_generation_is_gone_is_forgotten():
     assert transport.removed == [address(0).peer_id]
     assert peers._peers == {}
     peers.close()
+
+
+def test_a_peer_that_is_used_anew_keeps_its_link_while_its_idle_object_ends(monkeypatch):
+    """The idle object is taken under the lock and ended outside of it."""
+    monkeypatch.setattr(peers_module, "_IDLE_S", -1.0)
+    links = set()
+    transport = SimpleNamespace(remove_peer=links.discard)
+    peers = Peers(transport)
+    with peers.use(address(0)) as idle:
+        links.add(idle.link_id)
+    entered = ExitStack()
+    close = idle.close
+
+    def close_after_another_use():
+        anew = entered.enter_context(peers.use(address(0)))
+        links.add(anew.link_id)
+        close()
+
+    monkeypatch.setattr(idle, "close", close_after_another_use)
+    with peers.use(address(1)), peers.use(address(0)) as anew:
+        assert anew is not idle
+        assert links == {anew.link_id}
+    entered.close()
+    peers.close()
+    assert links == set()
 
 
 def test_each_peer_has_its_own_breaker():

@@ -168,8 +168,21 @@ def test_the_most_log_probabilities_fit_in_a_message(num_top):
     assert response.ByteSize() < MAX_MESSAGE_BYTES * 3 // 4
 
 
-async def prepare(params, num_tokens=5, limits=LIMITS, num_prompts=1):
+@pytest.mark.parametrize(
+    ("params", "most"),
+    [({"n": 16}, 2**16), ({"logprobs": 20, "n": 2}, 2**20 // 22 // 2), ({"logprobs": 0}, 2**17)],
+)
+async def test_a_default_length_is_at_most_what_one_response_can_hold(params, most):
+    """The client did not ask for it, so it is no reason to refuse the request."""
+    default = SamplingParams(**params, max_tokens=2**17, min_tokens=1)
+    routed = await prepare(default, limits=LARGE, states_length=False)
+    assert routed.spec.params == replace(default, max_tokens=most, seed=routed.spec.params.seed)
+
+
+async def prepare(params, num_tokens=5, limits=LIMITS, num_prompts=1, *, states_length=True):
     message = generation_pb2.GenerateRequest(request_id="r", priority=-3, cache_salt="s")
+    if states_length:
+        message.stopping.max_tokens = params.max_tokens
     message.prompts.prompts.add().token_ids.ids[:] = [5] * num_tokens
     for _ in range(num_prompts - 1):
         message.prompts.prompts.add().token_ids.ids.append(5)

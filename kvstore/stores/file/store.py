@@ -24,7 +24,7 @@ from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, batches
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
 from kvstore.stores.files import (
-    is_private_or_absent,
+    is_private,
     read_all,
     status_of,
     sync_folder,
@@ -71,7 +71,8 @@ class FileStore(SharedStore):
         with usable_folder(parts, Path(parts.path)) as path:
             # The folder itself may be a volume's root, which belongs to root.
             for inner in ("objects", "temporary"):
-                if not is_private_or_absent(path / inner, shares_group=True):
+                (path / inner).mkdir(mode=0o700, exist_ok=True)
+                if not is_private(path / inner, shares_group=True):
                     raise parts.error(
                         f"{path / inner} belongs to another user, or all may write to it; choose "
                         "another path"

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kvstore.store import KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore
-from kvstore.stores.files import is_private_or_absent
+from kvstore.stores.files import is_private
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
@@ -63,12 +63,14 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        if not is_private_or_absent(folder):
-            raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
         if limits.max_bytes is None and not folder.exists():
             _check_free_memory(parts)
         with usable_folder(parts, folder):
+            if not is_private(folder):
+                raise parts.error(
+                    f"{folder} is not a private folder of this user; choose another name"
+                )
             return cls(Arena(folder, limits), limits)
 
     @override

@@ -1,0 +1,65 @@
+"""The steps of a tokenizer: normalizer, splitters and decoder of the `tokenizers` package."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+
+__all__ = ["set_byte_level_prefix", "set_word_start", "step_types"]
+
+_SPACE = "\u2581"
+_PARTS = ("normalizers", "pretokenizers", "decoders")
+_SENTENCEPIECE = {"Metaspace", "Prepend", "Replace"}
+
+
+def step_types(*steps: Any) -> set[str]:
+    """Returns the types of steps and of their parts; None is no step."""
+    return {
+        part["type"]
+        for step in steps
+        if step is not None
+        for part in _parts(json.loads(step.__getstate__()))
+    }
+
+
+def set_byte_level_prefix(backend: tokenizers.Tokenizer, has_prefix: bool) -> None:
+    """Sets whether a byte-level splitter writes a space before a text without one."""
+    step = backend.pre_tokenizer
+    if step is None:
+        return
+    state = json.loads(step.__getstate__())
+    for part in _parts(state):
+        if part["type"] == "ByteLevel":
+            part["add_prefix_space"] = has_prefix
+    step.__setstate__(json.dumps(state).encode())
+    backend.pre_tokenizer = step
+
+
+def set_word_start(backend: tokenizers.Tokenizer, scheme: str) -> None:
+    """Sets where a tokenizer of SentencePiece's kind writes a space before a text without one.
+
+    Args:
+        backend: the tokenizer; one with other steps stays as it is.
+        scheme: "always" (after each special token too), "first" or "never".
+    """
+    if not step_types(backend.normalizer, backend.pre_tokenizer) <= _SENTENCEPIECE:
+        return
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=_SPACE, prepend_scheme=scheme, split=False
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if scheme != "never":
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+
+
+def _parts(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a step, or its parts if it is a sequence of others, which may be sequences too."""
+    if step["type"] != "Sequence":
+        yield step
+    for name in _PARTS:
+        for part in step.get(name, ()):
+            yield from _parts(part)
