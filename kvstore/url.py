@@ -29,6 +29,7 @@ __all__ = [
     "MULTI_SCHEME",
     "StoreLimits",
     "StoreUrl",
+    "printable_url",
     "scheme_of",
     "split_members",
     "usable_folder",
@@ -36,6 +37,13 @@ __all__ = [
 
 FAULTY_PREFIX = "faulty+"
 MULTI_SCHEME = "multi"
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_HIDDEN = "..."
+_HOW_TO_WRITE = (
+    "in a user name or password, characters such as / ? # [ ] @ are written percent-encoded (/ as "
+    "%2F); a redis password can be in a password_file instead"
+)
 
 # A comma separates members only if a scheme follows it; hosts and options may have commas, too.
 _NEXT_MEMBER = re.compile(r",(?=[A-Za-z][A-Za-z0-9+.-]*://)")
@@ -49,9 +57,28 @@ _SECONDS_RANGE = (0.001, 1e9)
 
 
 def scheme_of(url: str) -> str:
-    """Returns the part before `://` in lower case; empty if there is none."""
+    """Returns the part before `://` in lower case; empty if there is no scheme there."""
     scheme, separator, _ = url.partition("://")
-    return scheme.lower() if separator else ""
+    return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else ""
+
+
+def printable_url(url: str) -> str:
+    """Returns a connector's URL without users, passwords and options, for errors and logs.
+
+    A URL that is malformed may have parts of a password anywhere. What could be one is left out.
+    """
+    scheme = scheme_of(url)
+    if not scheme:
+        return _HIDDEN
+    if scheme == MULTI_SCHEME:
+        return f"{MULTI_SCHEME}://{','.join(map(printable_url, split_members(url)))}"
+    _, _, rest = url.partition("://")
+    shown, *others = re.split(r"[?#]", rest, maxsplit=1)
+    if any("@" in other for other in others):  # perhaps a password with a ? or # in it
+        shown = _HIDDEN
+    elif not shown.startswith("/"):  # a path alone has no user
+        shown = shown.rpartition("@")[2]
+    return f"{scheme}://{shown}"
 
 
 def split_members(url: str) -> tuple[str, ...]:
@@ -88,12 +115,14 @@ class StoreUrl:
         authority: the part between `://` and the path, as written.
         path: the part from the first slash on, percent-decoded; may be empty.
         options: the query's parameters.
+        printable: the URL as errors and logs show it.
     """
 
     scheme: str
     authority: str
     path: str
     options: Mapping[str, str]
+    printable: str
 
     @classmethod
     def parse(
@@ -113,11 +142,14 @@ class StoreUrl:
         Raises:
             ConfigurationError: not a URL; an unknown, refused or repeated option.
         """
-        parts = _split(url)
-        parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), _options(parts))
-        for name in parsed.options:
+        parts, printable = _split(url), printable_url(url)
+        options = _options(parts, printable)
+        parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), options, printable)
+        for name in options:
             if name in refused_options:
                 raise parsed.error(refused_options[name])
+            if name not in known_options and "@" in parts.query:  # perhaps a part of a password
+                raise parsed.error(_HOW_TO_WRITE)
             if name not in known_options:
                 known = ", ".join(sorted(known_options))
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")
@@ -209,7 +241,7 @@ class StoreUrl:
 
     def __str__(self) -> str:
         """Returns the URL without user, password and options."""
-        return f"{self.scheme}://{self.authority.rpartition('@')[2]}{self.path}"
+        return self.printable
 
 
 @contextmanager
@@ -227,23 +259,34 @@ def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
 
 
 def _split(url: str) -> SplitResult:
-    """Splits a URL. Its errors must not repeat a password that the URL may contain."""
-    scheme, separator, _ = url.partition("://")
-    if not separator or not scheme:
+    """Splits a URL. Its errors must not repeat a password that the URL may contain.
+
+    Raises:
+        ConfigurationError: it is malformed, or a password has ended its authority early.
+    """
+    if not scheme_of(url):
         raise ConfigurationError("a KV store's URL is scheme://..., say memory:// or shm://name")
+    error = ConfigurationError(
+        f"the KV store's URL {printable_url(url)} is malformed: {_HOW_TO_WRITE}"
+    )
     try:
-        return urlsplit(url)
-    except ValueError as error:
-        raise ConfigurationError(f"the KV store's {scheme}:// URL is malformed: {error}") from None
+        parts = urlsplit(url)
+    except ValueError:
+        raise error from None
+    if "#" in url or (parts.netloc and "@" in parts.path):
+        raise error
+    return parts
 
 
-def _options(parts: SplitResult) -> dict[str, str]:
+def _options(parts: SplitResult, printable: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
-        message = f"the options of the KV store's {parts.scheme}:// URL are malformed: {error}"
-        raise ConfigurationError(message) from None
+    except ValueError:
+        raise ConfigurationError(
+            f"the options of the KV store's URL {printable} are malformed; they are written "
+            f"?name=value&name=value, and {_HOW_TO_WRITE}"
+        ) from None
     options = dict(pairs)
     if len(options) != len(pairs):
-        raise ConfigurationError(f"an option of the KV store's {parts.scheme}:// URL is repeated")
+        raise ConfigurationError(f"an option of the KV store's URL {printable} is repeated")
     return options

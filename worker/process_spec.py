@@ -27,9 +27,8 @@ def worker_spec(
         environment: variables with the cluster's secrets.
     """
     omitted, variables = set[str](), dict(environment)
-    connector = engine.kv_connector
-    if connector is not None and "@" in connector:  # a password, as may be in the URL of a store
+    if engine.kv_connector is not None:  # any URL may have a password, which ps would show
         omitted.add("kv_connector")
-        variables[variable_of("kv-connector")] = connector
+        variables[variable_of("kv-connector")] = engine.kv_connector
     arguments = (*flags_of_config(engine, omit=omitted), *flags)
     return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, variables)

@@ -25,7 +25,9 @@ _PREFIXES = (
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)(?:(?!,[\w+]+://)\S)+(?=@)")
 """The last @ ends the user and the password, which may have any character before it."""
-_SECRET_OPTIONS = re.compile(r"((?:key|token|secret|password|passwd|auth)=)[^&\s,]+", re.IGNORECASE)
+_SECRET_OPTIONS = re.compile(
+    r"((?:key|token|secret|password|passwd|auth)=)(?:(?!,[\w+]+://)[^&\s])+", re.IGNORECASE
+)
 _HIDDEN = "(hidden)"
 _LIMITS = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK", "data": "RLIMIT_AS"}
 

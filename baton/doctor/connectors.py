@@ -7,14 +7,14 @@ from contextlib import closing, suppress
 
 from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
-from baton.doctor.stores import check_store, without_password
+from baton.doctor.stores import check_store
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout
 from kvstore.registry import known_stores, open_connector
-from kvstore.url import MULTI_SCHEME, scheme_of, split_members
+from kvstore.url import MULTI_SCHEME, printable_url, scheme_of, split_members
 
 __all__ = ["check_connector"]
 
@@ -56,7 +56,7 @@ def _check_reads() -> Finding:
 
 
 def _check_handing_over(url: str) -> Finding:
-    name = without_password(url)
+    name = printable_url(url)
     started = time.perf_counter()
     try:
         problem = _hand_over(url)

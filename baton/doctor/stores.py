@@ -4,15 +4,14 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from urllib.parse import urlsplit
 
 from baton.doctor import Finding, Level
 from baton.errors import ConfigurationError
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
-from kvstore.url import MULTI_SCHEME, scheme_of, split_members
+from kvstore.url import printable_url
 
-__all__ = ["check_store", "without_password"]
+__all__ = ["check_store"]
 
 _KEY_BYTES = 32
 _PROBE = b"baton doctor"
@@ -24,7 +23,7 @@ def check_store(url: str) -> Iterator[Finding]:
     Args:
         url: the store's, as for `--kv-connector`; findings leave its password out.
     """
-    name = without_password(url)
+    name = printable_url(url)
     started = time.perf_counter()
     try:
         with closing(open_store(url)) as store:
@@ -53,12 +52,3 @@ def _try(store: KvStore) -> str:
     if statuses != [GetStatus.HIT] or found.to_bytes() != _PROBE:
         return "what was written was not found again"
     return ""
-
-
-def without_password(url: str) -> str:
-    """Returns a connector's URL without users, passwords and options, also of `multi://`."""
-    if scheme_of(url) == MULTI_SCHEME:
-        return f"{MULTI_SCHEME}://{','.join(map(without_password, split_members(url)))}"
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"

@@ -81,7 +81,8 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     given = config(model=model, http=http, **limits)
     plan = plan_cluster(given)
     args = parse(add_decode_args, plan.decode[1].spec.arguments)
-    assert engine_config_from_args(args) == ENGINE
+    assert engine_config_from_args(args, kv_connector=ENGINE.kv_connector) == ENGINE
+    assert plan.decode[1].spec.environment["BATON_KV_CONNECTOR"] == ENGINE.kv_connector
     server = config_from_args(ServerConfig, args)
     assert plan.decode[1].address == f"{server.host}:{server.port}"
     args = parse(add_prefill_args, plan.prefill[0].spec.arguments)
@@ -97,8 +98,17 @@ def test_the_services_parse_the_planned_flags_to_the_same_configuration():
     assert replace(router, **ports) == given.router
 
 
-def test_secrets_are_in_the_environment_of_the_processes_and_not_on_their_command_lines():
-    url, token = "redis://user:pass-word@store:6379/0", "t" * 32
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:pass-word@store:6379/0",
+        "redis+sentinel://store/name?sentinel_password=pass-word",
+        "redis://store/0?password=pass-word",
+        "multi://grpc://,redis+sentinel://store/name?sentinel_password=pass-word",
+    ],
+)
+def test_secrets_are_in_the_environment_of_the_processes_and_not_on_their_command_lines(url):
+    token = "t" * 32
     given = replace(config(engine=replace(ENGINE, kv_connector=url)), token=token)
     plan = plan_cluster(given)
     for server in (*plan.workers, plan.router):

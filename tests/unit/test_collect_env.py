@@ -49,6 +49,11 @@ def test_json_has_the_same_facts(capsys):
         ("BATON_KV_CONNECTOR", "redis://h?password=pw&x=1", "redis://h?password=(hidden)&x=1"),
         (
             "BATON_KV_CONNECTOR",
+            "multi://redis+sentinel://h/s?sentinel_password=a,b,shm://a",
+            "multi://redis+sentinel://h/s?sentinel_password=(hidden),shm://a",
+        ),
+        (
+            "BATON_KV_CONNECTOR",
             "multi://shm://a,redis://u:pw@h",
             "multi://shm://a,redis://(hidden)@h",
         ),
