@@ -165,7 +165,7 @@ def _shards(folder: Path) -> Iterator[Path]:
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigurationError(f"{folder / _INDEX}: weight_map must have names of files")
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigurationError(f"{folder / _INDEX}: {name!r} is no file of the folder")
         if not (folder / name).is_file():
             raise ConfigurationError(f"{folder} does not contain {name}, which {_INDEX} lists")

@@ -33,7 +33,8 @@ _FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": 
 # Constants of the code that wrote a checkpoint, a value head from training, and scales for KV in
 # eight bits, which Baton measures itself.
 _WITHOUT_EFFECT = re.compile(
-    r"(^|\.)(rotary_emb\..+|position_ids|attn\.(masked_)?bias|v_head\..+|[kvq]_scale|kv_scale)$"
+    r"(^|\.)(rotary_emb\..+|position_ids|decoder\.version|attn\.(masked_)?bias|v_head\..+"
+    r"|(q|k|v|kv|prob)_scale)$"
 )
 _COMPARED_ROWS = 4096
 
