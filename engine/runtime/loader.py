@@ -123,7 +123,7 @@ def load_model(
     whole, stored = described.build(), None
     if not is_dummy:
         stored = StoredTensors(checkpoint.weight_files, open_file, whole, weights_dtype)
-        if whole.config.tie_word_embeddings and stored.has_own_head(whole.embedding_tensor):
+        if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
             described = described.untied()
             whole = described.build()
     model = whole if part == WHOLE_MODEL else described.build(part)

@@ -96,18 +96,18 @@ class StoredTensors:
                 model.config.num_layers,
             )
 
-    def has_own_head(self, embedding: str) -> bool:
-        """Returns whether a head that should share the embedding's weights has others.
-
-        Afterwards the tensors have no such head if there is no difference; and if only the head is
-        stored, it is the embedding.
+    def tie_head(self, embedding: str) -> bool:
+        """Makes the output head's tensor that of the embedding, unless both are stored and differ.
 
         Args:
             embedding: name of the embedding's tensor.
+
+        Returns:
+            Whether one tensor is for both.
         """
         table, head = self._entries.get(embedding), self._entries.get(OUTPUT_HEAD)
         if head is None:
-            return False
+            return True
         if table is not None and not self._are_equal(table, head):
             _logger.warning(
                 "%s: tie_word_embeddings is true, but %s and %s are different; the output head "
@@ -116,10 +116,10 @@ class StoredTensors:
                 table.name,
                 head.name,
             )
-            return True
+            return False
         del self._entries[OUTPUT_HEAD]
         self._entries.setdefault(embedding, head)
-        return False
+        return True
 
     def locate(self, name: str, shape: tuple[int, ...]) -> tuple[Path, str] | None:
         """Returns the file of a tensor, and its name there; None if it is not stored.
@@ -152,14 +152,14 @@ class StoredTensors:
         self._entries[name] = entry
         if other is not None and not self._are_equal(other, entry):
             _logger.warning(
-                "%s has another tensor %s than %s, which is not used",
+                "%s and %s have different tensors %s; the second one is used",
+                other.file,
                 entry.file,
                 name,
-                other.file,
             )
 
     def _are_equal(self, first: _Entry, second: _Entry) -> bool:
-        if first.shape != second.shape:
+        if first.shape != second.shape or not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
             return False
         with self._open_file(first.file) as one, self._open_file(second.file) as other:
             parts = zip(_rows(one, first), _rows(other, second), strict=True)
@@ -180,7 +180,7 @@ class _Names:
         self._first_part = prefix.partition(".")[0] + "."
         inner = prefix.removeprefix(self._first_part)
         layers = f"({re.escape(self._first_part)})?{re.escape(inner)}{model.layers_name}"
-        self._layer = re.compile(rf"{layers}\.(\d+)\.")
+        self._layer = re.compile(rf"{layers}\.([0-9]{{1,9}})\.")
         self._num_layers = model.config.num_layers
 
     def find(self, entry: _Entry) -> str | None:
