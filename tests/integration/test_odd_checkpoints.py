@@ -249,6 +249,7 @@ FILES: dict[str, tuple[str, Change]] = {
 LOADED = LENGTHS | OTHER_HEADS | ONLY_HEADS | CONFIGS | TENSORS | FILES
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("form", LOADED)
 def test_an_odd_form_gives_the_tokens_of_transformers(form: str, tmp_path: Path) -> None:
     variant, change = LOADED[form]
@@ -263,6 +264,7 @@ def test_an_odd_form_gives_the_tokens_of_transformers(form: str, tmp_path: Path)
     assert drawn == reference_greedy(folder, prompt, NUM_TOKENS)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "form",
     [
@@ -280,6 +282,7 @@ def test_an_odd_form_is_split_over_two_tiers(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_have_the_head_that_differs_from_the_embedding(flag: str, tmp_path: Path) -> None:
     change = both(other_head(), config(num_hidden_layers=2))
