@@ -55,7 +55,8 @@ class DescribedModel:
         """Builds a part of the model on torch's device "meta".
 
         Raises:
-            ConfigurationError: it cannot be divided into such parts, or is too large for torch.
+            ConfigurationError: it cannot be divided into such parts, or its numbers are too
+                large.
         """
         with _config_errors(self.checkpoint), torch.device("meta"):
             return self.family.build(self.config, part)
@@ -90,5 +91,6 @@ def _config_errors(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except ConfigFieldError as error:
         raise ConfigurationError(f"{file}: {error.problem}") from error
-    except (RuntimeError, OverflowError, MemoryError) as error:  # torch's, for sizes
-        raise ConfigurationError(f"{file}: the model is too large: {one_line(error)}") from error
+    except (RuntimeError, ValueError, ArithmeticError, MemoryError) as error:
+        # Of torch for sizes that overflow, and of functions of extreme numbers.
+        raise ConfigurationError(f"{file}: the model cannot be made: {one_line(error)}") from error

@@ -149,7 +149,12 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     ("llama", {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; it must be an integer"),
     ("gpt2", {"n_layer": "3"}, "num_hidden_layers is '3'"),
     ("llama", {"hidden_size": None}, "hidden_size is None"),
-    ("llama", {"hidden_size": HUGE}, "the model is too large"),
+    ("llama", {"hidden_size": HUGE}, "the model cannot be made"),
+    (
+        "llama",
+        rope_scaling(type="yarn", factor=4, original_max_position_embeddings=5e-324),
+        "the model cannot be made",
+    ),
     ("llama", {"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000"),
     ("llama", {"head_dim": 0}, "head_dim is 0"),
     ("llama", {"head_dim": 2**40}, "the width of a head is 1099511627776"),
