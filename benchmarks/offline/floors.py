@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape
 from engine.config import EngineConfig
-from engine.models.registry import family_of
 from engine.runtime.checkpoint import open_checkpoint
+from engine.runtime.described_model import DescribedModel
 from engine.runtime.device import resolve_device
-from engine.runtime.loader import config_fields, resolve_dtype
 from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]
@@ -47,13 +44,10 @@ def measure_floors(config: EngineConfig) -> Floors:
 
 
 def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
-    checkpoint = open_checkpoint(config.model, with_weights=False)
-    family = family_of(checkpoint.architecture)
-    fields = config_fields(checkpoint, family.model_type)
-    model = family.read_config(fields)
-    with torch.device("meta"):
-        num_weights = family.build(model).num_weights()
-    dtype = resolve_dtype(config.dtype, fields)
+    checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
+    described = DescribedModel.of(checkpoint)
+    model, num_weights = described.config, described.build().num_weights()
+    dtype = described.resolve_dtype(config.dtype)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
     shape = ModelShape(

@@ -4,14 +4,14 @@ Defaults, and what older names mean, are those of `transformers` 5. Its own clas
 where a model is served: their import takes a worker as long as that of torch.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from baton.errors import ConfigurationError
 
-__all__ = ["ConfigFields", "positive", "unsupported"]
+__all__ = ["MAX_TOKENS", "ConfigFieldError", "ConfigFields", "positive", "unsupported"]
 
 _DECODER: dict[str, Any] = {
     "vocab_size": 32000,
@@ -55,8 +55,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size": 768,
             "num_hidden_layers": 12,
             "num_attention_heads": 12,
-            "num_key_value_heads": None,
-            "head_dim": None,
             "ffn_dim": 3072,
             "max_position_embeddings": 2048,
             "activation_function": "relu",
@@ -72,8 +70,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size": 768,
             "num_hidden_layers": 12,
             "num_attention_heads": 12,
-            "num_key_value_heads": None,
-            "head_dim": None,
             "n_inner": None,
             "max_position_embeddings": 1024,
             "activation_function": "gelu_new",
@@ -96,7 +92,25 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         }
     }
 )
-_LARGEST = 2**63
+_DTYPE_NAMES = {"float": "float32", "half": "float16"}  # torch's other names
+_MAX_SHOWN = 200
+MAX_TOKENS = 2**31 - 1
+"""The largest context length; messages between tiers have it in 32 bits."""
+
+
+class ConfigFieldError(ConfigurationError):
+    """A field of config.json has a value that Baton does not support.
+
+    Args:
+        problem: the field, its value and the limit.
+
+    Attributes:
+        problem: the same, for a message that names the file's folder too.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"config.json: {problem}")
+        self.problem = problem
 
 
 class ConfigFields:
@@ -113,38 +127,48 @@ class ConfigFields:
         self._other_names = _OTHER_NAMES.get(model_type, {})
 
     @property
-    def dtype(self) -> str:
-        """The type of the checkpoint's weights; float32 if config.json has none."""
+    def dtype(self) -> str | None:
+        """The type of the checkpoint's weights; None if config.json has none."""
         name = self._given.get("dtype")
         name = self._given.get("torch_dtype") if name is None else name
-        return str("float32" if name is None else name).removeprefix("torch.")
+        if name is None:
+            return None
+        plain_name = str(name).removeprefix("torch.")
+        return _DTYPE_NAMES.get(plain_name, plain_name)
 
     def raw(self, name: str) -> Any:
         """A field as it is in config.json; None if it is absent."""
         return self._given.get(name)
 
-    def count(self, name: str) -> int:
-        """A positive integer.
+    def count(self, name: str, most: int = sys.maxsize) -> int:
+        """A positive integer of at most `most`.
 
         Raises:
-            ConfigurationError: it is none; as all methods below, names the field.
+            ConfigFieldError: it is none; as all methods below, names the field.
         """
         value = self._value(name)
-        if not _is_count(value):
+        if not _is_integer(value) or value < 1:
             raise _wrong(name, value, "a positive integer")
+        if value > most:
+            raise _wrong(name, value, f"an integer of at most {most}")
         return int(value)
 
-    def optional_count(self, name: str) -> int | None:
-        """A positive integer, or None."""
-        return None if self._value(name) is None else self.count(name)
+    def optional_count(self, name: str, most: int = sys.maxsize) -> int | None:
+        """A positive integer of at most `most`, or None."""
+        return None if self._value(name) is None else self.count(name, most)
 
-    def index(self, name: str) -> int:
-        """An integer that is not negative."""
-        return 0 if _is_integer(self._value(name)) and self._value(name) == 0 else self.count(name)
+    def integer(self, name: str) -> int:
+        """An integer."""
+        value = self._value(name)
+        if not _is_integer(value):
+            raise _wrong(name, value, "an integer")
+        return int(value)
 
-    def number(self, name: str) -> float:
-        """A positive number."""
-        return positive(name, self._value(name))
+    def epsilon(self, name: str) -> float:
+        """A positive number, or zero."""
+        value = self._value(name)
+        is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+        return 0.0 if is_zero else positive(name, value)
 
     def flag(self, name: str) -> bool:
         """True or false."""
@@ -164,7 +188,8 @@ class ConfigFields:
         """The parameters of rotary embedding: `rope_parameters`, or older fields in its place.
 
         Has `rope_type` and `rope_theta`, and `original_max_position_embeddings` for types that
-        scale by it.
+        scale by it: config.json's own field of that name comes before the object's. A `factor` of
+        YaRN that is null is the quotient of both lengths; one that is absent is an error.
         """
         name = "rope_scaling" if self.raw("rope_scaling") else "rope_parameters"
         given = self.raw(name)
@@ -176,9 +201,13 @@ class ConfigFields:
             parameters.setdefault("partial_rotary_factor", rotated)
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         if parameters["rope_type"] in ("llama3", "yarn"):
-            parameters.setdefault(
-                "original_max_position_embeddings", self.count("max_position_embeddings")
-            )
+            name = "original_max_position_embeddings"
+            if name in self._given:
+                parameters[name] = self.raw(name)
+            parameters.setdefault(name, self.count("max_position_embeddings"))
+            if parameters["rope_type"] == "yarn" and parameters.get("factor", 0) is None:
+                extended = self.count("max_position_embeddings")
+                parameters["factor"] = extended / positive(name, parameters[name])
         return parameters
 
     def _value(self, name: str) -> Any:
@@ -187,31 +216,33 @@ class ConfigFields:
         return self._given.get(name, self._given.get(other, default))
 
 
-def unsupported(field: str, value: Any) -> ConfigurationError:
+def unsupported(field: str, value: Any) -> ConfigFieldError:
     """Returns the error for a config.json field with a value that Baton does not support."""
-    return ConfigurationError(f"config.json: {field} {value!r} is not supported")
+    return ConfigFieldError(f"{field} {_shown(value)} is not supported")
 
 
 def positive(name: str, value: Any) -> float:
     """Returns a number.
 
     Raises:
-        ConfigurationError: it is not a positive number; names it.
+        ConfigFieldError: it is not a positive, finite number; names it.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise _wrong(name, value, "a positive number")
     number: float = value
     return number
 
 
-def _wrong(name: str, value: Any, kind: str) -> ConfigurationError:
-    return ConfigurationError(f"config.json: {name} is {value!r}; it must be {kind}")
+def _wrong(name: str, value: Any, kind: str) -> ConfigFieldError:
+    return ConfigFieldError(f"{name} is {_shown(value)}; it must be {kind}")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error shows it, on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_integer(value) and 0 < value < _LARGEST

@@ -26,6 +26,8 @@ class Gpt2(CausalModel):
     """A GPT-2 model."""
 
     checkpoint_prefix = "transformer."
+    embedding_name = "wte"
+    layers_name = "h"
 
     def __init__(self, config: Gpt2Config, part: ModelPart = WHOLE_MODEL) -> None:
         super().__init__(config, config.hidden_size, part)

@@ -23,6 +23,7 @@ from kernels.paged_kv import LayerKv, PagedKv
 from kvstore.transfer_form import PoolShare
 
 __all__ = [
+    "OUTPUT_HEAD",
     "CausalModel",
     "HeadCuts",
     "KeptStates",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+
+OUTPUT_HEAD = "lm_head.weight"
+"""Name of the output head's tensor in a checkpoint of any family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class CausalModel(nn.Module, ABC):
 
     Attributes:
         checkpoint_prefix: prefix of the names in a checkpoint.
+        embedding_name: name of the word embedding in a checkpoint, after the prefix.
+        layers_name: name of the layers in a checkpoint, after the prefix.
         config: the model's shape.
         part: the part of the model.
         lm_head: the output head; None if it shares the embedding's weights, or another stage
@@ -78,6 +84,8 @@ class CausalModel(nn.Module, ABC):
     """
 
     checkpoint_prefix: ClassVar[str]
+    embedding_name: ClassVar[str] = "embed_tokens"
+    layers_name: ClassVar[str] = "layers"
     config: ModelConfig
     lm_head: Linear | None
 
@@ -114,6 +122,11 @@ class CausalModel(nn.Module, ABC):
         if kept is not None:
             kept.keep(self.config.num_layers, hidden, kept.final_rows)
         return hidden
+
+    @property
+    def embedding_tensor(self) -> str:
+        """Name of the word embedding's tensor in a checkpoint."""
+        return f"{self.checkpoint_prefix}{self.embedding_name}.weight"
 
     @property
     @abstractmethod
@@ -340,9 +353,14 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "relu": F.relu,
         "gelu": F.gelu,
+        "gelu_python": F.gelu,
+        "gelu_accurate": _gelu_tanh,
+        "gelu_fast": _gelu_tanh,
         "gelu_new": _gelu_tanh,
+        "gelu_python_tanh": _gelu_tanh,
         "gelu_pytorch_tanh": _gelu_tanh,
         "silu": F.silu,
+        "swish": F.silu,
     }
 )
 

@@ -6,16 +6,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from baton.errors import ConfigurationError
 from engine.models.config import decoder_config, gpt2_config, opt_config
-from engine.models.config_fields import ConfigFields
+from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
 from engine.models.part import WHOLE_MODEL, ModelPart
 
-__all__ = ["FAMILIES", "ModelFamily", "family_of"]
+__all__ = ["FAMILIES", "ModelFamily", "family_of", "family_of_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,19 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily(
-            "mistral", partial(decoder_config, windows="always"), Decoder
+            "mistral", partial(decoder_config, bias_fields=(), windows="always"), Decoder
         ),
         "Qwen2ForCausalLM": ModelFamily(
-            "qwen2", partial(decoder_config, qkv_bias=True, windows="optional"), Decoder
+            "qwen2",
+            partial(decoder_config, qkv_bias=True, bias_fields=(), windows="optional"),
+            Decoder,
         ),
         "Qwen3ForCausalLM": ModelFamily(
-            "qwen3", partial(decoder_config, qk_norm=True, windows="optional"), Decoder
+            "qwen3",
+            partial(
+                decoder_config, qk_norm=True, bias_fields=("attention_bias",), windows="optional"
+            ),
+            Decoder,
         ),
         "OPTForCausalLM": ModelFamily("opt", opt_config, Opt),
         "GPT2LMHeadModel": ModelFamily("gpt2", gpt2_config, Gpt2),
@@ -69,12 +74,47 @@ def family_of(architecture: str | None) -> ModelFamily:
     """Returns the family of an architecture.
 
     Raises:
-        ConfigurationError: the architecture is unknown; lists the known ones.
+        ConfigFieldError: the architecture is unknown; lists the known ones.
     """
     family = FAMILIES.get(architecture or "")
     if family is None:
-        raise ConfigurationError(
-            f"config.json: architecture {architecture!r} is unknown; "
-            f"known are {', '.join(FAMILIES)}"
+        raise ConfigFieldError(
+            f"architecture {architecture!r} is unknown; known are {', '.join(FAMILIES)}"
         )
     return family
+
+
+def family_of_config(config: Mapping[str, Any]) -> ModelFamily:
+    """Returns the family of the model that a config.json describes.
+
+    Checkpoints of the bare model and of older code list other architectures than `FAMILIES` has,
+    or none. They belong to the family of their `model_type` if the architecture is one of its
+    classes, such as LlamaModel or LLaMAForCausalLM.
+
+    Raises:
+        ConfigFieldError: the architecture is unknown, or has another `model_type`.
+    """
+    architecture, model_type = _architecture(config), config.get("model_type")
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    stated = by_type.get(model_type) if isinstance(model_type, str) else None
+    if architecture not in FAMILIES and stated is not None and _has_class(stated, architecture):
+        return stated
+    family = family_of(architecture)
+    if family is not stated:
+        raise ConfigFieldError(
+            f"model_type is {model_type!r}; {architecture} is {family.model_type!r}"
+        )
+    return family
+
+
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """Returns the first architecture that config.json lists; None if it lists none."""
+    stated = config.get("architectures")
+    names = [stated] if isinstance(stated, str) else stated or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigFieldError(f"architectures is {stated!r}; it must be a list of texts")
+    return names[0] if names else None
+
+
+def _has_class(family: ModelFamily, architecture: str | None) -> bool:
+    return architecture is None or architecture.lower().startswith(family.model_type)

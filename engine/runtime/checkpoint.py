@@ -46,12 +46,6 @@ class Checkpoint:
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
 
-    @property
-    def architecture(self) -> str | None:
-        """The first architecture that config.json lists; None if it lists none."""
-        architectures = self.config.get("architectures")
-        return architectures[0] if isinstance(architectures, list) and architectures else None
-
     def read_json(self, name: str) -> dict[str, Any]:
         """Returns the object in one of its JSON files; empty if there is no such file.
 
@@ -139,10 +133,10 @@ def _find_weights(files: ModelFiles, others: Sequence[str]) -> tuple[Path, ...]:
     if not isinstance(files, CheckpointFolder):
         return (files.path,)
     folder = files.path
+    if (folder / _WEIGHTS).is_file():  # an index beside it is left over from before
+        return (folder / _WEIGHTS,)
     if (folder / _INDEX).is_file():
         return tuple(_shards(folder))
-    if (folder / _WEIGHTS).is_file():
-        return (folder / _WEIGHTS,)
     for name in others:
         if (folder / name).is_file():
             return (folder / name,)
@@ -156,9 +150,13 @@ def _find_weights(files: ModelFiles, others: Sequence[str]) -> tuple[Path, ...]:
 
 def _shards(folder: Path) -> Iterator[Path]:
     weight_map = _read_json(CheckpointFolder(folder), _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigurationError(f"{folder / _INDEX} has no weight_map")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigurationError(f"{folder / _INDEX}: weight_map must have names of files")
     for name in sorted(set(weight_map.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigurationError(f"{folder / _INDEX}: {name!r} is no file of the folder")
         if not (folder / name).is_file():
             raise ConfigurationError(f"{folder} does not contain {name}, which {_INDEX} lists")
         yield folder / name

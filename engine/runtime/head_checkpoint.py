@@ -23,6 +23,7 @@ from engine.models.linear import TensorPart
 from engine.models.medusa import MedusaConfig, MedusaHeads
 from engine.runtime.checkpoint import one_line, open_checkpoint
 from engine.runtime.loader import LoadedModel, allocate_modules
+from engine.runtime.stored_tensors import is_without_effect
 
 __all__ = ["load_eagle", "load_eagle3", "load_medusa"]
 
@@ -33,7 +34,7 @@ _MEDUSA_FIRST_LAYERS = re.compile(r"blocks\.0\.layers\.\d+\.weight")
 _FIRST_LAYER = "layers.0."  # vLLM's name for what EAGLE-3 calls `midlayer.`
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Tensors that a head shares with the served model, or that follow from others.
-_UNUSED = re.compile(r"(embed_tokens\.weight|t2d|.*rotary_emb\.inv_freq)")
+_UNUSED = ("embed_tokens.weight", "t2d")
 
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -94,7 +95,7 @@ class _HeadCheckpoint:
     def _check_tensors(self, expected: Mapping[str, Sequence[TensorPart]]) -> None:
         """Checks that the tensors are those of a head."""
         for name in sorted(self.tensors.keys() - expected.keys()):
-            if not _UNUSED.fullmatch(name):
+            if name not in _UNUSED and not is_without_effect(name):
                 raise self.error(f"has tensor {name}, which such a head does not have")
         for name, parts in expected.items():
             if name not in self.tensors:

@@ -12,8 +12,7 @@ Tensors of a GGUF file are dequantized one after another (`gguf_weights`).
 config.json. It is for measuring speed, which does not depend on the weights' values.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,47 +20,42 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
 from baton.errors import ConfigurationError
 from baton.gguf import GgufFile
-from engine.config import DTYPES
-from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, TensorPart, WeightTarget
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, open_checkpoint
+from engine.runtime.described_model import DescribedModel
 from engine.runtime.eos_tokens import read_eos_token_ids
 from engine.runtime.shared_weights import share_weights
+from engine.runtime.stored_tensors import (
+    OpenFile,
+    StoredTensors,
+    open_safetensors,
+)
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
 __all__ = [
     "LoadedModel",
     "allocate_modules",
-    "config_fields",
     "draw_weights",
     "dummy_fingerprint",
     "load_model",
-    "resolve_dtype",
 ]
 
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
-# Tensors in some checkpoints that no model needs: constants of the code that wrote them.
-_IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 _DUMMY_SEED = 0
 _DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps activations finite
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
 _Match = tuple[Path, str, str]
 _Parts = dict[str, list[TensorPart]]
-# Opens a file of tensors; the result has the methods of `safe_open`'s.
-_OpenFile = Callable[[Path], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +117,19 @@ def load_model(
     """
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
-    family = family_of(checkpoint.architecture)
-    fields = config_fields(checkpoint, family.model_type)
-    dtype_name = resolve_dtype(dtype, fields)
-    with torch.device("meta"):
-        config = family.read_config(fields)
-        model = family.build(config, part)
-        whole = model if part.num_stages == 1 else family.build(config)
-    shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
+    described = DescribedModel.of(checkpoint)
+    dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)
-    names = [] if is_dummy else _match_tensors(model, shapes.keys(), checkpoint, open_file)
+    whole, stored = described.build(), None
+    if not is_dummy:
+        stored = StoredTensors(checkpoint.weight_files, open_file, whole, weights_dtype)
+        if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
+            described = described.untied()
+            whole = described.build()
+    model = whole if part == WHOLE_MODEL else described.build(part)
+    shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
+    names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     _allocate(model, weights_dtype, device, path_or_name)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
 
@@ -169,95 +165,17 @@ def _part_text(part: ModelPart) -> bytes:
     return f"{ranks} {part.stage}/{part.num_stages}".encode()
 
 
-def config_fields(checkpoint: Checkpoint, model_type: str) -> ConfigFields:
-    """Returns the fields of a checkpoint's config.json.
-
-    Args:
-        checkpoint: the checkpoint.
-        model_type: the `model_type` that its architecture has.
-
-    Raises:
-        ConfigurationError: the config has another `model_type`.
-    """
-    given = checkpoint.config.get("model_type")
-    if given != model_type:
-        file = checkpoint.files.locate("config.json")
-        raise ConfigurationError(
-            f"{file}: model_type is {given!r}; {checkpoint.architecture} is {model_type!r}"
-        )
-    return ConfigFields(checkpoint.config, model_type)
-
-
-def resolve_dtype(dtype: str, fields: ConfigFields) -> str:
-    """Returns the name of the type that a model's weights are loaded in.
-
-    Args:
-        dtype: `EngineConfig.dtype`; "auto" is config.json's type, or float32 if it has none.
-        fields: of config.json.
-
-    Raises:
-        ConfigurationError: weights cannot be loaded in that type.
-    """
-    name = fields.dtype if dtype == "auto" else dtype
-    if name not in DTYPES[1:]:
-        raise ConfigurationError(
-            f"dtype {name} is not supported; --dtype takes {', '.join(DTYPES)}"
-        )
-    return name
-
-
 def _match_tensors(
-    model: CausalModel, names: Set[str], checkpoint: Checkpoint, open_file: _OpenFile
+    model: CausalModel, stored: StoredTensors, checkpoint: Checkpoint
 ) -> list[_Match]:
-    """Matches the files' tensors with the model's, and checks that they match one to one.
-
-    Args:
-        model: the model.
-        names: the names of all tensors of the whole model, of which this process may have some.
-        checkpoint: the files.
-        open_file: opens one.
-    """
-    expected = model.checkpoint_tensors()
-    matches: dict[str, _Match] = {}
-    for file in checkpoint.weight_files:
-        with open_file(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                target = _target_of(name, model, names)
-                if target not in expected:
-                    continue
-                shape = expected[target][0].tensor_shape
-                _check_tensor(file, name, tensors.get_slice(name), shape)
-                matches[target] = (file, name, target)
-    for name in expected:
-        if name not in matches:
+    """Matches the files' tensors with the model's part, and checks that none is missing."""
+    matches = []
+    for name, parts in model.checkpoint_tensors().items():
+        place = stored.locate(name, parts[0].tensor_shape)
+        if place is None:
             raise ConfigurationError(f"{checkpoint.files.path} lacks tensor {name}")
-    return list(matches.values())
-
-
-def _target_of(name: str, model: CausalModel, expected: Set[str]) -> str | None:
-    """Returns the model's name for a tensor in a file; None if the model does not need it.
-
-    Names in checkpoints saved from the bare model lack the first part of the prefix.
-    """
-    first_part = model.checkpoint_prefix.partition(".")[0]
-    for candidate in (name, f"{first_part}.{name}"):
-        if candidate in expected:
-            return candidate
-    if _IGNORED_TENSORS.search(name) or (name == "lm_head.weight" and model.lm_head is None):
-        return None
-    raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not have")
-
-
-def _check_tensor(file: Path, name: str, stored: Any, expected: tuple[int, ...]) -> None:
-    if stored.get_dtype() not in _FLOAT_DTYPES:
-        raise ConfigurationError(
-            f"{file}: tensor {name} is {stored.get_dtype()}; quantized weights are not supported"
-        )
-    shape, expected_shape = list(stored.get_shape()), list(expected)
-    if shape != expected_shape:
-        raise ConfigurationError(
-            f"{file}: tensor {name} has shape {shape}; config.json asks for {expected_shape}"
-        )
+        matches.append((*place, name))
+    return matches
 
 
 def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> None:
@@ -295,7 +213,7 @@ def _all_parts(parts: _Parts) -> Iterator[TensorPart]:
 def _copy_weights(
     parts: _Parts,
     matches: list[_Match],
-    open_file: _OpenFile,
+    open_file: OpenFile,
     device: torch.device,
     *,
     progress: bool,
@@ -306,7 +224,7 @@ def _copy_weights(
     ) as bar:
         if (
             device.type in _UPLOADED_TO
-            and open_file is _open_safetensors
+            and open_file is open_safetensors
             and all(part.is_whole for part in _all_parts(parts))
         ):
             upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
@@ -328,7 +246,7 @@ def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, We
 
 
 def _read_parts(
-    parts: _Parts, matches: list[_Match], open_file: _OpenFile
+    parts: _Parts, matches: list[_Match], open_file: OpenFile
 ) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
     """Yields (target, its elements), file by file; safetensors files are memory-mapped, and only
     the parts are read.
@@ -347,21 +265,14 @@ def _read_part(tensors: Any, name: str, part: TensorPart) -> torch.Tensor:
     return read
 
 
-def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> _OpenFile:
+def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> OpenFile:
     """Returns the function that opens the checkpoint's weight files, by their format."""
     if not isinstance(checkpoint.files, GgufFile):
-        return _open_safetensors
+        return open_safetensors
     from engine.runtime.gguf_weights import GgufWeights
 
     header = checkpoint.files.header
     return lambda _: GgufWeights(header, dtype)
-
-
-def _open_safetensors(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def draw_weights(

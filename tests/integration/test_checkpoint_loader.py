@@ -199,10 +199,11 @@ def test_a_config_that_is_not_json_is_an_error(folder, text):
 
 
 @pytest.mark.parametrize(
-    ("architectures", "named"), [(["BertModel"], "BertModel"), ("drop", "None"), ([], "None")]
+    ("architectures", "model_type", "named"),
+    [(["BertModel"], "llama", "BertModel"), ("drop", "bert", "None"), ([], "drop", "None")],
 )
-def test_an_unknown_architecture_is_an_error(folder, architectures, named):
-    change_json(folder / "config.json", architectures=architectures)
+def test_an_unknown_architecture_is_an_error(folder, architectures, model_type, named):
+    change_json(folder / "config.json", architectures=architectures, model_type=model_type)
     fails_with(folder, named, "unknown", "LlamaForCausalLM", "GPT2LMHeadModel")
 
 

@@ -29,6 +29,7 @@ from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 _NUM_GUESSES = 4
+_ANGLES = ("inv_freq", "cos_cached", "sin_cached")
 
 Proposals = dict[tuple[int, ...], tuple[int, ...]]
 
@@ -269,8 +270,9 @@ def _as_vllm_names_it(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _as_eagle_wrote_it(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns an EAGLE head with a copy of the served model's embedding."""
-    return tensors | {"embed_tokens.weight": torch.zeros(259, 64)}
+    """Returns an EAGLE head with a copy of the served model's embedding, and cached angles."""
+    angles = {f"layers.0.self_attn.rotary_emb.{name}": torch.ones(9) for name in _ANGLES}
+    return tensors | {"embed_tokens.weight": torch.zeros(259, 64), **angles}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from engine.request import EngineRequest
 from engine.runtime.draft_model import DraftModel
 from engine.speculation import drafts
 from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.odd_checkpoints import both, config, odd_checkpoint, other_head
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -87,6 +88,17 @@ def test_the_same_model_guesses_every_token(
     flags = _guessing(path, async_scheduling=overlapped, block_size=8, max_num_batched_tokens=40)
 
     with closing(build_core(path, "both", **flags)) as core:
+        _check_all_right(core)
+
+
+def test_a_draft_model_has_a_head_that_differs_from_its_embedding(tmp_path: Path) -> None:
+    """The served model states what is true of the same weights; the draft model does not."""
+    draft = odd_checkpoint("llama_tied_biased", other_head(), tmp_path)
+    served = odd_checkpoint(
+        "llama_tied_biased", both(other_head(), config(tie_word_embeddings=False)), tmp_path
+    )
+    flags = _guessing(draft, block_size=8, max_num_batched_tokens=40)
+    with closing(build_core(served, "both", **flags)) as core:
         _check_all_right(core)
 
 

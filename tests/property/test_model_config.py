@@ -45,15 +45,15 @@ scalings = st.one_of(
         optional={"original_max_position_embeddings": counts(64, 512)},
     ),
     st.fixed_dictionaries(
-        {"rope_type": st.just("yarn"), "factor": counts(4.0)},
+        {"rope_type": st.just("yarn"), "factor": counts(4.0, None)},
         optional={
             "original_max_position_embeddings": counts(64, 512),
             "beta_fast": counts(16.0, None),
-            "beta_slow": counts(2.0),
-            "truncate": st.booleans(),
+            "beta_slow": counts(2.0, 0),
+            "truncate": st.sampled_from([True, False, None]),
             "attention_factor": counts(0.7, None),
-            "mscale": counts(1.0),
-            "mscale_all_dim": counts(0.8),
+            "mscale": counts(1.0, 0),
+            "mscale_all_dim": counts(0.8, 0),
         },
     ),
 )
@@ -88,6 +88,7 @@ decoders = st.builds(
             "use_sliding_window": maybe(st.booleans()),
             "max_window_layers": maybe(counts(0, 2, 9)),
             "layer_types": maybe(st.one_of(st.none(), layer_types)),
+            "original_max_position_embeddings": maybe(counts(64, 256)),
         }
     ),
     ropes,
@@ -143,7 +144,8 @@ def reference_of(source: Any, windowed: bool) -> dict[str, Any]:
     rope = getattr(source, "rope_parameters", None) or {}
     max_len = source.max_position_embeddings
     if rope.get("rope_type") == "yarn":
-        max_len = max(max_len, int(rope["original_max_position_embeddings"] * rope["factor"]))
+        original_len = rope["original_max_position_embeddings"]
+        max_len = max(max_len, int(original_len * (rope["factor"] or max_len / original_len)))
     return {
         "vocab_size": source.vocab_size,
         "hidden_size": source.hidden_size,
@@ -180,8 +182,9 @@ def reference_of_family(source: Any, model_type: str) -> dict[str, Any]:
     return {
         "intermediate_size": source.intermediate_size,
         "rms_norm_eps": source.rms_norm_eps,
-        "output_bias": bool(getattr(source, "attention_bias", False)),
-        "mlp_bias": bool(getattr(source, "mlp_bias", False)),
+        # Families without the field keep config.json's as an attribute that nothing reads.
+        "output_bias": model_type in ("llama", "qwen3") and source.attention_bias,
+        "mlp_bias": model_type == "llama" and source.mlp_bias,
     }
 
 
@@ -193,6 +196,7 @@ def test_configs_are_read_as_transformers_reads_them(case):
     try:
         # It changes the objects that it gets.
         source = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(fields))
+        source.standardize_rope_params()  # as a model that is made of it does
     except Exception as error:  # its validators raise any type
         event(f"refused by transformers: {type(error).__name__}")
         assume(False)
@@ -226,5 +230,6 @@ def check_rope(rope, parameters):
         "mscale",
         *names,
     ):
-        if parameters.get(key) is not None:
+        if parameters.get(key):
             assert getattr(rope, names.get(key, key)) == parameters[key], key
+    assert rope.truncate is bool(parameters.get("truncate", True))
