@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from router.chat.text_input import TextInput
-from router.chat.tool_parsers.python_values import convert_value
+from router.chat.tool_parsers.value_reader import ValueReader
 
 __all__ = ["is_text", "json_of", "parameter_schema"]
 
@@ -82,7 +82,7 @@ def _python_literal(written: str) -> str | None:
     text.end()
     pieces: list[str] = []
     try:
-        next(convert_value(text, pieces.append))
+        next(ValueReader(text, pieces.append, is_python=True).read())
     except StopIteration as stop:
         if stop.value and not text.num_unread:
             return "".join(pieces)
