@@ -275,5 +275,8 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
 
 
 def _finish_reason(message: _Response, output: ChatOutput) -> str:
+    """The public name of a finish reason. Calls whose arguments a stop text cut are not to be run:
+    they do not change it.
+    """
     reason = FINISH_REASONS.get(message.finish_reason, "stop")
-    return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
+    return "tool_calls" if reason == "stop" and output.ends_in_calls else reason

@@ -1,5 +1,7 @@
 """Runs tool and reasoning parsers over texts that are cut into pieces."""
 
+import json
+
 from router.chat.output import ChatOutput, whole_answer
 
 CALL_ID = "id"
@@ -18,8 +20,17 @@ def deltas_and_answer(make_output, pieces):
     answer = whole_answer(deltas)
     calls = [(call.name, call.arguments) for call in answer.tool_calls]
     assert output.has_tool_calls == bool(calls)
+    assert output.ends_in_calls == bool(calls and is_json(calls[-1][1]))
     check_calls(deltas)
     return (answer.content, answer.reasoning, calls), deltas
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_calls(deltas):
