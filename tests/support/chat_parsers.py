@@ -1,6 +1,7 @@
 """Runs tool and reasoning parsers over texts that are cut into pieces."""
 
 import json
+import sys
 
 from router.chat.output import ChatOutput, whole_answer
 
@@ -58,3 +59,19 @@ def cuts(text):
 def check_cuts(make_output, text, expected):
     for pieces in cuts(text):
         assert answer_of(make_output, pieces) == expected, pieces
+
+
+def num_calls_of(function, *args):
+    """Returns how many functions, those of Python's library included, a function calls."""
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return num_calls

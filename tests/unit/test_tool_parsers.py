@@ -325,7 +325,58 @@ CODER = [
     ("<tool_call>\n<function=f>", None, [("f", "")]),
     ("<tool_call>\n<function=f><parameter=a>x</par", None, [("f", '{"a": "x</par')]),
     (coder_text("x").removesuffix("call>"), None, [("f", '{"a": "x"}')]),
-    (coder_text("x").removesuffix("n>\n</tool_call>"), "\n</functio", [("f", '{"a": "x"')]),
+    (coder_text("x").removesuffix("n>\n</tool_call>"), None, [("f", '{"a": "x"}')]),
+    (coder_text("x").removesuffix("\n</function>\n</tool_call>"), None, [("f", '{"a": "x"}')]),
+    (coder_text("x")[: -len("/function>\n</tool_call>")] + "para", None, [("f", '{"a": "x"')]),
+    # Tags that models forget.
+    ("<function=f><parameter=a>x</parameter></function>", None, [("f", '{"a": "x"}')]),
+    ("Hi\n" + coder_text("x")[len("<tool_call>\n") :], "Hi\n", [("f", '{"a": "x"}')]),
+    (
+        "<function=f></function>\n</tool_call> and <function=g>\n</function>",
+        " and ",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>\nx\n<parameter=b>y</function></tool_call>",
+        None,
+        [("f", '{"a": "x", "b": "y"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter></tool_call>\n" + coder_text("y"),
+        None,
+        [("f", '{"a": "x"}'), ("f", '{"a": "y"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter><function=g></function></tool_call>",
+        None,
+        [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x\n</function>\n</tool_call>\n" + coder_text("y"),
+        None,
+        [("f", '{"a": "x"}'), ("f", '{"a": "y"}')],
+    ),
+    ("<tool_call><function=f></tool_call>", None, [("f", "{}")]),
+    ("<tool_call><function=f><parameter=a>x</tool_call>", None, [("f", '{"a": "x"}')]),
+    # Tags within a value are text, unless nothing else follows them.
+    (coder_text("</function> x"), None, [("f", '{"a": "</function> x"}')]),
+    (coder_text("<tool_call></tool_call>"), None, [("f", '{"a": "<tool_call></tool_call>"}')]),
+    (coder_text("<parameter=a>x"), None, [("f", '{"a": "<parameter=a>x"}')]),
+    (coder_text("<parameter>x"), None, [("f", '{"a": "<parameter>x"}')]),
+    # Blanks and quotes around names; a parameter that is written twice.
+    (
+        "<tool_call><function= \"f\" ><parameter = 'a'\n>x</parameter></function></tool_call>",
+        None,
+        [("f", '{"a": "x"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter><parameter=a>y</parameter></function>",
+        None,
+        [("f", '{"a": "x", "a": "y"}')],
+    ),
+    # Text that only mentions a tag.
+    ("Write <function=f> first", "Write <function=f> first", []),
+    ("<function> <function=f", "<function> <function=f", []),
     ("<tool_call><function=f>x=1</function>", "x=1</function>", [("f", "")]),
     ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
 ]

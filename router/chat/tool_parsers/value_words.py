@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-__all__ = ["json_of_number", "json_of_python_word", "json_of_word"]
+__all__ = ["is_json_number", "json_of_number", "json_of_python_word", "json_of_word"]
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORDS = frozenset(_PYTHON_WORDS.values())
@@ -38,7 +38,12 @@ def json_of_number(word: str) -> str | None:
     value = _number(word)
     if value is None or not math.isfinite(value):
         return None
-    return word if _JSON_NUMBER.fullmatch(word) else json.dumps(value)
+    return word if is_json_number(word) else json.dumps(value)
+
+
+def is_json_number(word: str) -> bool:
+    """Returns whether JSON allows a number as it is written."""
+    return _JSON_NUMBER.fullmatch(word) is not None
 
 
 def _number(word: str) -> float | None:
