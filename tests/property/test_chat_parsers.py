@@ -12,6 +12,7 @@ from tests.support.chat_texts import (
     CALLS,
     MARKS,
     TEXTS,
+    TOOLS,
     WORDS,
     almost_json,
     damaged,
@@ -43,8 +44,12 @@ def random_pieces(rng, text):
 @pytest.mark.parametrize("num_texts", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_answer_does_not_depend_on_the_cut(name, num_texts):
-    make = output_of(tool_parser(name), reasoning_parser("qwen3"))
-    for rng, text in texts(name, num_texts):
+    makes = [
+        output_of(lambda tools=tools: tool_parser(name)(tools), reasoning_parser("qwen3"))
+        for tools in ((), TOOLS)
+    ]
+    for i, (rng, text) in enumerate(texts(name, num_texts)):
+        make = makes[i % 2]
         expected = answer_of(make, [text])
         for _ in range(5):
             pieces = random_pieces(rng, text)

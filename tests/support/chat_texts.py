@@ -35,6 +35,24 @@ _CODER_CALL = (
     r"(?s)<tool_call>\n<function=([\w.-]+)>\n"
     r"((?:<parameter=.+?>\n.*?\n</parameter>\n)*)</function>\n</tool_call>"
 )
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+                    "name": {"$ref": "#/$defs/Name"},
+                    "arguments": {"type": "object"},
+                },
+                "$defs": {"Name": {"enum": ["1", 1, None]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_weather"}},
+]
 NAMES = ["f", "get_weather", "a.b", "x-1"]
 
 
@@ -157,9 +175,16 @@ def json_array_text(rng, calls):
     return f"[{', '.join(texts)}]"
 
 
+_AROUND_LLAMA_CALLS = [
+    ("", ""), ("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"), ("Sure: ", "."),
+    ("```json\n", "\n```"), ("Sure:\n```\n", "\n```\nBye"),
+]  # fmt: skip
+
+
 def llama3_text(rng, calls):
     texts = [call_object(rng, *call, keys=("parameters", "arguments")) for call in calls]
-    return rng.choice(["", "<|python_tag|>"]) + rng.choice([";", "; "]).join(texts)
+    start, end = rng.choice(_AROUND_LLAMA_CALLS)
+    return start + rng.choice([";", "; "]).join(texts) + end
 
 
 def mistral_text(rng, calls):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -110,24 +111,29 @@ class FunctionSchema:
                 self._root = _mapping(function.get("parameters"))
                 break
 
+    @cached_property
+    def _objects(self) -> list[Mapping[str, Any]]:
+        """The schema and those that it is made of, each of which may state parameters."""
+        return _Reader(self._root).parts(self._root)
+
+    @cached_property
+    def _properties(self) -> list[Mapping[str, Any]]:
+        return [_mapping(part.get("properties")) for part in self._objects]
+
     def may_have(self, parameter: str) -> bool:
         """Returns whether the function has a parameter of this name, as far as its schema says."""
-        reader = _Reader(self._root)
-        objects = reader.parts(self._root)
-        properties = [_mapping(part.get("properties")) for part in objects]
-        return not any(properties) or any(parameter in names for names in properties)
+        stated = [names for names in self._properties if names]
+        return not stated or any(parameter in names for names in stated)
 
     def accepted(self, parameter: str) -> Accepted:
         """Returns what a parameter may be."""
-        reader = _Reader(self._root)
-        objects = reader.parts(self._root)
-        named = [_mapping(part.get("properties")) for part in objects]
-        schemas = [properties[parameter] for properties in named if parameter in properties]
+        schemas = [names[parameter] for names in self._properties if parameter in names]
         # Patterns are not run: one that a client sends may take forever.
-        for part in () if schemas else objects:
+        for part in () if schemas else self._objects:
             schemas += _mapping(part.get("patternProperties")).values()
             schemas.append(part.get("additionalProperties"))
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
+        reader = _Reader(self._root)
         return _united(map(reader.accepted, schemas)) if schemas else _TEXT
 
 
