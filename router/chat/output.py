@@ -1,5 +1,6 @@
 """`ChatOutput`: from a candidate's text to reasoning, content and tool calls."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,12 @@ class ChatOutput:
         self._tools = tools
         self._parallel_tool_calls = parallel_tool_calls
         self.has_tool_calls = False
+        self._last_arguments: list[str] = []
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether there are tool calls, and nothing has cut the arguments of the last one."""
+        return self.has_tool_calls and _is_json("".join(self._last_arguments))
 
     def push(self, text: str) -> ChatDelta:
         """Returns what further text adds to the answer. Text may be held back."""
@@ -72,12 +79,24 @@ class ChatOutput:
         return replace(self._kept(self._tools.push(delta.content)), reasoning=delta.reasoning)
 
     def _kept(self, delta: ChatDelta) -> ChatDelta:
-        """Notes that there are calls, and drops those that the request does not allow."""
+        """Takes note of calls, and drops those that the request does not allow."""
         calls = delta.tool_calls
         if not self._parallel_tool_calls:
             calls = tuple([call for call in calls if call.index == 0])
-        self.has_tool_calls = self.has_tool_calls or bool(calls)
+        for call in calls:
+            self.has_tool_calls = True
+            if call.id is not None:
+                self._last_arguments.clear()
+            self._last_arguments.append(call.arguments)
         return replace(delta, tool_calls=calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def join_deltas(deltas: Iterable[ChatDelta]) -> ChatDelta:

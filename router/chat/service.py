@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.request_spec import ReasoningStart
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
 from baton.wire import FINISH_REASONS, build_request, stated_stop
@@ -164,16 +165,25 @@ class _Answers:
         kind = self._model.reasoning_parser
         if kind is None:
             return None
+        if "structured_outputs" in self.params:
+            return self._reasoning_parser_of_form(kind)
         conversation = self._request.conversation
         if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
             prefill = content_text(conversation.messages[-1].get("content"))
             return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
-        is_open = kind.is_open_after(self._prompt)
-        if "structured_outputs" in self.params:
-            # The constraint holds from the first token on, unless the prompt or the text itself
-            # opens a reasoning part with marks that the replicas know.
-            is_open = bool(is_open) and self._model.reasoning_marks is not None
-        return kind(is_open)
+        return kind(kind.is_open_after(self._prompt))
+
+    def _reasoning_parser_of_form(self, kind: type[ReasoningParser]) -> ReasoningParser | None:
+        """The parser of an answer that must have a form.
+
+        The form holds from the first token on, unless the prompt leaves a reasoning part open, or
+        the text itself opens one, with marks that the replicas know. The parser divides the text
+        as they do: none of the form is reasoning.
+        """
+        if self._model.reasoning_marks is None:
+            return None
+        start = self._model.reasoning_start(self._request.conversation, self._prompt)
+        return None if start is ReasoningStart.AFTER else kind(start is ReasoningStart.INSIDE)
 
     def _tool_parser(self) -> ToolParser | None:
         """The parser of calls; None if the answer has none.
@@ -275,5 +285,8 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
 
 
 def _finish_reason(message: _Response, output: ChatOutput) -> str:
+    """The public name of a finish reason. Calls whose arguments a stop text cut are not to be run:
+    they do not change it.
+    """
     reason = FINISH_REASONS.get(message.finish_reason, "stop")
-    return "tool_calls" if reason == "stop" and output.has_tool_calls else reason
+    return "tool_calls" if reason == "stop" and output.ends_in_calls else reason

@@ -5,7 +5,8 @@ after the next piece. What a read returns never depends on how the text was cut 
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from typing import TypeAlias, TypeVar
 
 __all__ = ["WHITESPACE", "Steps", "TextInput"]
@@ -85,14 +86,27 @@ class TextInput:
             mark: the text to read.
             or_beginning: a mark that the end of the text cuts short counts too.
         """
+        if (yield from self.has_next(mark, or_beginning=or_beginning)):
+            self.read(len(mark))
+            return True
+        return False
+
+    def skip_any(self, marks: Sequence[str], *, or_beginning: bool = False) -> Steps[str]:
+        """Reads the first of several marks that comes next, and returns it; else ""."""
+        for mark in marks:
+            if (yield from self.skip(mark, or_beginning=or_beginning)):
+                return mark
+        return ""
+
+    def has_next(self, mark: str, *, or_beginning: bool = False) -> Steps[bool]:
+        """Returns whether a mark comes next, without reading it. Arguments are those of `skip`."""
         while not self._text.startswith(mark, self._position):
             begun = self._text[self._position : self._position + len(mark)]
             if self._ended and begun and or_beginning and mark.startswith(begun):
-                break
+                return True
             if self._ended or not mark.startswith(begun):
                 return False
             yield
-        self.read(len(mark))
         return True
 
     def copy(self, run: re.Pattern[str], sink: Callable[[str], object]) -> Steps[None]:
@@ -130,16 +144,28 @@ class TextInput:
             mark: ends the read; the sink does not get it.
             sink: called with each piece of the text before the mark.
         """
+        if (yield from self.copy_to((mark,), sink)):
+            self.read(len(mark))
+            return True
+        return False
+
+    def copy_to(self, marks: tuple[str, ...], sink: Callable[[str], object]) -> Steps[str]:
+        """Reads text up to the first of several marks, and returns the mark without reading it.
+
+        Args:
+            marks: none is the beginning of another. Without one all text is read; returns "".
+            sink: called with each piece of the text before the mark.
+        """
+        pattern = _pattern_of(marks)
         while True:
-            found = self._text.find(mark, self._position)
-            end = found if found >= 0 else len(self._text) - self._num_begun(mark)
+            match = pattern.search(self._text, self._position)
+            end = match.start() if match else len(self._text) - self._num_begun(marks)
             if end > self._position:
                 sink(self.read(end - self._position))
-            if found >= 0:
-                self.read(len(mark))
-                return True
+            if match:
+                return match[0]
             if self._ended:
-                return False
+                return ""
             yield
 
     def copy_rest(self, sink: Callable[[str], object]) -> Steps[None]:
@@ -147,11 +173,18 @@ class TextInput:
         while (yield from self.peek()):
             sink(self.read(self.num_unread))
 
-    def _num_begun(self, mark: str) -> int:
+    def _num_begun(self, marks: tuple[str, ...]) -> int:
         """Returns how many of the last characters may be the beginning of a mark."""
         if self._ended:
             return 0
-        for length in range(min(len(mark) - 1, self.num_unread), 0, -1):
-            if self._text.endswith(mark[:length]):
+        longest = max(map(len, marks))
+        for length in range(min(longest - 1, self.num_unread), 0, -1):
+            last = self._text[-length:]
+            if any(mark.startswith(last) for mark in marks):
                 return length
         return 0
+
+
+@cache
+def _pattern_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))

@@ -104,11 +104,6 @@ class AnswerParts:
         self._waiting_logprobs: list[dict[str, Any]] = []
         self._open: Part | None = None
 
-    @property
-    def has_tool_calls(self) -> bool:
-        """Whether a part is a tool call."""
-        return any(part.kind is PartKind.TOOL_CALL for part in self.parts)
-
     def push(self, chunk: ChatChunk) -> list[Step]:
         """Adds a chunk; returns what it changes, in order."""
         delta, steps = chunk.delta, list[Step]()
@@ -134,7 +129,11 @@ class AnswerParts:
     def finish(self) -> list[Step]:
         """Closes the last part. Called once the chunks have ended."""
         steps = list[Step]()
-        self._close(steps, self.finish_reason in ("stop", "tool_calls"))
+        is_call = self._open is not None and self._open.call is not None
+        is_complete = self.finish_reason == "tool_calls" or (
+            self.finish_reason == "stop" and not is_call  # a stop text cuts a call
+        )
+        self._close(steps, is_complete)
         return steps
 
     def _take_logprobs(self, chunk: ChatChunk) -> None:

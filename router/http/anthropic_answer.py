@@ -77,10 +77,11 @@ class MessageAnswer:
             return {"stop_reason": None, "stop_sequence": None}
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if reason == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        has_calls = self.parts.has_tool_calls
-        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def usage(self) -> dict[str, Any]:
         """Token counts; `input_tokens` are those that no cache had."""

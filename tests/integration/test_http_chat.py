@@ -299,6 +299,26 @@ async def test_constrained_text_is_content_though_answers_begin_with_reasoning()
     assert (formed.choices[0].message.reasoning, formed.choices[0].message.content) == ("a", "{}")
 
 
+@pytest.mark.parametrize(
+    ("prefill", "text", "reasoning", "content"),
+    [
+        ("<think>a</think>", "<think>{}", None, "<think>{}"),
+        ("<think>a", "b</think>{}", "b", "{}"),
+        ("x", "<think>b</think>{}", "b", "{}"),
+        ("x", "{}", None, "{}"),
+    ],
+)
+async def test_a_form_begins_where_the_replicas_enforce_it(prefill, text, reasoning, content):
+    messages = [*USER, {"role": "assistant", "content": prefill}]
+    fields = {"continue_final_message": True, "structured_outputs": {"regex": ".*"}}
+    async with running_chat(answering(text), reasoning_parser="deepseek_r1") as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL, messages=messages, extra_body=fields
+        )
+    message = answer.choices[0].message
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
 async def test_a_final_message_is_continued_and_echoed():
     decode = answering("def")
     messages = [*USER, {"role": "assistant", "content": "abc"}]

@@ -2,14 +2,23 @@
 
 import json
 import random
-import sys
 
 import pytest
 
 from router.chat.reasoning_parsers import reasoning_parser
 from router.chat.tool_parsers import tool_parser
-from tests.support.chat_parsers import answer_of, cuts, output_of
-from tests.support.chat_texts import CALLS, MARKS, TEXTS, WORDS, damaged, whole_calls
+from tests.support.chat_parsers import answer_of, cuts, num_calls_of, output_of
+from tests.support.chat_texts import (
+    CALLS,
+    MARKS,
+    TEXTS,
+    TOOLS,
+    WORDS,
+    almost_json,
+    damaged,
+    random_arguments,
+    whole_calls,
+)
 
 _MAX_CUTS = 110
 """Longer texts are cut at random places and character by character only."""
@@ -35,8 +44,12 @@ def random_pieces(rng, text):
 @pytest.mark.parametrize("num_texts", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_answer_does_not_depend_on_the_cut(name, num_texts):
-    make = output_of(tool_parser(name), reasoning_parser("qwen3"))
-    for rng, text in texts(name, num_texts):
+    makes = [
+        output_of(lambda tools=tools: tool_parser(name)(tools), reasoning_parser("qwen3"))
+        for tools in ((), TOOLS)
+    ]
+    for i, (rng, text) in enumerate(texts(name, num_texts)):
+        make = makes[i % 2]
         expected = answer_of(make, [text])
         for _ in range(5):
             pieces = random_pieces(rng, text)
@@ -57,6 +70,27 @@ def test_well_formed_calls_are_found(name):
         assert found == calls == whole_calls(name, text), text
 
 
+@pytest.mark.parametrize("start", ["[TOOL_CALLS]f", '[TOOL_CALLS]{"name": "f", "arguments": '])
+def test_almost_right_arguments_become_json(start):
+    make = output_of(tool_parser("mistral"))
+    for seed in range(200):
+        rng = random.Random(seed)
+        arguments = random_arguments(rng)
+        text = start + almost_json(rng, arguments)
+        answer = answer_of(make, [text])
+        ((_, found),) = answer[2]
+        assert json.loads(found) == arguments, text
+        assert answer_of(make, random_pieces(rng, text)) == answer_of(make, text) == answer
+        for end in range(len(start) + 1, len(text)):
+            ((_, begun),) = answer_of(make, [text[:end]])[2]
+            assert is_beginning(begun, found), text[:end]
+
+
+def is_beginning(begun, found):
+    """A word that is cut is written as it is, since it may be the beginning of another one."""
+    return found.startswith(begun.rstrip("TrueFalsNon"))
+
+
 STARTS = {
     "hermes": '<tool_call>{"name": "f", "arguments": ',
     "json": '[{"name": "f", "parameters": ',
@@ -75,22 +109,6 @@ def long_texts(name):
     yield STARTS[name] + long_string
     yield STARTS[name] + many_items
     yield STARTS[name] + " " * 4000
-
-
-def num_calls_of(function, *args):
-    """Returns how many functions, those of Python's library included, a function calls."""
-    num_calls = 0
-
-    def count(frame, event, arg):
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function(*args)
-    finally:
-        sys.setprofile(None)
-    return num_calls
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -1,5 +1,8 @@
 """Runs tool and reasoning parsers over texts that are cut into pieces."""
 
+import json
+import sys
+
 from router.chat.output import ChatOutput, whole_answer
 
 CALL_ID = "id"
@@ -18,8 +21,17 @@ def deltas_and_answer(make_output, pieces):
     answer = whole_answer(deltas)
     calls = [(call.name, call.arguments) for call in answer.tool_calls]
     assert output.has_tool_calls == bool(calls)
+    assert output.ends_in_calls == bool(calls and is_json(calls[-1][1]))
     check_calls(deltas)
     return (answer.content, answer.reasoning, calls), deltas
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_calls(deltas):
@@ -47,3 +59,19 @@ def cuts(text):
 def check_cuts(make_output, text, expected):
     for pieces in cuts(text):
         assert answer_of(make_output, pieces) == expected, pieces
+
+
+def num_calls_of(function, *args):
+    """Returns how many functions, those of Python's library included, a function calls."""
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return num_calls

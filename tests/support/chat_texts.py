@@ -27,12 +27,32 @@ WORDS = [
 MARKS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
     "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
+    "<|python_start|>", "<|python_end|>", "```json\n", "```", "<function= 'f' >",
+    '<parameter="b">', '{"name": "f"', '"parameters": {', "True", "'", "(", ")", "#",
 ]  # fmt: skip
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]([\w.-]+)(\[CALL_ID\]abc\[ARGS\])?")
 _CODER_CALL = (
     r"(?s)<tool_call>\n<function=([\w.-]+)>\n"
     r"((?:<parameter=.+?>\n.*?\n</parameter>\n)*)</function>\n</tool_call>"
 )
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+                    "name": {"$ref": "#/$defs/Name"},
+                    "arguments": {"type": "object"},
+                },
+                "$defs": {"Name": {"enum": ["1", 1, None]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_weather"}},
+]
 NAMES = ["f", "get_weather", "a.b", "x-1"]
 
 
@@ -69,9 +89,62 @@ def random_text_calls(rng, depth=0):
     """Returns calls whose values are texts without end tags."""
     calls = random_calls(rng, depth)
     return [
-        (name, {key: str(value).replace("</parameter>", "") for key, value in arguments.items()})
+        (name, {key: _without_tags(str(value)) for key, value in arguments.items()})
         for name, arguments in calls
     ]
+
+
+def _without_tags(value):
+    return value.replace("</parameter>", "").replace("<parameter=", "")
+
+
+def almost_json(rng, value):
+    """JSON with mistakes that models make, of which it is clear what they stand for."""
+    match value:
+        case dict():
+            items = [
+                f"{almost_json(rng, key)}:{rng.choice(['', ' '])}{almost_json(rng, item)}"
+                for key, item in value.items()
+            ]
+            return f"{{{_joined_items(rng, items)}}}"
+        case list():
+            brackets = "()" if len(value) > 1 and rng.random() < 0.3 else "[]"
+            items = [almost_json(rng, item) for item in value]
+            return f"{brackets[0]}{_joined_items(rng, items)}{brackets[1]}"
+        case str():
+            if rng.random() < 0.3:
+                return repr(value)
+            return json.dumps(value, ensure_ascii=False).replace("\\n", rng.choice(["\n", "\\n"]))
+    return rng.choice([repr, json.dumps])(value)
+
+
+def _joined_items(rng, items):
+    last = rng.choice(["", "", ",", ", \n"]) if items else ""
+    return rng.choice([",", ", ", " , "]).join(items) + last
+
+
+def python_literal(rng, value):
+    """A literal of Python for a value, in one of its many forms."""
+    match value:
+        case dict():
+            items = [f"{key!r}: {python_literal(rng, item)}" for key, item in value.items()]
+            return f"{{{_joined_literals(rng, items)}}}"
+        case list():
+            items = [python_literal(rng, item) for item in value]
+            joined = _joined_literals(rng, items)
+            if rng.random() < 0.5:
+                return f"[{joined}]"
+            return f"({items[0]},)" if len(items) == 1 else f"({joined})" if items else "()"
+        case str() if rng.random() < 0.3:
+            middle = rng.randrange(len(value) + 1)
+            halves = f"{value[:middle]!r} {value[middle:]!r}"
+            return rng.choice([halves, f"({halves})"])
+    return repr(value)
+
+
+def _joined_literals(rng, items):
+    last = rng.choice(["", "", ","]) if items else ""
+    return rng.choice([", ", ",", ", # one ' )\n"]).join(items) + last
 
 
 def json_text(rng, value):
@@ -102,9 +175,16 @@ def json_array_text(rng, calls):
     return f"[{', '.join(texts)}]"
 
 
+_AROUND_LLAMA_CALLS = [
+    ("", ""), ("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"), ("Sure: ", "."),
+    ("```json\n", "\n```"), ("Sure:\n```\n", "\n```\nBye"),
+]  # fmt: skip
+
+
 def llama3_text(rng, calls):
     texts = [call_object(rng, *call, keys=("parameters", "arguments")) for call in calls]
-    return rng.choice(["", "<|python_tag|>"]) + rng.choice([";", "; "]).join(texts)
+    start, end = rng.choice(_AROUND_LLAMA_CALLS)
+    return start + rng.choice([";", "; "]).join(texts) + end
 
 
 def mistral_text(rng, calls):
@@ -120,7 +200,8 @@ def mistral_text(rng, calls):
 
 def pythonic_text(rng, calls):
     def call_text(name, arguments):
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        values = [f"{key}={python_literal(rng, value)}" for key, value in arguments.items()]
+        return f"{name}({_joined_literals(rng, values)})"
 
     return f"[{rng.choice([', ', ',']).join(call_text(*call) for call in calls)}]"
 
@@ -176,7 +257,7 @@ def whole_calls(name, text):
         return [
             (
                 ast.unparse(call.func).replace("__", "-"),
-                {word.arg: ast.literal_eval(word.value) for word in call.keywords},
+                json.loads(json.dumps({w.arg: ast.literal_eval(w.value) for w in call.keywords})),
             )
             for call in calls
         ]

@@ -106,6 +106,21 @@ def test_a_message_with_a_call_waits_for_its_result():
     assert body["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("reason", "status", "stop_reason"),
+    [
+        ("tool_calls", "completed", "tool_use"),
+        ("stop", "incomplete", "stop_sequence"),
+        ("length", "incomplete", "max_tokens"),
+    ],
+)
+def test_a_call_is_complete_if_nothing_cut_it(reason, status, stop_reason):
+    chunks = [chunk(calls=[first_call('{"a"')]), end_chunk(reason, matched_stop="END")]
+    (item,) = response(*chunks)["output"]
+    assert item["status"] == status
+    assert message(*chunks)["stop_reason"] == stop_reason
+
+
 def test_an_aborted_message_is_an_error():
     with pytest.raises(AbortedError):
         message(chunk("a"), end_chunk("abort"))

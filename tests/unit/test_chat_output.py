@@ -105,11 +105,29 @@ def test_whitespace_beside_calls_is_dropped_up_to_a_length():
         ({"type": "function", "function": {"name": "f"}}, ' {"a": 1}', [F1]),
         ({"type": "function", "function": {"name": "f"}}, '{"a', [("f", '{"a')]),
         ({"type": "function", "function": {"name": "f"}}, " ", []),
+        # Cut: a call begins when its name is complete.
+        ("required", '[{"na', []),
+        ("required", '[{"name":"f', []),
+        ("required", '[{"name":"f"', [("f", "")]),
+        ("required", '[{"name":"f","', [("f", "")]),
+        ("required", '[{"name":"f","parameters":', [("f", "")]),
+        ("required", '[{"name":"f","parameters":{"a":"x', [("f", '{"a":"x')]),
+        ("required", '[{"name":"f","parameters":{"a": 1}', [F1]),
+        ("required", '[{"name":"f","parameters":{"a": 1}},{"name":"g', [F1]),
+        ("required", '[{"name":"f","parameters":{"a": 1}},{"name":"g","', [F1, ("g", "")]),
+        ("required", '[{"name":"f"}]', [("f", "{}")]),
+        ("required", '{"parameters": {"a": 1}, "name": "f"}', [F1]),
     ],
 )
 def test_forced_calls(choice, text, calls):
     content = None if calls else ""
     check_cuts(output_of(lambda: forced_tool_parser(choice)), text, (content, None, calls))
+
+
+def test_text_that_has_not_the_forced_form_is_content():
+    make = output_of(lambda: forced_tool_parser("required"))
+    check_cuts(make, "Hi [1]", ("Hi [1]", None, []))
+    check_cuts(make, '[{"x": ]', ('[{"x": ]', None, []))
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])

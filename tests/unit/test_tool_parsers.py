@@ -57,6 +57,24 @@ HERMES = [
     ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
     ('<tool_call>{"name": "f", "arguments": {"a": [1, "x', None, [("f", '{"a": [1, "x')]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool', None, [F1]),
+    # Wrapped, with a fence or with several calls behind one mark.
+    (
+        '<tool_call>\n```json\n{"name": "f", "arguments": {"a": 1}}\n```\n</tool_call>Bye',
+        "Bye",
+        [F1],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}</tool_call> Bye',
+        " Bye",
+        [F1, ("g", "{}")],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"x": 2}</tool_call>',
+        '{"x": 2}</tool_call>',
+        [F1],
+    ),
+    ("<tool_call>{'name': 'f', 'arguments': {'a': 1}}</tool_call>", None, [F1]),
+    ("<tool_call>{'name': 'f', 'arguments': '{\"a\": 1}'}</tool_call>", None, [F1]),
     # Malformed.
     ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
     ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
@@ -86,6 +104,10 @@ JSON = [
     ('[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}] x', ', {"name": "g"}] x', [F1]),
     # Cut between two calls.
     ('[{"name": "f", "parameters": {"a": 1}} ,\n  ', None, [F1]),
+    # Fenced.
+    ('```json\n[{"name": "f", "parameters": {"a": 1}}]\n```', None, [F1]),
+    ('```\n{"name": "f", "parameters": {"a": 1}}\n``` bye', " bye", [F1]),
+    ('```json\n{"name": "Ann"}\n```', '```json\n{"name": "Ann"}\n```', []),
     # No calls.
     ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
     ('{"name": "Ann"}', '{"name": "Ann"}', []),
@@ -96,6 +118,7 @@ JSON = [
 ]
 
 TAG = "<|python_tag|>"
+START4, END4 = "<|python_start|>", "<|python_end|>"
 G2 = ("g", '{"b": 2}')
 
 LLAMA3 = [
@@ -116,6 +139,35 @@ LLAMA3 = [
         [F1, G2],
     ),
     ('{"name": "f", "parameters": {"a": 1}}; bye', "; bye", [F1]),
+    # The marks of Llama 4.
+    (f'{START4}{{"name": "f", "parameters": {{"a": 1}}}}{END4}', None, [F1]),
+    (f'Hi{START4} {{"name": "f", "parameters": {{"a": 1}}}} {END4} bye', "Hi bye", [F1]),
+    (f'{START4}{{"name": "f", "parameters": {{"a": 1}}}}<|python_e', None, [F1]),
+    (f"{START4}print(1){END4}", f"{START4}print(1){END4}", []),
+    # Behind text, and fenced.
+    ('Sure! {"name": "f", "parameters": {"a": 1}} bye', "Sure!  bye", [F1]),
+    (
+        'Sure: [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {"b": 2}}]',
+        "Sure: ",
+        [F1, G2],
+    ),
+    (
+        'Sure:\n\n```json\n{"name": "f", "parameters": {"a": 1}}\n```\nbye',
+        "Sure:\n\n\nbye",
+        [F1],
+    ),
+    (
+        '```\n{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {"b": 2}}\n```',
+        None,
+        [F1, G2],
+    ),
+    ("See ```python\nx = {}\n``` {x}", "See ```python\nx = {}\n``` {x}", []),
+    # A part of other JSON is no call, but a call may follow it.
+    (
+        '{"x": [{"name": "f", "parameters": {}}], "y": 3} {"name": "f", "parameters": {"a": 1}}',
+        '{"x": [{"name": "f", "parameters": {}}], "y": 3} ',
+        [F1],
+    ),
     # No calls.
     (f"{TAG}print(1)", f"{TAG}print(1)", []),
     ('{"a": "<|python', '{"a": "<|python', []),
@@ -173,6 +225,55 @@ PYTHONIC = [
         ],
     ),
     ("[f(a='\\ud83d\\ude00')]", None, [("f", '{"a": "\\ud83d\\ude00"}')]),
+    (
+        "[f(a=(1, 2), b=('x',), c=(), d=(3))]",
+        None,
+        [("f", '{"a": [1, 2], "b": ["x"], "c": [], "d": 3}')],
+    ),
+    (
+        "[f(a={1, 2}, b={'x'}, c={(1,)}, d={})]",
+        None,
+        [("f", '{"a": [1, 2], "b": ["x"], "c": [[1]], "d": {}}')],
+    ),
+    (
+        "[f(a='x' \"y\"\n  \"\"\"z\"\"\", b=('u'\n'v'), c=['w' 'x'])]",
+        None,
+        [("f", '{"a": "xyz", "b": "uv", "c": ["wx"]}')],
+    ),
+    (
+        "[f(a=r'\\d', b=u'é', c=R'\\'')]",
+        None,
+        [("f", '{"a": "\\\\d", "b": "é", "c": "\\\\\'"}')],
+    ),
+    (
+        "[f(a=-1, b=-.5, c=+3, d=007, e=1e5, f=12345678901234567890123, g=0.1000000000000000001)]",
+        None,
+        [
+            (
+                "f",
+                '{"a": -1, "b": -0.5, "c": 3, "d": 7, "e": 1e5, "f": 12345678901234567890123, '
+                '"g": 0.1000000000000000001}',
+            )
+        ],
+    ),
+    (
+        "[f(a=[1, # one\n 2,], # '\n b={'k': 'v',},), # )\n g(b=2),]",
+        None,
+        [("f", '{"a": [1, 2], "b": {"k": "v"}}'), G2],
+    ),
+    (
+        "[f(a={1: 2, None: 3, 'x': {True: 1.5}})]",
+        None,
+        [("f", '{"a": {"1": 2, "null": 3, "x": {"true": 1.5}}}')],
+    ),
+    (
+        "[f(a='\\U0001F600', b='\\N{DASH}', c='\\\n', d='\\ud83d')]",
+        None,
+        [("f", '{"a": "😀", "b": "\\\\N{DASH}", "c": "", "d": "\ufffd"}')],
+    ),
+    (f"{START4}[f(a=1)]{END4}", None, [F1]),
+    ("```python\n[f(a=1)]\n```\nbye", "\nbye", [F1]),
+    ("# A\n[f(a=1)]", "# A\n[f(a=1)]", []),
     ("[f(a=1)] bye", " bye", [F1]),
     ("[f(a=1), bye", ", bye", [F1]),
     ("[f(a=1)", None, [F1]),
@@ -187,7 +288,15 @@ PYTHONIC = [
     ("[f(a=1, b=[2, 'x", None, [("f", '{"a": 1, "b": [2, "x')]),
     ("[f(a=x, b=2)]", ", b=2)]", [("f", '{"a": x')]),
     ("[f(a=1, 2)]", ", 2)]", [("f", '{"a": 1')]),
-    ("[f(a={1: 2})]", "1: 2})]", [("f", '{"a": {')]),
+    ("[f(a=f'x', b=2)]", "'x', b=2)]", [("f", '{"a": f')]),
+    ("[f(a=b'x')]", "'x')]", [("f", '{"a": b')]),
+    ("[f(a=g(1))]", "(1))]", [("f", '{"a": g')]),
+    ("[f(a=[1 2])]", "2])]", [("f", '{"a": [1')]),
+    ("[f(a={'x': 1, 'y'})]", "})]", [("f", '{"a": {"x": 1, "y"')]),
+    ("[f(a={'x':})]", "})]", [("f", '{"a": {"x": ')]),
+    ("[f(a={(1,): 2})]", ": 2})]", [("f", '{"a": {[1]')]),
+    ("[f(a=(1, 2", None, [("f", '{"a": [1, 2')]),
+    ("[f(a={'x", None, [("f", '{"a": {"x')]),
     ("[f(a=1e999)]", ")]", [("f", '{"a": 1e999')]),
     ("[f(a=" + "[" * 65, "[", [("f", '{"a": ' + "[" * 64)]),
 ]
@@ -216,7 +325,58 @@ CODER = [
     ("<tool_call>\n<function=f>", None, [("f", "")]),
     ("<tool_call>\n<function=f><parameter=a>x</par", None, [("f", '{"a": "x</par')]),
     (coder_text("x").removesuffix("call>"), None, [("f", '{"a": "x"}')]),
-    (coder_text("x").removesuffix("n>\n</tool_call>"), "\n</functio", [("f", '{"a": "x"')]),
+    (coder_text("x").removesuffix("n>\n</tool_call>"), None, [("f", '{"a": "x"}')]),
+    (coder_text("x").removesuffix("\n</function>\n</tool_call>"), None, [("f", '{"a": "x"}')]),
+    (coder_text("x")[: -len("/function>\n</tool_call>")] + "para", None, [("f", '{"a": "x"')]),
+    # Tags that models forget.
+    ("<function=f><parameter=a>x</parameter></function>", None, [("f", '{"a": "x"}')]),
+    ("Hi\n" + coder_text("x")[len("<tool_call>\n") :], "Hi\n", [("f", '{"a": "x"}')]),
+    (
+        "<function=f></function>\n</tool_call> and <function=g>\n</function>",
+        " and ",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>\nx\n<parameter=b>y</function></tool_call>",
+        None,
+        [("f", '{"a": "x", "b": "y"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter></tool_call>\n" + coder_text("y"),
+        None,
+        [("f", '{"a": "x"}'), ("f", '{"a": "y"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter><function=g></function></tool_call>",
+        None,
+        [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x\n</function>\n</tool_call>\n" + coder_text("y"),
+        None,
+        [("f", '{"a": "x"}'), ("f", '{"a": "y"}')],
+    ),
+    ("<tool_call><function=f></tool_call>", None, [("f", "{}")]),
+    ("<tool_call><function=f><parameter=a>x</tool_call>", None, [("f", '{"a": "x"}')]),
+    # Tags within a value are text, unless nothing else follows them.
+    (coder_text("</function> x"), None, [("f", '{"a": "</function> x"}')]),
+    (coder_text("<tool_call></tool_call>"), None, [("f", '{"a": "<tool_call></tool_call>"}')]),
+    (coder_text("<parameter=a>x"), None, [("f", '{"a": "<parameter=a>x"}')]),
+    (coder_text("<parameter>x"), None, [("f", '{"a": "<parameter>x"}')]),
+    # Blanks and quotes around names; a parameter that is written twice.
+    (
+        "<tool_call><function= \"f\" ><parameter = 'a'\n>x</parameter></function></tool_call>",
+        None,
+        [("f", '{"a": "x"}')],
+    ),
+    (
+        "<tool_call><function=f><parameter=a>x</parameter><parameter=a>y</parameter></function>",
+        None,
+        [("f", '{"a": "x", "a": "y"}')],
+    ),
+    # Text that only mentions a tag.
+    ("Write <function=f> first", "Write <function=f> first", []),
+    ("<function> <function=f", "<function> <function=f", []),
     ("<tool_call><function=f>x=1</function>", "x=1</function>", [("f", "")]),
     ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
 ]

@@ -8,10 +8,10 @@ from typing import Any
 
 from baton.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
+from router.chat.tool_parsers.forced_calls import ForcedCallsParser, NamedCallParser
 from router.chat.tool_parsers.hermes import HermesToolParser
 from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
 from router.chat.tool_parsers.mistral import MistralToolParser
-from router.chat.tool_parsers.named_call import NamedCallParser
 from router.chat.tool_parsers.plain_json import JsonToolParser
 from router.chat.tool_parsers.pythonic import PythonicToolParser
 from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser
@@ -23,6 +23,7 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "json": JsonToolParser,
     "llama3_json": Llama3JsonToolParser,
     "llama4_json": Llama3JsonToolParser,
+    "llama4_pythonic": PythonicToolParser,
     "mistral": MistralToolParser,
     "pythonic": PythonicToolParser,
     "qwen3_coder": Qwen3CoderToolParser,
@@ -45,8 +46,6 @@ def tool_parser(name: str) -> type[ToolParser]:
 def forced_tool_parser(tool_choice: str | Mapping[str, Any] | None) -> ToolParser | None:
     """Returns the parser for answers whose form a `tool_choice` forces, for every model.
 
-    The form is that of `baton.response_format.fields_of_tools`.
-
     Args:
         tool_choice: as in OpenAI's chat API, checked.
 
@@ -54,7 +53,7 @@ def forced_tool_parser(tool_choice: str | Mapping[str, Any] | None) -> ToolParse
         None for a choice that forces no call.
     """
     if tool_choice == "required":
-        return JsonToolParser()
+        return ForcedCallsParser()
     if isinstance(tool_choice, Mapping):
         return NamedCallParser(tool_choice["function"]["name"])
     return None

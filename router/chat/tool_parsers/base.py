@@ -34,6 +34,11 @@ class ToolParser(ABC):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
+        self._names = {tool.get("function", {}).get("name") for tool in tools}
+
+    def is_offered(self, name: str) -> bool:
+        """Returns whether the request offers a function, or, without tools, may offer it."""
+        return not self._names or name in self._names
 
     @abstractmethod
     def push(self, text: str) -> ChatDelta:

@@ -9,12 +9,13 @@ from typing import ClassVar
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
 from router.chat.tool_parsers.json_calls import read_calls
+from router.chat.tool_parsers.wrappings import skip_openings
 
 __all__ = ["HermesToolParser"]
 
 _START = "<tool_call>"
 _END = "</tool_call>"
-_EXTRA_BRACKETS = re.compile(r"[\s}\]]+")
+_BEHIND_CALL = re.compile(r"[\s}\],;`]+")
 
 
 class HermesToolParser(GeneratorToolParser):
@@ -27,10 +28,11 @@ class HermesToolParser(GeneratorToolParser):
         text = self.text
         while (yield from text.copy_until(_START, self.answer.content)):
             text.record(_START)
-            yield from text.skip_whitespace()
-            if not (yield from read_calls(text, self.answer, marked=True)):
-                self.answer.content(text.take_record())
-                continue
-            # Models close a bracket too many, or none.
-            yield from text.copy(_EXTRA_BRACKETS, lambda _: None)
-            yield from text.skip(_END, or_beginning=True)
+            yield from skip_openings(text)
+            while (yield from read_calls(text, self.answer, marked=True)):
+                # Models write brackets too many or too few, and several calls behind one mark.
+                yield from text.copy(_BEHIND_CALL, lambda _: None)
+                if (yield from text.skip(_END, or_beginning=True)):
+                    break
+                text.record()
+            self.answer.content(text.take_record())

@@ -1,76 +1,68 @@
 """Values of parameters that models write as plain text: from text and a schema to JSON."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from router.chat.text_input import TextInput
-from router.chat.tool_parsers.python_values import convert_value
+from router.chat.tool_parsers.parameter_schemas import Accepted
+from router.chat.tool_parsers.value_reader import ValueReader
+from router.chat.tool_parsers.value_words import is_json_number, json_of_number
 
-__all__ = ["is_text", "json_of", "parameter_schema"]
+__all__ = ["json_of"]
 
-_OBJECT = "object"
-
-
-def parameter_schema(
-    tools: Sequence[Mapping[str, Any]], name: str, parameter: str
-) -> Mapping[str, Any]:
-    """Returns the schema of a parameter of a function; empty if it is unknown.
-
-    Args:
-        tools: as in OpenAI's chat API, checked.
-        name: the function's.
-        parameter: the parameter's name.
-    """
-    for tool in tools:
-        function = tool.get("function", {})
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            schema = properties.get(parameter)
-            return schema if isinstance(schema, Mapping) else {}
-    return {}
+_NULLS = ("null", "none")
+_BOOLEANS = ("true", "false")
 
 
-def is_text(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a value can only be text; so is one whose schema states no type."""
-    return set(_types(schema)) <= {"string"}
+def json_of(value: str, accepted: Accepted) -> str:
+    """Returns the JSON for a value: the first reading of its text that its schema accepts.
 
-
-def json_of(value: str, schema: Mapping[str, Any]) -> str:
-    """Returns the JSON for a value: JSON or a Python literal; otherwise it is text.
+    The readings are null, true, false or a literal of JSON or Python, then the text itself. If
+    none is accepted, the value is text if some text would be, or else what it can be read as.
 
     Args:
         value: what the model wrote.
-        schema: the parameter's. If it allows text, only null is anything else.
+        accepted: what the parameter's schema accepts.
     """
-    types = set(_types(schema))
     written = value.strip()
-    if written.lower() in ("null", "none") and ("null" in types or "string" not in types):
-        return "null"
-    if "string" in types:
-        return json.dumps(value, ensure_ascii=False)
-    if "boolean" in types and written.lower() in ("true", "false"):
-        return written.lower()
-    return _literal(written) or json.dumps(value, ensure_ascii=False)
+    literal = _literal(written)
+    texts = [text for text in (value, written) if accepted.accepts(text)]
+    is_text = bool(texts) and literal is not None and _is_rather_text(written, literal)
+    if literal is not None and not is_text and _accepts(accepted, literal):
+        return literal if "number" in accepted.types else _without_fraction(literal)
+    if literal is None or accepted.may_be_text:
+        return json.dumps(texts[0] if texts else value, ensure_ascii=False)
+    return literal
 
 
-def _types(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the types that a schema allows, as far as it states them."""
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        yield stated
-    elif isinstance(stated, Sequence):
-        yield from map(str, stated)
-    elif "$ref" in schema or "allOf" in schema:
-        yield _OBJECT
-    for keyword in ("anyOf", "oneOf"):
-        for option in schema.get(keyword) or ():
-            if isinstance(option, Mapping):
-                yield from _types(option)
+def _accepts(accepted: Accepted, literal: str) -> bool:
+    try:
+        return accepted.accepts(json.loads(literal))
+    except RecursionError:
+        return False
+
+
+def _is_rather_text(written: str, literal: str) -> bool:
+    """Whether a literal is text where text is accepted: in quotes, or a number such as 007."""
+    is_odd_number = json_of_number(written) == literal and not is_json_number(written)
+    return is_odd_number or literal.startswith('"')
+
+
+def _without_fraction(literal: str) -> str:
+    """Returns an integer as JSON Schema has it, without a fraction of zero or an exponent."""
+    value = json.loads(literal)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else literal
 
 
 def _literal(written: str) -> str | None:
+    """Returns the JSON of a literal of JSON or Python; None for other text."""
+    word = written.lower()
+    if word in _NULLS:
+        return "null"
+    if word in _BOOLEANS:
+        return word
     try:
+        if is_json_number(written):
+            return json_of_number(written)
         return json.dumps(json.loads(written), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return _python_literal(written)
@@ -82,7 +74,7 @@ def _python_literal(written: str) -> str | None:
     text.end()
     pieces: list[str] = []
     try:
-        next(convert_value(text, pieces.append))
+        next(ValueReader(text, pieces.append, is_python=True).read())
     except StopIteration as stop:
         if stop.value and not text.num_unread:
             return "".join(pieces)

@@ -3,21 +3,22 @@
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
 from router.chat.tool_parsers.json_calls import read_calls
+from router.chat.tool_parsers.wrappings import skip_closings, skip_openings
 
 __all__ = ["JsonToolParser"]
 
 
 class JsonToolParser(GeneratorToolParser):
-    """Reads calls that begin at the first character that is no whitespace.
+    """Reads calls that begin at the first character that is no whitespace, fenced or not.
 
-    Calls are objects with `name` and `arguments` or `parameters`. The array of calls that
-    `tool_choice: required` forces has this form, for every model.
+    Calls are objects with `name` and `arguments` or `parameters`.
     """
 
     def read(self) -> Steps[None]:
         """Reads the text."""
         text = self.text
         text.record()
-        yield from text.skip_whitespace()
-        if not (yield from read_calls(text, self.answer, marked=False)):
-            self.answer.content(text.take_record())
+        openings = yield from skip_openings(text)
+        if (yield from read_calls(text, self.answer, marked=False)):
+            yield from skip_closings(text, openings)
+        self.answer.content(text.take_record())

@@ -1,7 +1,7 @@
 """`PythonicToolParser`: a Python list of calls: `[f(a=1), g(b="x")]`.
 
 The format of Llama 3.2 and 4 and other models. The arguments, which are Python literals, become
-JSON.
+JSON. Llama 4 may write `<|python_start|>` before the list, and `<|python_end|>` behind it.
 """
 
 import json
@@ -9,7 +9,8 @@ import re
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
-from router.chat.tool_parsers.python_values import convert_value
+from router.chat.tool_parsers.value_reader import ValueReader, skip_blanks
+from router.chat.tool_parsers.wrappings import PYTHON_START, skip_closings, skip_openings
 
 __all__ = ["PythonicToolParser"]
 
@@ -27,18 +28,25 @@ class PythonicToolParser(GeneratorToolParser):
         """Reads the text."""
         text = self.text
         text.record()
-        yield from text.skip_whitespace()
-        if (yield from text.skip("[")):
-            yield from text.skip_whitespace()
-            while (yield from self._read_call()):
-                text.record()
-                yield from text.skip_whitespace()
-                if not (yield from text.skip(",")):
-                    break
-                yield from text.skip_whitespace()
-            if self.answer.has_calls and (yield from text.skip("]")):
-                return
+        openings = yield from skip_openings(text, (PYTHON_START,))
+        if (yield from text.skip("[")) and (yield from self._read_list()):
+            yield from skip_closings(text, openings)
         self.answer.content(text.take_record())
+
+    def _read_list(self) -> Steps[bool]:
+        """Reads calls and the closing bracket. If not, the record has what is content."""
+        text = self.text
+        yield from skip_blanks(text)
+        while (yield from self._read_call()):
+            text.record()
+            yield from skip_blanks(text)
+            has_more = yield from text.skip(",")
+            yield from skip_blanks(text)
+            if (yield from text.skip("]")):
+                return True
+            if not has_more:
+                return False
+        return False
 
     def _read_call(self) -> Steps[bool]:
         """Returns whether there was a whole call. The record has the part that is content."""
@@ -46,7 +54,7 @@ class PythonicToolParser(GeneratorToolParser):
         name = yield from text.read_run(_NAME, MAX_NAME_LENGTH)
         if not name or not (yield from text.skip("(")):
             return False
-        yield from text.skip_whitespace()
+        yield from skip_blanks(text)
         if (yield from text.skip(")")):
             self._start(name, "{}")
             return True
@@ -61,12 +69,12 @@ class PythonicToolParser(GeneratorToolParser):
         text, answer = self.text, self.answer
         while True:
             answer.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from convert_value(text, answer.arguments)):
+            if not (yield from ValueReader(text, answer.arguments, is_python=True).read()):
                 return False
             text.record()
-            yield from text.skip_whitespace()
+            yield from skip_blanks(text)
             more = yield from text.skip(",")
-            yield from text.skip_whitespace()
+            yield from skip_blanks(text)
             if (yield from text.skip(")")):
                 answer.arguments("}")
                 return True
@@ -80,10 +88,10 @@ class PythonicToolParser(GeneratorToolParser):
         """Reads the name of an argument, with the equals sign. Returns "" if there is none."""
         text = self.text
         key = yield from text.read_run(_KEY, MAX_NAME_LENGTH)
-        yield from text.skip_whitespace()
+        yield from skip_blanks(text)
         if not (yield from text.skip("=")):
             return ""
-        yield from text.skip_whitespace()
+        yield from skip_blanks(text)
         return key
 
     def _start(self, name: str, arguments: str) -> None:

@@ -11,27 +11,37 @@ The format of Qwen3-Coder and Qwen 3.5:
     </tool_call>
 """
 
-import json
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
-from router.chat.text_input import Steps
+from router.chat.answer_builder import AnswerBuilder
+from router.chat.text_input import Steps, TextInput
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
-from router.chat.tool_parsers.parameter_types import is_text, json_of, parameter_schema
+from router.chat.tool_parsers.parameter_schemas import FunctionSchema
+from router.chat.tool_parsers.parameter_types import json_of
+from router.chat.tool_parsers.value_strings import Sink, escape
 
 __all__ = ["Qwen3CoderToolParser"]
 
 _START = "<tool_call>"
 _END = "</tool_call>"
+_FUNCTION = "<function"
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter"
+_PARAMETER_END = "</parameter>"
+_VALUE_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
 _NAME = re.compile(r"[^<>\n]+")
+_AROUND_NAME = "\"' \t\r"
 
 
 class Qwen3CoderToolParser(GeneratorToolParser):
-    """Reads calls between marks and makes JSON of their parameters.
+    """Reads calls in tags and makes JSON of their parameters.
 
     A parameter is text unless the schema of the request's tool says otherwise. Text is passed on
     as it comes; the value of another type is held back until it is complete.
+
+    Models forget tags. Without `<tool_call>`, a function that the request offers is called if a
+    parameter or the end of the call follows.
     """
 
     needs_special_tokens: ClassVar[bool] = True
@@ -39,10 +49,13 @@ class Qwen3CoderToolParser(GeneratorToolParser):
     def read(self) -> Steps[None]:
         """Reads the text."""
         text = self.text
-        while (yield from text.copy_until(_START, self.answer.content)):
-            text.record(_START)
-            yield from text.skip_whitespace()
-            while (yield from self._read_call()):
+        while start := (yield from text.copy_to((_START, _FUNCTION), self.answer.content)):
+            text.record()
+            is_marked = start == _START
+            if is_marked:
+                text.read(len(_START))
+                yield from text.skip_whitespace()
+            while (yield from self._read_call(is_marked=is_marked)):
                 text.record()
                 yield from text.skip_whitespace()
                 if (yield from text.skip(_END, or_beginning=True)):
@@ -50,60 +63,142 @@ class Qwen3CoderToolParser(GeneratorToolParser):
                     break
             self.answer.content(text.take_record())
 
-    def _read_call(self) -> Steps[bool]:
+    def _read_call(self, *, is_marked: bool) -> Steps[bool]:
         """Returns whether there was a whole call. The record has the part that is content."""
-        text, answer = self.text, self.answer
-        name = yield from self._read_tag("function")
-        if not name:
+        name = yield from _read_tag(self.text, _FUNCTION)
+        if not name or not (is_marked or (yield from self._is_called(name))):
             return False
-        text.take_record()
-        answer.start_call(name)
-        separator = "{"
-        while True:
-            text.record()
-            yield from text.skip_whitespace()
-            if (yield from text.skip("</function>")):
-                answer.arguments("{}" if separator == "{" else "}")
+        self.text.take_record()
+        self.answer.start_call(name)
+        schema = FunctionSchema(self.tools, name)
+        return (yield from _ParameterReader(self.text, self.answer, schema).read())
+
+    def _is_called(self, name: str) -> Steps[bool]:
+        """Returns whether the tag of a function begins a call. Other text only mentions it."""
+        if not self.is_offered(name):
+            return False
+        yield from self.text.skip_whitespace()
+        for tag in (_PARAMETER, _FUNCTION_END):
+            if (yield from self.text.has_next(tag)):
                 return True
-            key = yield from self._read_tag("parameter")
-            if not key:
+        return False
+
+
+class _ParameterReader:
+    """Reads the parameters of one call, and the end of the call.
+
+    A value without its end tag ends before another parameter of the function that the call does
+    not have yet, and before the end of the call if no text follows it.
+    """
+
+    def __init__(self, text: TextInput, answer: AnswerBuilder, schema: FunctionSchema) -> None:
+        self._text = text
+        self._answer = answer
+        self._schema = schema
+        self._names: set[str] = set()
+        self._is_over = False
+
+    def read(self) -> Steps[bool]:
+        """Returns whether the call ended. The record has the part that is content."""
+        text = self._text
+        name = ""
+        while not self._is_over:
+            if not name:
+                text.record()
+                yield from text.skip_whitespace()
+                if (yield from self._is_end()):
+                    break
+                name = yield from _read_tag(text, _PARAMETER)
+            if not name:
+                yield from self._drop_cut_tag()
                 return False
             text.take_record()
-            answer.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            if not (yield from self._read_value(name, key)):
+            self._answer.arguments(f'{", " if self._names else "{"}"{escape(name)}": ')
+            self._names.add(name)
+            is_whole, name = yield from self._read_value(name)
+            if not is_whole:
                 return False
+        self._answer.arguments("}" if self._names else "{}")
+        return True
 
-    def _read_tag(self, kind: str) -> Steps[str]:
-        """Reads `<kind=name>` and returns the name; "" if the tag does not come next."""
-        text = self.text
-        if not (yield from text.skip(f"<{kind}=")):
-            return ""
-        name = yield from text.read_run(_NAME, MAX_NAME_LENGTH)
-        return name if (yield from text.skip(">")) else ""
+    def _is_end(self) -> Steps[bool]:
+        """Reads the end tag. Returns whether the call is over, also without the tag."""
+        text = self._text
+        if (yield from text.skip(_FUNCTION_END, or_beginning=True)):
+            return True
+        for tag in (_END, _START, _FUNCTION):
+            if (yield from text.has_next(tag)):
+                return True
+        return bool(self._names) and not (yield from text.peek())
 
-    def _read_value(self, name: str, key: str) -> Steps[bool]:
-        """Reads a value and its end tag. One line break on either side is not part of it."""
-        schema = parameter_schema(self.tools, name, key)
-        arguments = self.answer.arguments
-        yield from self.text.skip("\n")
-        if is_text(schema):
+    def _drop_cut_tag(self) -> Steps[None]:
+        """Drops the beginning of a tag that the end of the text cuts: it is no content."""
+        text = self._text
+        if not (yield from text.has_next(_PARAMETER)):
+            yield from text.skip(_PARAMETER, or_beginning=True)
+        if not (yield from text.peek()):
+            text.record()
+
+    def _read_value(self, name: str) -> Steps[tuple[bool, str]]:
+        """Reads a value and what ends it. One line break on either side is not part of it.
+
+        Returns:
+            Whether the value ended, and the name of the next parameter if its tag was read.
+        """
+        accepted = self._schema.accepted(name)
+        arguments = self._answer.arguments
+        yield from self._text.skip("\n")
+        if accepted.is_any_text:
             arguments('"')
-            sink = _WithoutLastBreak(lambda piece: arguments(_in_string(piece)))
-            ended = yield from self.text.copy_until("</parameter>", sink)
-            arguments('"' if ended else "")
-            return ended
+            sink = _WithoutLastBreak(lambda piece: arguments(escape(piece)))
+            is_whole, next_name = yield from self._copy_value(sink)
+            arguments('"' if is_whole else "")
+            return is_whole, next_name
         pieces: list[str] = []
-        ended = yield from self.text.copy_until("</parameter>", pieces.append)
+        is_whole, next_name = yield from self._copy_value(pieces.append)
         value = "".join(pieces)
-        arguments(json_of(value.removesuffix("\n"), schema) if ended else value)
-        return ended
+        arguments(json_of(value.removesuffix("\n"), accepted) if is_whole else value)
+        return is_whole, next_name
+
+    def _copy_value(self, sink: Sink) -> Steps[tuple[bool, str]]:
+        """Copies the text of a value, and reads what ends it; returns as `_read_value` does."""
+        text = self._text
+        while tag := (yield from text.copy_to(_VALUE_ENDS, sink)):
+            if tag == _PARAMETER_END:
+                text.read(len(tag))
+                return True, ""
+            text.record()
+            next_name = ""
+            if tag == _PARAMETER:
+                next_name = yield from self._read_next_name()
+            else:
+                self._is_over = yield from self._read_end(tag)
+            rest = text.take_record()
+            if next_name or self._is_over:
+                return True, next_name
+            sink(rest)
+        return False, ""
+
+    def _read_next_name(self) -> Steps[str]:
+        """Reads a tag within a value; returns its name if it can be the next parameter's."""
+        name = yield from _read_tag(self._text, _PARAMETER)
+        is_next = name not in self._names and self._schema.may_have(name)
+        return name if is_next else ""
+
+    def _read_end(self, tag: str) -> Steps[bool]:
+        """Reads end tags within a value; returns whether nothing but calls follows."""
+        text = self._text
+        text.read(len(tag))
+        yield from text.skip_whitespace()
+        if tag == _FUNCTION_END and (yield from text.skip(_END, or_beginning=True)):
+            yield from text.skip_whitespace()
+        return not (yield from text.peek()) or (yield from text.has_next(_START))
 
 
 class _WithoutLastBreak:
     """Passes text on, but keeps a line break until more text follows it."""
 
-    def __init__(self, sink: Callable[[str], object]) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._held = ""
 
@@ -113,5 +208,17 @@ class _WithoutLastBreak:
         self._sink(piece.removesuffix("\n"))
 
 
-def _in_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def _read_tag(text: TextInput, tag: str) -> Steps[str]:
+    """Reads `<tag=name>` and returns the name; "" if the tag does not come next.
+
+    Models write blanks and quotes around the name.
+    """
+    if not (yield from text.skip(tag)):
+        return ""
+    yield from text.skip_whitespace()
+    if not (yield from text.skip("=")):
+        return ""
+    yield from text.skip_whitespace()
+    name = yield from text.read_run(_NAME, MAX_NAME_LENGTH)
+    yield from text.skip_whitespace()
+    return name.strip(_AROUND_NAME) if (yield from text.skip(">")) else ""

@@ -1,0 +1,152 @@
+"""Reads strings of JSON and Python from text that arrives in pieces, and writes them as JSON."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import TypeAlias
+
+from router.chat.text_input import Steps, TextInput
+
+__all__ = ["Sink", "copy_json_string", "copy_python_string", "escape", "read_surrogates"]
+
+Sink: TypeAlias = Callable[[str], object]
+
+_PLAIN_JSON = re.compile(r'[^"\\]+')
+_PLAIN_PYTHON = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_HEX_DIGITS = re.compile(r"[0-9a-fA-F]+")
+_OCTAL_DIGITS = re.compile(r"[0-7]+")
+_JSON_ESCAPES = '"\\/bfnrt'
+_PYTHON_ESCAPES = {
+    "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v",
+    "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+_HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
+_REPLACEMENT = "\ufffd"
+
+
+def escape(text: str) -> str:
+    """Escapes a text for a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def copy_json_string(text: TextInput, sink: Sink) -> Steps[bool]:
+    """Reads a string behind its opening quote and writes it, besides what JSON does not allow.
+
+    Control characters are escaped. The backslash of an unknown escape, which regular
+    expressions and paths have, stands for itself. Half a surrogate pair is replaced.
+
+    Returns:
+        False if the string does not end.
+    """
+    while True:
+        yield from text.copy(_PLAIN_JSON, lambda piece: sink(_without_controls(piece)))
+        next_char = yield from text.peek()
+        if not next_char:
+            return False
+        text.read()
+        if next_char == '"':
+            sink('"')
+            return True
+        sink((yield from _read_json_escape(text)))
+
+
+def copy_python_string(text: TextInput, sink: Sink, *, is_raw: bool = False) -> Steps[bool]:
+    """Reads a string in single, double or triple quotes and writes what a JSON string has for it.
+
+    Args:
+        text: read up to and with the closing quotes.
+        sink: called with each piece, without quotes.
+        is_raw: whether backslashes stand for themselves.
+
+    Returns:
+        False if the string does not end.
+    """
+    closing = quote = text.read()
+    if (yield from text.skip(quote)):
+        if not (yield from text.skip(quote)):
+            return True
+        closing = quote * 3
+    while True:
+        yield from text.copy(_PLAIN_PYTHON[quote], lambda piece: sink(escape(piece)))
+        next_char = yield from text.peek()
+        if not next_char:
+            return False
+        if (yield from text.skip(closing)):
+            return True
+        text.read()
+        if next_char != "\\":
+            sink(escape(next_char))
+        elif is_raw:
+            sink(escape("\\" + ((yield from text.peek()) and text.read())))
+        else:
+            sink((yield from _read_python_escape(text)))
+
+
+def read_surrogates(text: TextInput, code: int) -> Steps[str]:
+    """Returns the characters of an escaped UTF-16 unit whose digits were read.
+
+    The second unit of a surrogate pair is read too. Half a pair is replaced: it is no text.
+    """
+    if not 0xD800 <= code < 0xDC00 or not (yield from text.skip("\\u")):
+        return _character(code)
+    digits = yield from text.read_run(_HEX_DIGITS, 4)
+    low = int(digits, 16) if len(digits) == 4 else ord(_REPLACEMENT)
+    if 0xDC00 <= low < 0xE000:
+        return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00))
+    return _REPLACEMENT + _character(low)
+
+
+def _character(code: int) -> str:
+    return _REPLACEMENT if 0xD800 <= code < 0xE000 else chr(code)
+
+
+def _without_controls(piece: str) -> str:
+    return _CONTROL.sub(lambda match: escape(match[0]), piece)
+
+
+def _read_json_escape(text: TextInput) -> Steps[str]:
+    """Reads an escape behind its backslash; returns it as JSON. One that is cut is nothing."""
+    kind = yield from text.peek()
+    if not kind:
+        return ""
+    if kind in _JSON_ESCAPES:
+        return "\\" + text.read()
+    if kind == "'":
+        return text.read()
+    if kind != "u":
+        return "\\\\"
+    text.read()
+    digits = yield from text.read_run(_HEX_DIGITS, 4)
+    if len(digits) < 4:
+        return f"\\\\u{digits}" if (yield from text.peek()) else ""
+    code = int(digits, 16)
+    if not 0xD800 <= code < 0xE000:
+        return f"\\u{digits}"
+    return _escaped_pair((yield from read_surrogates(text, code)))
+
+
+def _escaped_pair(characters: str) -> str:
+    """Returns the JSON of what surrogates stand for; a pair stays two escapes."""
+    is_pair = len(characters) == 1 and ord(characters) > 0xFFFF
+    return json.dumps(characters)[1:-1] if is_pair else escape(characters)
+
+
+def _read_python_escape(text: TextInput) -> Steps[str]:
+    """Reads an escape behind its backslash; returns it as JSON. An unknown one stands for itself,
+    and one that is cut is nothing.
+    """
+    kind = yield from text.peek()
+    octal = yield from text.read_run(_OCTAL_DIGITS, 3)
+    if octal or not kind:
+        return escape(chr(int(octal, 8))) if octal else ""
+    text.read()
+    if kind not in _HEX_LENGTHS:
+        return escape(_PYTHON_ESCAPES.get(kind, f"\\{kind}"))
+    digits = yield from text.read_run(_HEX_DIGITS, _HEX_LENGTHS[kind])
+    code = int(digits or "0", 16)
+    if len(digits) < _HEX_LENGTHS[kind] or code > 0x10FFFF:
+        return escape(f"\\{kind}{digits}") if (yield from text.peek()) else ""
+    if 0xD800 <= code < 0xE000:
+        return _escaped_pair((yield from read_surrogates(text, code)))
+    return escape(chr(code))
