@@ -7,10 +7,12 @@ On a signal the router stops first, then the workers.
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.restarts import RestartPolicy
+from baton.processes.supervisor import SupervisedProcess
 from baton.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
 
@@ -107,7 +109,7 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
         ConfigurationError: the process ended first.
         UnavailableError: the machine could not start the process.
     """
-    await process.start_until(_wait_until_serving(server))
+    await process.start_until(partial(_wait_until_serving, server))
 
 
 async def _wait_until_serving(server: Server) -> None:

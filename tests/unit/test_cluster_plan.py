@@ -378,8 +378,8 @@ async def test_processes_have_time_for_what_they_do_themselves(shared_memory, mo
         def __init__(self, spec, write_line, policy):
             graces_s[spec.name] = policy.stop_grace_s
 
-        async def start_until(self, serving):
-            await serving
+        async def start_until(self, wait_serving):
+            await wait_serving()
 
         async def stop(self):
             pass
