@@ -65,7 +65,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
 async def serve_worker(
     args: argparse.Namespace, service_names: Sequence[str], start: StartWorker
 ) -> None:
-    """Serves a worker and its metrics until SIGTERM or SIGINT, then drains it.
+    """Serves a worker and its metrics until a signal to stop, then drains it.
 
     Args:
         args: parsed flags of `add_worker_args`.
