@@ -55,6 +55,11 @@ def test_defaults_are_those_of_the_dataclass():
     assert model.names == ("n", "m")
 
 
+def test_connections_stay_open_for_longer_than_load_balancers_keep_them():
+    """One that closes first loses the request that the load balancer is sending on it."""
+    assert HttpConfig().keep_alive_timeout_s > 75
+
+
 def test_the_revision_is_part_of_the_name():
     assert parse_model("--decode", "a:1", "--revision", "v2").model == "org/name@v2"
 
