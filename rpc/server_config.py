@@ -21,8 +21,8 @@ class ServerConfig:
 
     host: str = flag(
         "127.0.0.1",
-        "address to listen on; in containers 0.0.0.0 or ::, which are all addresses of the machine, "
-        "of IPv4 and of IPv6",
+        "address to listen on; in containers 0.0.0.0 or ::, each of which is all addresses, of "
+        "IPv4 and of IPv6",
         metavar="HOST",
         is_main=True,
     )
