@@ -7,6 +7,7 @@ HTTP; the pipeline reads the call's trace from it, and the JSON lines their ids.
 import io
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from typing_extensions import override
@@ -196,6 +198,8 @@ def log_stream(to_line: Callable[[str], str]) -> LogStream:
         to_line: makes a line of the log out of a text, without an end.
     """
     stderr = sys.stderr.stream if isinstance(sys.stderr, JsonStderr) else sys.stderr
+    if stderr is None:  # the process was started without one, as by 2>&-
+        stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open for as long as the process
     return stderr if isinstance(stderr, LogStream) else LogStream(stderr, to_line)
 
 

@@ -134,6 +134,22 @@ asyncio.run(main())
         assert f"left out {1000 - MAX_REPEATS} messages" in lines[-1]
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_without_stderr_runs(log_format):
+    program = f"""
+import logging, sys
+from baton.processes.output import log_writer
+from rpc.logs import start_logging
+assert sys.stderr is None
+log_writer("{log_format}")("decode-0 | ready")
+start_logging("info", "{log_format}")
+logging.getLogger("baton.test").info("hello")
+print("careful", file=sys.stderr)
+"""
+    shell = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    assert subprocess.run(shell, check=False).returncode == 0
+
+
 class FullDisk(io.RawIOBase):
     """A file that takes so many bytes until there is room again; an error may stand for it."""
 
