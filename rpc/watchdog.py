@@ -5,6 +5,7 @@ A thread that hangs with Python's global lock stops all others, so another proce
 """
 
 import asyncio
+import ctypes
 import faulthandler
 import logging
 import os
@@ -29,8 +30,7 @@ async def ending_when_stuck(limit_s: float = _LIMIT_S) -> AsyncIterator[None]:
     Args:
         limit_s: time in which this process ran, but not its event loop.
     """
-    # The handler is not Python's: it also runs while a thread holds the global lock.
-    faulthandler.register(signal.SIGUSR2, sys.stderr, all_threads=True, chain=True)
+    _end_on_signal()
     beating = asyncio.create_task(_beat(limit_s))
     try:
         yield
@@ -38,6 +38,19 @@ async def ending_when_stuck(limit_s: float = _LIMIT_S) -> AsyncIterator[None]:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def _end_on_signal() -> None:
+    """Makes SIGUSR2 log all stacks and end the process.
+
+    The handlers are not Python's: they also run while a thread holds the global lock. The signal's
+    default would not end the first process of a container.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGUSR2, ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(signal.SIGUSR2, sys.stderr, all_threads=True, chain=True)
 
 
 async def _beat(limit_s: float) -> None:

@@ -1,10 +1,12 @@
 """A process whose event loop hangs ends; one that was paused goes on."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -15,9 +17,18 @@ LIMIT_S = 2.0
 END_TIMEOUT_S = 30
 
 
+FIRST_OF_A_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child")
+
+
 @pytest.fixture
 def watched() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.support.watched_process", str(LIMIT_S)]
+    with running() as process:
+        yield process
+
+
+@contextmanager
+def running(*prefix: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*prefix, sys.executable, "-m", "tests.support.watched_process", str(LIMIT_S)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
@@ -55,10 +66,23 @@ def test_a_process_that_was_paused_for_longer_goes_on(watched, with_watchdog):
 def test_a_process_that_hangs_ends_with_its_stacks_in_the_log(watched, what, function):
     began = time.monotonic()
     _, log = watched.communicate(f"{what}\n", timeout=END_TIMEOUT_S)
-    assert watched.returncode == -signal.SIGUSR2
+    assert watched.returncode == signal.SIGUSR2
     assert time.monotonic() - began > LIMIT_S / 2
     assert f"has not run for {LIMIT_S:g} s" in log
     assert f"in {function}" in log
+
+
+def test_the_first_process_of_a_container_ends_too():
+    """Signals without a handler do not reach it."""
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*FIRST_OF_A_CONTAINER, "true"], check=False).returncode
+    ):
+        pytest.skip("this user cannot make a namespace of processes")
+    with running(*FIRST_OF_A_CONTAINER) as process:
+        _, log = process.communicate("lock\n", timeout=END_TIMEOUT_S)
+    assert process.returncode == signal.SIGUSR2
+    assert "in hold_global_lock" in log
 
 
 def test_the_watchdog_ends_with_the_process_and_survives_signals_to_the_group(watched):
