@@ -36,10 +36,13 @@ RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/de
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*; \
     fi
-ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1
-# Volumes that are mounted on these folders, see docker-compose.yml, get their owner.
-RUN useradd --create-home --uid 10001 baton \
-    && install --directory --owner=baton --mode=0700 /run/baton /turns
+# HOME and USER also hold for a user that is not in /etc/passwd.
+ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
+# Any user of group 0 may write, as platforms expect that choose the user. Volumes that are mounted
+# on these folders, see docker-compose.yml, get their owner, group and mode.
+RUN useradd --create-home --uid 10001 --gid 0 baton \
+    && chmod g=u /home/baton \
+    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns
 USER 10001
 WORKDIR /home/baton
 # HTTP of a router, and gRPC of every service.

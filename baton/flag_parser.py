@@ -21,6 +21,8 @@ __all__ = ["FlagParser"]
 _EXIT_USAGE = 2
 _FURTHER_NAMES = re.compile(r"^(--?[\w-]+)(?:/--?[\w-]+)+(?=[ :])")
 """In argparse's errors, all names of a flag; the first one is enough."""
+_JSON = "JSON"
+"""The metavar of flags that take JSON, which a file may have as YAML."""
 _ON = frozenset({"true", "yes", "on", "1"})
 _OFF = frozenset({"false", "no", "off", "0"})
 
@@ -245,6 +247,8 @@ class FlagParser(argparse.ArgumentParser):
                 return
 
     def _store(self, namespace: argparse.Namespace, action: argparse.Action, given: Given) -> None:
+        if given.is_json and action.metavar != _JSON:
+            raise argparse.ArgumentError(action, "must be a value or a list of values")
         texts = list(given.texts)
         if action.nargs is not None and len(texts) == 1:
             texts = [text.strip() for text in texts[0].split(",")]

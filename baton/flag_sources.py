@@ -4,6 +4,7 @@ A flag `--max-num-seqs` is the environment variable `BATON_<FLAG>`, with capital
 and the key `max-num-seqs` of the file, with dashes or underscores.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 _PREFIX = "BATON_"
+_NULL = "tag:yaml.org,2002:null"
+_MAX_DEPTH = 20
 _KUBERNETES_PORT = re.compile(r"(?:tcp|udp|sctp)://")
 """How the value begins that Kubernetes gives to the variable of a service's port, such as that of
 `--port` for a service named baton."""
@@ -42,10 +45,12 @@ class Given:
     Attributes:
         texts: what a command line would have; a list in the file has several.
         origin: the environment variable, or the file and the line.
+        is_json: whether the text is a mapping of the file, or a list of lists or mappings, as JSON.
     """
 
     texts: tuple[str, ...]
     origin: str
+    is_json: bool = False
 
 
 def variable_of(name: str) -> str:
@@ -77,7 +82,8 @@ def read_file(path: str) -> dict[str, Given]:
     """Reads a YAML file of flags.
 
     Values are taken as they are written: `4k`, `no` and `1e9` stay texts, which the flags' parsers
-    read. A key without a value is left out.
+    read. A mapping becomes the JSON that a flag such as `--speculative-config` takes. A key without
+    a value is left out.
 
     Returns:
         by flag, without dashes in front.
@@ -133,18 +139,50 @@ def _read_mapping(path: str, root: Any) -> dict[str, Given]:
         if name in seen:
             raise ValueError(f"{origin}: {name} is set twice")
         seen.add(name)
-        texts = _texts(value, f"{origin}: {name}")
-        if texts is not None:
-            given[name] = Given(texts, origin)
+        if value.tag != _NULL:
+            given[name] = _given(value, origin, name)
     return given
 
 
-def _texts(node: Any, where: str) -> tuple[str, ...] | None:
-    """Returns the texts of a value; None for YAML's null."""
-    if node.tag == "tag:yaml.org,2002:null":
-        return None
+def _given(node: Any, origin: str, name: str) -> Given:
     if isinstance(node.value, str):
-        return (node.value,)
-    if any(isinstance(one, tuple) or not isinstance(one.value, str) for one in node.value):
-        raise ValueError(f"{where} must be a value or a list of values")
-    return tuple(one.value for one in node.value)
+        return Given((node.value,), origin)
+    if node.id == "sequence" and all(isinstance(entry.value, str) for entry in node.value):
+        return Given(tuple(entry.value for entry in node.value), origin)
+    value = _json_value(node, f"{origin}: {name}")
+    return Given((json.dumps(value),), origin, is_json=True)
+
+
+def _json_value(node: Any, where: str, depth: int = 0) -> Any:
+    """Returns a value of the file as JSON has it.
+
+    Raises:
+        ValueError: it has a key twice, a key that is no text, or is nested too deeply.
+    """
+    if depth > _MAX_DEPTH:  # an alias may contain itself
+        raise ValueError(f"{where} is nested too deeply")
+    if isinstance(node.value, str):
+        return _json_scalar(node)
+    if node.id == "sequence":
+        return [_json_value(entry, where, depth + 1) for entry in node.value]
+    values: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key.value, str):
+            raise ValueError(f"{where} has a key that is no text")
+        if key.value in values:
+            raise ValueError(f"{where}.{key.value} is set twice")
+        values[key.value] = _json_value(value, f"{where}.{key.value}", depth + 1)
+    return values
+
+
+def _json_scalar(node: Any) -> Any:
+    """Returns a number, a text, true, false or null. Dates and the like stay texts."""
+    import yaml
+
+    if not node.style:  # not quoted: None, or a text without characters, by the parser in C
+        try:
+            return json.loads(node.value)  # takes 1e-3, too, which is a text in YAML 1.1
+        except ValueError:
+            pass
+    value = yaml.constructor.SafeConstructor().construct_object(node)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else node.value

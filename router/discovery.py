@@ -33,12 +33,18 @@ class Target:
     port: int
     is_dns: bool
 
+    def __str__(self) -> str:
+        return (_DNS_PREFIX if self.is_dns else "") + join_host_port(self.host, self.port)
+
 
 @dataclass(frozen=True, slots=True)
 class FileTarget:
     """A file with addresses, as an entry of `--prefill` or `--decode`."""
 
     path: Path
+
+    def __str__(self) -> str:
+        return f"{_FILE_PREFIX}{self.path}"
 
 
 def parse_target(text: str) -> Target | FileTarget:
@@ -80,6 +86,8 @@ class Discovery:
             for target in self._targets
             if _is_static(target)
         }
+        self._problems: dict[Target | FileTarget, str] = {}  # as they are in the log
+        self._looking_up: Target | FileTarget | None = None
         self._is_idle = asyncio.Event()  # no look-up is running
         self._is_idle.set()
 
@@ -117,7 +125,8 @@ class Discovery:
             async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                 await self._is_idle.wait()
         except TimeoutError:
-            _LOGGER.debug("names take longer than %.1f s to resolve", _RESOLVE_TIMEOUT_S)
+            if self._looking_up is not None:
+                self._report(self._looking_up, f"no answer within {_RESOLVE_TIMEOUT_S:g} s")
 
     def _resolve_all(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs on the thread; passes each result to the event loop as it comes."""
@@ -125,39 +134,60 @@ class Discovery:
             for target in self._targets:
                 if _is_static(target):
                     continue
-                addresses = _resolve(target) if isinstance(target, Target) else _read(target)
-                if addresses is not None:
-                    loop.call_soon_threadsafe(self._resolved.__setitem__, target, addresses)
+                self._looking_up = target
+                try:
+                    addresses = _resolve(target) if isinstance(target, Target) else _read(target)
+                except (OSError, ValueError, ConfigurationError) as error:
+                    loop.call_soon_threadsafe(self._report, target, _reason(error))
+                else:
+                    loop.call_soon_threadsafe(self._set_addresses, target, addresses)
             loop.call_soon_threadsafe(self._is_idle.set)
         except RuntimeError:
             pass  # the event loop was closed meanwhile
+
+    def _set_addresses(self, target: Target | FileTarget, addresses: frozenset[str]) -> None:
+        self._resolved[target] = addresses
+        if self._problems.pop(target, None) is not None:
+            _LOGGER.info("%s is found again; addresses: %d", target, len(addresses))
+
+    def _report(self, target: Target | FileTarget, problem: str) -> None:
+        """Logs why a target has no addresses, or keeps its last ones, unless it is known."""
+        if self._problems.get(target) != problem:
+            self._problems[target] = problem
+            _LOGGER.warning("cannot find the addresses of %s: %s", target, problem)
 
 
 def _is_static(target: Target | FileTarget) -> TypeGuard[Target]:
     return isinstance(target, Target) and not target.is_dns
 
 
-def _read(target: FileTarget) -> frozenset[str] | None:
-    """Returns the addresses in a file; None if it cannot be read or has another line. Blocks."""
-    try:
-        lines = target.path.read_text().split()
-        found = [parse_target(line) for line in lines]
-    except (OSError, UnicodeError, ConfigurationError) as error:
-        _LOGGER.debug("cannot read %s: %s", target.path, error)
-        return None
-    if not all(map(_is_static, found)):
-        _LOGGER.debug("%s has more than addresses", target.path)
-        return None
+def _read(target: FileTarget) -> frozenset[str]:
+    """Returns the addresses in a file. Blocks.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeError: it is no text.
+        ConfigurationError: it has a line that is no address.
+    """
+    lines = target.path.read_text().split()
+    for line in lines:
+        if not _is_static(parse_target(line)):
+            raise ConfigurationError(f"the line {line!r} is no address")
     return frozenset(lines)
 
 
-def _resolve(target: Target) -> frozenset[str] | None:
-    """Returns the addresses of a name; None if it cannot be resolved. Blocks."""
-    try:
-        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        _LOGGER.debug("cannot resolve %s: %s", target.host, error)
-        return None
+def _resolve(target: Target) -> frozenset[str]:
+    """Returns the addresses of a name. Blocks.
+
+    Raises:
+        OSError: the name cannot be resolved.
+        UnicodeError: it is no name.
+    """
+    found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     return frozenset(
         join_host_port(str(socket_address[0]), target.port) for _, _, _, _, socket_address in found
     )
+
+
+def _reason(error: OSError | ValueError | ConfigurationError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -39,6 +39,7 @@ class Fleet:
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
         security: what this router shows to replicas, and asks of them.
         tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
+        no_prefill_policy: one of `NO_PREFILL_POLICIES`.
 
     Attributes:
         waiting: the requests that wait for a replica.
@@ -54,7 +55,9 @@ class Fleet:
         dns_interval_s: float,
         security: ClusterSecurity,
         tokenizer_digest: str = "",
+        no_prefill_policy: str = "local",
     ) -> None:
+        self._no_prefill_policy = no_prefill_policy
         self._tokenizer_digest = tokenizer_digest
         self._model_name = config.names[0]
         self._has_prefill_targets = bool(config.prefill)
@@ -86,13 +89,19 @@ class Fleet:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request could be served: one decode replica suffices."""
-        return bool(self.decode.candidates)
+        """Whether a request could be served, whatever its prompt: one decode replica suffices,
+        unless the policy keeps prompts from decode.
+        """
+        has_prefill = self.no_prefill_policy == "local" or bool(self.prefill.candidates)
+        return has_prefill and bool(self.decode.candidates)
 
     @property
-    def has_prefill_tier(self) -> bool:
-        """Whether the cluster has a prefill tier, if only of replicas that are lost."""
-        return self._has_prefill_targets or bool(self.prefill.candidates)
+    def no_prefill_policy(self) -> str:
+        """What happens to a prompt that no prefill replica computes, one of `NO_PREFILL_POLICIES`.
+        It is local in a cluster without a prefill tier, not even one of replicas that are lost.
+        """
+        has_tier = self._has_prefill_targets or bool(self.prefill.candidates)
+        return self._no_prefill_policy if has_tier else "local"
 
     @property
     def model(self) -> ServedModel | None:

@@ -120,7 +120,12 @@ class Model:
         self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(
-            config, prefix_index, router.dns_interval_s, security, files.tokenizer_digest
+            config,
+            prefix_index,
+            router.dns_interval_s,
+            security,
+            files.tokenizer_digest,
+            router.no_prefill_policy,
         )
         self._log = log
         self._default_timeout_s = router.default_timeout_s

@@ -82,7 +82,6 @@ class Pipeline:
         self._prefill = PrefillStage(
             fleet,
             prefix_index,
-            no_prefill_policy=config.no_prefill_policy,
             queue_timeout_s=config.queue_timeout_s,
             hedge_after_s=config.hedge_prefill_after_s,
         )

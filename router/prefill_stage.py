@@ -4,7 +4,7 @@ Decode loads blocks that prefill has saved while the prompt is still computed. T
 first tokens do not wait for the last block.
 
 When a replica fails, another one is tried at once, up to three in all. If one is slow, a second
-one may compute the prompt too (`router.hedging`). If none computes the prompt, the router's
+one may compute the prompt too (`router.hedging`). If none computes the prompt, the fleet's
 `no_prefill_policy` decides; by default decode computes it. Decode also does so if a replica fails
 between the first tokens, which stay valid, and the end of its saves.
 """
@@ -40,9 +40,8 @@ class PrefillStage:
     Args:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
-        no_prefill_policy: one of `NO_PREFILL_POLICIES`: what happens to a prompt that no replica
-            computes, if the fleet has a prefill tier.
-        queue_timeout_s: how long such a prompt waits, if it does.
+        queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
+            to wait.
         hedge_after_s: how long a replica may take to answer before another one computes the prompt
             too; None for no bound.
     """
@@ -52,19 +51,13 @@ class PrefillStage:
         fleet: Fleet,
         prefix_index: PrefixIndex,
         *,
-        no_prefill_policy: str,
         queue_timeout_s: float,
         hedge_after_s: float | None,
     ) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
-        self._no_prefill_policy = no_prefill_policy
         self._queue_timeout_s = queue_timeout_s
         self._hedging = Hedging(hedge_after_s)
-
-    @property
-    def _policy(self) -> str:
-        return self._no_prefill_policy if self._fleet.has_prefill_tier else "local"
 
     async def run(
         self,
@@ -104,12 +97,12 @@ class PrefillStage:
             except REPLICA_ERRORS as error:
                 if prompt.num_stalled >= _MAX_STALLED:
                     raise InternalError("steps with this prompt did not end") from error
-        if self._policy != "local" and not progress.has_begun:
+        if self._fleet.no_prefill_policy != "local" and not progress.has_begun:
             raise self._refusal(len(prompt.tried))
 
     async def _find(self, prompt: Prompt) -> PrefillReplica | None:
         """Returns a replica that was not tried yet; waits for one if the policy says so."""
-        if self._policy != "wait":
+        if self._fleet.no_prefill_policy != "wait":
             return self._pick(prompt)
         request = prompt.request
         timeout_s = request.record.queue_left_s(self._queue_timeout_s)
@@ -119,11 +112,11 @@ class PrefillStage:
             )
 
     def _refusal(self, num_tried: int) -> UnavailableError:
-        bound = f"; {waited(self._queue_timeout_s)}" if self._policy == "wait" else ""
+        policy = self._fleet.no_prefill_policy
+        bound = f"; {waited(self._queue_timeout_s)}" if policy == "wait" else ""
         tried = f", {num_tried} failed" if num_tried else ""
         return UnavailableError(
-            f"no prefill replica computes this prompt{tried}{bound} "
-            f"(--no-prefill-policy {self._policy})",
+            f"no prefill replica computes this prompt{tried}{bound} (--no-prefill-policy {policy})",
             RETRY_AFTER_S,
         )
 

@@ -204,7 +204,7 @@ def access_of(
 
 
 async def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains.
+    """Serves until a signal to stop, then drains.
 
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.

@@ -7,19 +7,23 @@ HTTP; the pipeline reads the call's trace from it, and the JSON lines their ids.
 import io
 import json
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from typing_extensions import override
 
 from baton.traceparent import TraceContext
+from rpc.log_limit import RepeatLimit
+from rpc.log_stream import LogStream
 
 __all__ = [
     "CURRENT_CALL",
@@ -28,6 +32,7 @@ __all__ = [
     "JsonStderr",
     "json_line_of_process",
     "log_fields",
+    "log_stream",
     "logging_request",
     "start_logging",
 ]
@@ -115,7 +120,7 @@ class JsonStderr(io.TextIOBase):
         stream: gets the lines.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | LogStream) -> None:
         self.stream = stream
         self._rest = ""
         self._lock = threading.Lock()
@@ -148,19 +153,58 @@ class JsonStderr(io.TextIOBase):
         return True
 
 
+class _LimitedHandler(logging.StreamHandler[LogStream]):
+    """A handler that leaves messages out of causes that repeat."""
+
+    def __init__(self, stream: LogStream, formatter: logging.Formatter) -> None:
+        super().__init__(stream)
+        self.setFormatter(formatter)
+        self._limit = RepeatLimit()
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, unless it repeats too often."""
+        for admitted in self._limit.admit(record):
+            super().emit(admitted)
+
+    @override
+    def close(self) -> None:
+        """Writes how many messages were left out, at the end of the process."""
+        for record in self._limit.end():
+            super().emit(record)
+        super().close()
+
+
 def start_logging(level: str, log_format: str) -> None:
-    """Makes the process log to stderr. With JSON, all that Python writes there becomes JSON.
+    """Makes the process log to stderr, where no write fails from then on. With JSON, all that
+    Python writes there becomes JSON.
 
     Args:
         level: debug, info, warning or error.
         log_format: text or json.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
-    if log_format == "json":
-        handler.setFormatter(JsonFormatter())
-        sys.stderr = JsonStderr(sys.stderr)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    is_json = log_format == "json"
+    formatter = JsonFormatter() if is_json else logging.Formatter(_TEXT_FORMAT)
+    stream = log_stream(lambda text: formatter.format(_warning(text)))
+    sys.stderr = JsonStderr(stream) if is_json else stream
+    logging.basicConfig(level=level.upper(), handlers=[_LimitedHandler(stream, formatter)])
+
+
+def log_stream(to_line: Callable[[str], str]) -> LogStream:
+    """Returns the stream of a process's log, which is in front of stderr. It is the one that
+    `start_logging` has made, if it has.
+
+    Args:
+        to_line: makes a line of the log out of a text, without an end.
+    """
+    stderr = sys.stderr.stream if isinstance(sys.stderr, JsonStderr) else sys.stderr
+    if stderr is None:  # the process was started without one, as by 2>&-
+        stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open for as long as the process
+    return stderr if isinstance(stderr, LogStream) else LogStream(stderr, to_line)
+
+
+def _warning(text: str) -> logging.LogRecord:
+    return logging.LogRecord("baton.log", logging.WARNING, "", 0, text, (), None)
 
 
 def json_line_of_process(process: str, text: str) -> str:

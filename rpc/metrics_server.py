@@ -4,7 +4,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
@@ -16,6 +16,7 @@ from typing_extensions import override
 from baton.errors import ConfigurationError
 from baton.security.certificates import Certificates
 from baton.security.config import CertificateFiles
+from rpc.listeners import open_listeners
 from rpc.metrics_access import CHALLENGE, MetricsAccess
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import join_host_port
@@ -62,19 +63,18 @@ def serving_metrics(
     context = None
     if files is not None and files.certfile is not None:
         context = Certificates(files).server_context(verify_mode=ssl.CERT_NONE)
-    server = _bound(config, context)
-    server.set_app(_application(registry, access))
-    thread = Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True)
-    thread.start()
-    try:
-        address = join_host_port(config.host, server.server_port)
+    application = _application(registry, access)
+    listeners = _bound(config)
+    port = int(listeners[0].getsockname()[1])
+    with ExitStack() as serving:
+        for listener in listeners:
+            serving.callback(listener.close)
+        for listener in listeners:
+            serving.enter_context(_Server(listener, application, context).running())
+        address = join_host_port(config.host, port)
         scheme = "http" if context is None else "https"
         _LOGGER.info("serving metrics url=%s://%s/metrics", scheme, address)
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        yield port
 
 
 def _application(registry: CollectorRegistry, access: MetricsAccess) -> _Application:
@@ -99,14 +99,39 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A server with a bounded number of connections, each with one request and one thread.
 
     The handshake of TLS takes place in that thread, so that a silent client delays no other.
+
+    Args:
+        listener: listens already.
+        application: answers.
+        context: for TLS; None for plain text.
     """
 
     daemon_threads = True
-    context: ssl.SSLContext | None = None
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(
+        self, listener: socket.socket, application: _Application, context: ssl.SSLContext | None
+    ) -> None:
         self._slots = BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__(*args)
+        self._context = context
+        host, port, *_ = listener.getsockname()
+        super().__init__((host, port), _SilentHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = host, port
+        self.setup_environ()
+        self.set_app(application)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Answers while the context is open."""
+        thread = Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.shutdown()
+            self.server_close()
+            thread.join()
 
     @override
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -138,20 +163,16 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _answer(self, request: Any, client_address: Any) -> None:
         with suppress(OSError):  # the client is silent, gone, or speaks no TLS
-            if self.context is None:
+            if self._context is None:
                 super().finish_request(request, client_address)
                 return
-            with self.context.wrap_socket(request, server_side=True) as encrypted:
+            with self._context.wrap_socket(request, server_side=True) as encrypted:
                 super().finish_request(encrypted, client_address)
 
 
 def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -162,19 +183,16 @@ class _SilentHandler(WSGIRequestHandler):
         pass
 
 
-def _bound(config: MetricsConfig, context: ssl.SSLContext | None) -> _Server:
-    """Returns a server that listens.
+def _bound(config: MetricsConfig) -> list[socket.socket]:
+    """Returns sockets that listen.
 
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    server_class = _Server6 if ":" in config.host else _Server
     try:
-        server = server_class((config.host, config.port), _SilentHandler)
-    except OSError:
+        return open_listeners(config.host, config.port or 0, _Server.request_queue_size)
+    except (OSError, UnicodeError):
         address = join_host_port(config.host, config.port or 0)
         raise ConfigurationError(
             f"cannot serve metrics on {address}: in use, or not an address of this machine"
         ) from None
-    server.context = context
-    return server

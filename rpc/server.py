@@ -3,8 +3,8 @@
 1. Listen. Health answers NOT_SERVING, every other call gets UNAVAILABLE.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
-4. On the first SIGTERM or SIGINT health answers NOT_SERVING and the service
-   drains. SIGINT ends the drain; more SIGTERMs do not, as a supervisor may repeat
+4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service
+   drains. SIGINT ends the drain; more of the others do not, as a supervisor may repeat
    the one that the whole group of processes got.
 5. Stop the server, close the service.
 
@@ -33,6 +33,7 @@ from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import Authorize, CallInterceptor, CountCall
 from rpc.logs import start_logging
 from rpc.server_config import ServerConfig, join_host_port
+from rpc.stop_signals import stop_signals_in_use
 
 __all__ = [
     "EXIT_CONFIGURATION",
@@ -51,7 +52,6 @@ _EXIT_FAILURE = 1
 _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
 _UNWINDING_TURNS = 10  # of the event loop, in which cancelled calls end
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _Result = TypeVar("_Result")
 
@@ -247,19 +247,20 @@ class RpcServer:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first sets `requested`; SIGINT after it sets `forced`."""
+    """Signals to stop: the first sets `requested`; SIGINT after it sets `forced`."""
 
     def __init__(self) -> None:
+        self._numbers = stop_signals_in_use()
         self.requested = asyncio.Event()
         self.forced = asyncio.Event()
 
     def __enter__(self) -> "_StopSignals":
-        for number in _STOP_SIGNALS:
+        for number in self._numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for number in _STOP_SIGNALS:
+        for number in self._numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -275,7 +276,7 @@ async def serve(
     start_service: ServiceStarter,
     access: ServerAccess | None = None,
 ) -> None:
-    """Runs a server until SIGTERM or SIGINT, in the five steps of the module's docstring.
+    """Runs a server until a signal to stop, in the five steps of the module's docstring.
 
     Args:
         config: the address, and how the server stops.

@@ -20,7 +20,11 @@ class ServerConfig:
     """
 
     host: str = flag(
-        "127.0.0.1", "address to listen on, 0.0.0.0 in containers", metavar="HOST", is_main=True
+        "127.0.0.1",
+        "address to listen on; in containers 0.0.0.0 or ::, each of which is all addresses, of "
+        "IPv4 and of IPv6",
+        metavar="HOST",
+        is_main=True,
     )
     port: int | None = flag(
         0, "port to listen on; 0 picks a free one, none is no server", metavar="PORT", is_main=True

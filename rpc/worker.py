@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import faulthandler
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, serve
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
+from rpc.watchdog import ending_when_stuck
 from rpc.worker_spans import WorkerSpans
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
 _DEFAULT_WATCH_INTERVAL_MS = 50
 _DEFAULT_DRAIN_TIMEOUT_MS = 30_000
 _HEARTBEAT_S = 0.25
-_STUCK_S = 60.0
 
 StartWorker = Callable[
     [RpcServer, CollectorRegistry, ClusterSecurity], Coroutine[Any, Any, "WorkerTier"]
@@ -65,7 +64,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
 async def serve_worker(
     args: argparse.Namespace, service_names: Sequence[str], start: StartWorker
 ) -> None:
-    """Serves a worker and its metrics until SIGTERM or SIGINT, then drains it.
+    """Serves a worker and its metrics until a signal to stop, then drains it.
 
     Args:
         args: parsed flags of `add_worker_args`.
@@ -81,7 +80,7 @@ async def serve_worker(
     access = cluster_access(security, server_config.host)
     metrics = config_from_args(MetricsConfig, args)
     with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
-        async with _measuring_process(registry, security), _ending_when_stuck():
+        async with _measuring_process(registry, security), ending_when_stuck():
             await serve(
                 server_config,
                 service_names,
@@ -118,26 +117,6 @@ async def _measuring_process(
         yield
     finally:
         measuring.cancel()
-
-
-@asynccontextmanager
-async def _ending_when_stuck() -> AsyncIterator[None]:
-    """Ends the process, with all stacks in its log, if the event loop does not run for long.
-
-    A thread that hangs with Python's global lock stops all others, so a timer of its own is needed.
-    """
-
-    async def defer() -> None:
-        while True:
-            faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-            await asyncio.sleep(_STUCK_S / 10)
-
-    deferring = asyncio.create_task(defer())
-    try:
-        yield
-    finally:
-        deferring.cancel()
-        faulthandler.cancel_dump_traceback_later()
 
 
 class Worker(Protocol):

@@ -76,7 +76,7 @@ def add_replica_args(parser: argparse.ArgumentParser) -> None:
 async def run_replicas(
     args: argparse.Namespace, tier: str, engine: EngineConfig, config: ReplicaSetConfig
 ) -> None:
-    """Runs workers behind one address until SIGTERM or SIGINT, then drains them.
+    """Runs workers behind one address until a signal to stop, then drains them.
 
     Args:
         args: parsed flags of a worker.

@@ -14,8 +14,9 @@ from baton.health import wait_until_serving
 from baton.processes.output import log_writer
 from baton.processes.ports import bound_ports, local_address
 from baton.processes.ray_nodes import RayNodes, RemoteProcess
+from baton.processes.restarts import RestartPolicy
 from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.supervisor import SupervisedProcess
 from baton.security.client import ClientTls
 from baton.security.cluster import TOKEN_VARIABLE, ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
@@ -183,9 +184,7 @@ class _LocalReplica(Replica):
 
     @override
     async def start(self, on_move: Callable[[], None]) -> None:
-        tls = partial(tls_of_caller, self._tls)
-        serving = wait_until_serving(self._local_address, _START_TIMEOUT_S, tls)
-        await self._process.start_until(serving)
+        await self._process.start_until(self._wait_until_serving)
 
     @override
     async def stop(self) -> None:
@@ -194,6 +193,10 @@ class _LocalReplica(Replica):
     @override
     def kill(self) -> None:
         self._process.kill()
+
+    async def _wait_until_serving(self) -> None:
+        tls = partial(tls_of_caller, self._tls)
+        await wait_until_serving(self._local_address, _START_TIMEOUT_S, tls)
 
 
 class RemoteReplica(Replica):
@@ -228,7 +231,7 @@ class RemoteReplica(Replica):
     @override
     async def start(self, on_move: Callable[[], None]) -> None:
         self._on_move = on_move
-        await self._process.start_until(self._wait_until_serving())
+        await self._process.start_until(self._wait_until_serving)
 
     @override
     async def stop(self) -> None:
@@ -245,7 +248,6 @@ class RemoteReplica(Replica):
         return process
 
     async def _wait_until_serving(self) -> None:
-        await self._process.started.wait()
         tls = partial(tls_of_caller, self._tls)
         await wait_until_serving(self._address, _START_TIMEOUT_S, tls)
 

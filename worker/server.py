@@ -23,6 +23,7 @@ from engine.runtime.ranks.place import RankPlace, place_of
 from engine.worker import EngineWorker, register_metrics
 from prefill_service.servicer import PrefillServicer
 from rpc.server import RpcServer, run_process
+from rpc.stop_signals import STOP_SIGNALS, stop_signals_in_use
 from rpc.tracing import TracingConfig
 from rpc.worker import WorkerTier, add_worker_args, serve_worker
 from rpc.worker_spans import WorkerSpans
@@ -108,10 +109,10 @@ async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPla
     security = ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
     where = place.rank, place.size, place.address, place.port
     _LOGGER.info("rank %d of %d meets the others at %s:%d", *where)
-    for number in (signal.SIGINT, signal.SIGTERM):  # at once, though a thread waits
+    for number in stop_signals_in_use():  # at once, though a thread waits
         signal.signal(number, signal.SIG_DFL)
     ranks = await asyncio.to_thread(HostRanks, place, config, security)
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 may drain, and ends this process then
+    for number in STOP_SIGNALS:  # rank 0 may drain, and ends this process then
         signal.signal(number, signal.SIG_IGN)
     await asyncio.to_thread(follow, config, ranks, security)
 

@@ -148,7 +148,7 @@ async def _on_ready(config: ClusterConfig, plan: ClusterPlan, with_demo: bool) -
         if with_demo:
             await asyncio.to_thread(_stream_demo, plan.router)
         _print_addresses(config, plan)
-    except BrokenPipeError:
+    except OSError:  # the reader has gone, or the disk is full: the cluster serves all the same
         discard_unread_output()
 
 

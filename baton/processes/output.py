@@ -5,35 +5,33 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rpc.logs import JsonStderr, json_line_of_process
+from rpc.logs import json_line_of_process, log_stream
 
 __all__ = ["discard_unread_output", "log_writer"]
 
+_OWN_NAME = "log"
+"""Process of the lines that tell of the log itself."""
+
 
 def log_writer(log_format: str) -> Callable[[str], None]:
-    """Returns what writes the lines of processes, each "process | text", to the log.
+    """Returns what writes the lines of processes, each "process | text", to stderr. If it cannot
+    be written, the processes keep running.
 
     Args:
         log_format: text or json.
     """
-    if log_format == "text":
-        return _write_log_line
+    to_line = _json_line if log_format == "json" else str
+    stream = log_stream(lambda text: to_line(f"{_OWN_NAME} | {text}"))
 
-    def write_json(line: str) -> None:
-        process, _, text = line.partition(" | ")
-        _write_log_line(json_line_of_process(process, text))
+    def write(line: str) -> None:
+        stream.write(f"{to_line(line)}\n")
 
-    return write_json
+    return write
 
 
-def _write_log_line(line: str) -> None:
-    """Writes to the log. If the reader has closed the pipe, the processes keep running."""
-    # The line is in its form already; `JsonStderr` would make it the message of another one.
-    stderr = sys.stderr.stream if isinstance(sys.stderr, JsonStderr) else sys.stderr
-    try:
-        stderr.write(f"{line}\n")
-    except OSError:
-        discard_unread_output()
+def _json_line(line: str) -> str:
+    process, _, text = line.partition(" | ")
+    return json_line_of_process(process, text)
 
 
 def discard_unread_output() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 from baton.errors import ConfigurationError
+from rpc.listeners import open_listeners
 from rpc.server_config import join_host_port
 
 __all__ = ["bound_ports", "local_address"]
@@ -26,25 +27,24 @@ def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
         ConfigurationError: an address cannot be bound.
     """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(_bind(*one)) for one in wanted]
-        return [bound.getsockname()[1] for bound in sockets]
+        ports = []
+        for host, port, flag in wanted:
+            listeners = _bind(host, port, flag)
+            for listener in listeners:
+                stack.enter_context(listener)
+            ports.append(int(listeners[0].getsockname()[1]))
+        return ports
 
 
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    with ExitStack() as unbound:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            bound = unbound.enter_context(socket.socket(family))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((host, port))
-        except (OSError, TypeError) as error:  # TypeError: a host name that cannot be encoded
-            reason = getattr(error, "strerror", None) or "not a valid host name"
-            remedy = _remedy(getattr(error, "errno", None), flag)
-            raise ConfigurationError(
-                f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
-            ) from None
-        unbound.pop_all()
-    return bound
+def _bind(host: str, port: int, flag: str) -> list[socket.socket]:
+    try:
+        return open_listeners(host, port, backlog=1)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a valid host name"
+        remedy = _remedy(getattr(error, "errno", None), flag)
+        raise ConfigurationError(
+            f"cannot listen on {join_host_port(host, port)}: {reason}; {remedy}"
+        ) from None
 
 
 def _remedy(number: int | None, flag: str) -> str:

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigurationError, UnavailableError
+from baton.processes.restarts import RestartDelays, RestartPolicy
 from baton.processes.spawn import ProcessSpec, RunningProcess, Spawn, spawn_here
 
-__all__ = ["RestartPolicy", "SupervisedProcess"]
+__all__ = ["SupervisedProcess", "WaitServing"]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -18,19 +18,8 @@ _REDRAW_INTERVAL_S = 5.0
 _LAST_OUTPUT_S = 1.0
 """Time to read the output of a process that has ended: children may keep it open."""
 
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """The delays before restarts, and the time a process may take to stop.
-
-    The delay doubles with each death from `first_delay_s` to `max_delay_s`. It is
-    `first_delay_s` again after a process that ran for `settled_after_s`.
-    """
-
-    first_delay_s: float = 0.5
-    max_delay_s: float = 10.0
-    settled_after_s: float = 60.0
-    stop_grace_s: float = 10.0
+WaitServing = Callable[[], Coroutine[Any, Any, None]]
+"""Waits until the process that was started last is serving."""
 
 
 class SupervisedProcess:
@@ -64,40 +53,49 @@ class SupervisedProcess:
         self.start_error: OSError | None = None
         self._write_line = write_line
         self._policy = policy or RestartPolicy()
+        self._delays = RestartDelays(self._policy)
         self._spawn = spawn or spawn_here
         self._stopping = asyncio.Event()
         self._process: RunningProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._wait_serving: WaitServing | None = None
+        self._has_served = False  # the process that was started last
+        self._asked = asyncio.Event()  # at least one wait for a serving process has ended
+        self._serving_error: Exception | None = None
 
     def start(self) -> None:
-        """Starts the process and its supervision."""
+        """Starts the process and its supervision. It is not known when the process serves, so all
+        of its restarts are delayed.
+        """
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
 
-    async def start_until(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Starts the process and its supervision; returns when `serving` has returned.
+    async def start_until(self, wait_serving: WaitServing) -> None:
+        """Starts the process and its supervision; returns when it is serving.
 
         Args:
-            serving: waits until the process is serving.
+            wait_serving: called after each start of the process.
 
         Raises:
             ConfigurationError: the process ended first. It is restarted until `stop` is called.
             UnavailableError: the machine could not start the process.
         """
+        self._wait_serving = wait_serving
         self.start()
-        ready, died = asyncio.create_task(serving), asyncio.create_task(self.died.wait())
+        asked, died = asyncio.create_task(self._asked.wait()), asyncio.create_task(self.died.wait())
         try:
-            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                ready.result()
-            elif self.start_error is not None:
-                raise UnavailableError(f"{self.spec.name} could not be started: {self.start_error}")
-            else:
-                raise ConfigurationError(
-                    f"{self.spec.name} could not start; its last log lines have the reason"
-                )
+            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            ready.cancel()
+            asked.cancel()
             died.cancel()
+        if self._serving_error is not None:
+            raise self._serving_error
+        if self._asked.is_set():
+            return
+        if self.start_error is not None:
+            raise UnavailableError(f"{self.spec.name} could not be started: {self.start_error}")
+        raise ConfigurationError(
+            f"{self.spec.name} could not start; its last log lines have the reason"
+        )
 
     def begin_stop(self) -> None:
         """Begins what `stop` does, without waiting for the end."""
@@ -115,9 +113,8 @@ class SupervisedProcess:
             self._process.kill()
 
     async def _keep_running(self) -> None:
-        delay_s = self._policy.first_delay_s
         while True:
-            started_at = time.monotonic()
+            self._has_served = False
             try:
                 end = await self._run_once()
             except Exception as error:  # a process that nobody watches would stay listed
@@ -125,14 +122,11 @@ class SupervisedProcess:
             if self._stopping.is_set():
                 return
             self.died.set()
-            if time.monotonic() - started_at > self._policy.settled_after_s:
-                delay_s = self._policy.first_delay_s
             self._log(end)
-            await self._wait_for_stop(delay_s)
+            await self._wait_for_stop(self._delays.next_s(has_served=self._has_served))
             if self._stopping.is_set():
                 return
             self._log("starting again")
-            delay_s = min(2 * delay_s, self._policy.max_delay_s)
 
     async def _run_once(self) -> str:
         """Runs the process until it ends or `stop` is called; returns how it ended, for the log."""
@@ -146,8 +140,23 @@ class SupervisedProcess:
             return "was not started"
         self._process, self.pid = process, process.pid
         self.started.set()
-        await self._attend(process)
+        asking = asyncio.create_task(self._ask())
+        try:
+            await self._attend(process)
+        finally:
+            asking.cancel()
         return f"ended with status {process.returncode}"
+
+    async def _ask(self) -> None:
+        """Waits until the running process serves, and notes it."""
+        if self._wait_serving is None:
+            return
+        try:
+            await self._wait_serving()
+            self._has_served = True
+        except Exception as error:  # for the caller of `start_until`
+            self._serving_error = error
+        self._asked.set()
 
     async def _attend(self, process: RunningProcess) -> None:
         """Copies a process's output until it ends, or ends it once `stop` is called."""

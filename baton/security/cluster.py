@@ -231,9 +231,9 @@ def _open_certificates(files: CertificateFiles | None) -> "Certificates | None":
 
 def _make_token_file(path: Path) -> None:
     """Makes a file with a new token, unless there is one. Several processes may do so at once."""
-    if path.exists():
-        return
     try:
+        if path.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Not named by the process's id: in containers that share a volume, ids are the same.
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

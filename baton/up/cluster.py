@@ -5,14 +5,16 @@ On a signal the router stops first, then the workers.
 """
 
 import asyncio
-import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.restarts import RestartPolicy
+from baton.processes.supervisor import SupervisedProcess
 from baton.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
+from rpc.stop_signals import stop_signals_in_use
 
 __all__ = ["run_cluster", "start_server", "start_workers", "stop_in_order", "stop_on_signal"]
 
@@ -21,8 +23,6 @@ _SET_START_TIMEOUT_S = PLACING_S + _START_TIMEOUT_S + 60.0
 """More than a set grants its workers for finding room and for their start."""
 _STOP_GRACE_S = 10.0
 """Time to end for a server that has drained. A set grants its workers as much."""
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
@@ -37,10 +37,8 @@ async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
                 process.kill()
         stop.set()
 
-    for number in _STOP_SIGNALS:
-        # Under `nohup`, and with `&` in a script, the shell has set a signal to be ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, on_signal)
+    for number in stop_signals_in_use():
+        loop.add_signal_handler(number, on_signal)
     await stop.wait()
 
 
@@ -129,7 +127,7 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
         ConfigurationError: the process ended first.
         UnavailableError: the machine could not start the process.
     """
-    await process.start_until(_wait_until_serving(server))
+    await process.start_until(partial(_wait_until_serving, server))
 
 
 async def _wait_until_serving(server: Server) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from baton.errors import UnavailableError
 from baton.health import wait_until_serving
+from baton.processes.restarts import RestartPolicy
 from baton.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
 from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.supervisor import SupervisedProcess
 from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, Server, plan_cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc

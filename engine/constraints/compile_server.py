@@ -51,7 +51,9 @@ def main(control_fd: int, names: Sequence[str]) -> None:
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the socket
+    # Of the whole group of processes. They are the parent's, which drains and closes the socket.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=control_fd) as control:
         setup = read_message(control)
         if setup is None:

@@ -43,7 +43,10 @@ class HttpConfig:
         60.0, "longest time in which the body of a request arrives", metavar="SECONDS"
     )
     keep_alive_timeout_s: float = flag(
-        30.0, "how long a connection without a request stays open", metavar="SECONDS"
+        90.0,
+        "how long a connection without a request stays open; longer than a load balancer in front "
+        "keeps it (60 to 75 s with most), or it sends requests on connections that just closed",
+        metavar="SECONDS",
     )
     send_timeout_s: float = flag(
         300.0, "a client that does not read its answer for so long is cut off", metavar="SECONDS"

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from typing_extensions import override
 from baton.errors import ConfigurationError
 from router.http.config import HttpConfig
 from router.http.connection import LimitedProtocol, limited_protocol
+from rpc.listeners import open_listeners
 from rpc.server import write_port_file
+from rpc.server_config import join_host_port
 
 __all__ = ["HttpServer"]
 
@@ -50,7 +52,7 @@ class HttpServer:
         self._app = app
         self._config = config
         self._context = context
-        self._socket: socket.socket | None = None
+        self._sockets: list[socket.socket] = []
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
@@ -72,8 +74,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """`host:port`, once listening."""
-        host = self._config.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return join_host_port(self._config.host, self.port)
 
     async def start(self) -> None:
         """Binds the address and begins to answer.
@@ -82,11 +83,11 @@ class HttpServer:
             ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
         assert self._config.port is not None, "a router without HTTP has no server"
-        self._socket = _bound_socket(self._config.host, self._config.port)
-        self.port = self._socket.getsockname()[1]
+        self._sockets = _bound_sockets(self._config.host, self._config.port)
+        self.port = self._sockets[0].getsockname()[1]
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
-        await self._server.begin(self._socket, self._context, self._config.header_timeout_s)
+        await self._server.begin(self._sockets, self._context, self._config.header_timeout_s)
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)
 
@@ -107,8 +108,8 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await task
-        if self._socket is not None:
-            self._socket.close()
+        for listener in self._sockets:
+            listener.close()
         _LOGGER.info("stopped address=%s", self.address)
 
 
@@ -116,19 +117,24 @@ class _Server(uvicorn.Server):
     """A server whose process handles signals itself."""
 
     async def begin(
-        self, listener: socket.socket, context: ssl.SSLContext | None, handshake_timeout_s: float
+        self,
+        listeners: Sequence[socket.socket],
+        context: ssl.SSLContext | None,
+        handshake_timeout_s: float,
     ) -> None:
         """Begins to answer, in place of uvicorn's `startup`, which cannot limit handshakes."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
-        server = await asyncio.get_running_loop().create_server(
-            self._make_protocol,
-            sock=listener,
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=handshake_timeout_s if context else None,
-        )
-        self.servers = [server]
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                self._make_protocol,
+                sock=listener,
+                backlog=_BACKLOG,
+                ssl=context,
+                ssl_handshake_timeout=handshake_timeout_s if context else None,
+            )
+            for listener in listeners
+        ]
         self.started = True
 
     def _make_protocol(self) -> asyncio.Protocol:
@@ -165,18 +171,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address.
+def _bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at an address.
 
     Raises:
         ConfigurationError: the address is in use, or not one of this machine.
     """
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
+        return open_listeners(host, port, _BACKLOG)
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}"
+            f"cannot listen on {join_host_port(host, port)}: "
+            f"{getattr(error, 'strerror', None) or error}"
         ) from None

@@ -7,12 +7,14 @@ import socket
 
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigurationError, UnavailableError
+from router.config import ServedModelConfig
 from router.http.config import HttpConfig
 from router.http.server import HttpServer
 from tests.support.bench_requests import completion_body, read_result
-from tests.support.fake_workers import FakeDecode, FakePrefill
+from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
 from tests.support.running_http import RunningHttp, running_http
 from tests.support.running_router import script_of, tokenizer
 
@@ -317,6 +319,60 @@ async def test_too_many_requests_get_429_and_retry_after():
         await asyncio.wait([running])
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
+
+
+async def readiness(api: RunningHttp) -> tuple[int, list[bool], str]:
+    """Returns the status of `/ready`, its models' readiness, and the status of gRPC's health."""
+    answer = await api.http.get("/ready")
+    stub = health_pb2_grpc.HealthStub(api.router.channel)
+    health = await stub.Check(health_pb2.HealthCheckRequest())
+    models = [model["ready"] for model in answer.json()["models"]]
+    return (
+        answer.status_code,
+        models,
+        health_pb2.HealthCheckResponse.ServingStatus.Name(health.status),
+    )
+
+
+READY, NOT_READY = (200, [True], "SERVING"), (503, [False], "NOT_SERVING")
+
+
+@pytest.mark.parametrize(
+    ("policy", "without_prefill"), [("local", READY), ("wait", NOT_READY), ("fail", NOT_READY)]
+)
+async def test_readiness_follows_the_prefill_tier_if_decode_may_not_do_its_work(
+    policy, without_prefill
+):
+    prefill, decode = FakePrefill([50]), FakeDecode([50])
+    async with running_http(prefill, decode, no_prefill_policy=policy) as api:
+        assert await readiness(api) == READY
+        await prefill.stop()
+        await api.router.until(lambda: not api.router.fleet.prefill.candidates)
+        assert await readiness(api) == without_prefill
+        successor = await FakePrefill([50]).start(prefill.port)
+        await api.router.until_connected(successor)
+        assert await readiness(api) == READY
+        await decode.stop()
+        await api.router.until(lambda: not api.router.fleet.decode.candidates)
+        assert await readiness(api) == NOT_READY
+        await successor.stop()
+
+
+async def test_each_model_has_its_own_readiness():
+    """gRPC's health has one status for all: SERVING while a model can be served."""
+    prefill, decode = FakePrefill([50]), FakeDecode([50])
+    other = FakeDecode([50], model="other")
+    async with running_workers(other):
+        more = ServedModelConfig(model="x", served_model_name=("other",), decode=(other.address,))
+        async with running_http(
+            prefill, decode, more_models=[more], no_prefill_policy="fail"
+        ) as api:
+            await api.router.until(
+                lambda: all(m.fleet.can_serve for m in api.router.service.models)
+            )
+            await prefill.stop()
+            await api.router.until(lambda: not api.router.fleet.can_serve)
+            assert await readiness(api) == (503, [False, True], "SERVING")
 
 
 async def test_models_health_and_tokens():

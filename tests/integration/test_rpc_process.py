@@ -14,7 +14,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("command", FLAGS)
 def test_a_signal_while_the_model_loads_ends_the_process(command, number):
     arguments = [command, "--model=some/model", "--port=0", *FLAGS[command]]

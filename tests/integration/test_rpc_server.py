@@ -199,19 +199,38 @@ async def serve_scripted(service):
     return await started, task
 
 
-async def test_sigterm_drains_then_stops():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_to_stop_drains_first(number):
     service = ScriptedService()
     async with asyncio.timeout(20):
         server, task = await serve_scripted(service)
         async with open_channel(server.address) as channel:
             assert await health_of(channel) == SERVING
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             await service.drain_begun.wait()
             assert await health_of(channel) == NOT_SERVING
             assert not service.is_closed
         service.may_end.set()
         await task
     assert service.is_closed
+
+
+async def test_a_hangup_that_nohup_has_set_to_be_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    service = ScriptedService()
+    try:
+        async with asyncio.timeout(20):
+            server, task = await serve_scripted(service)
+            os.kill(os.getpid(), signal.SIGHUP)
+            async with open_channel(server.address) as channel:
+                assert await health_of(channel) == SERVING
+            assert not service.drain_begun.is_set()
+            service.may_end.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await task
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_more_sigterms_do_not_end_the_drain():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ import sys
 import psutil
 import pytest
 
-from baton.errors import UnavailableError
+from baton.errors import DeadlineExceededError, UnavailableError
+from baton.processes.restarts import RestartPolicy
 from baton.processes.spawn import ProcessSpec, RunningProcess, spawn_here
-from baton.processes.supervisor import RestartPolicy, SupervisedProcess
+from baton.processes.supervisor import SupervisedProcess
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
 
@@ -104,6 +106,34 @@ async def test_a_killed_worker_starts_again(lines, supervise):
     first, second = lines.pids()
     assert first != second == process.pid
     assert process.died.is_set()
+
+
+async def test_a_worker_that_served_starts_again_at_once_each_time(lines):
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    policy = RestartPolicy(first_delay_s=2 * DEADLINE_S, stop_grace_s=5)
+    process = SupervisedProcess(spec, lines.write, policy)
+    num_starts = itertools.count(1)
+
+    async def wait_serving():
+        await lines.wait_for("ready", times=next(num_starts))
+
+    await process.start_until(wait_serving)
+    for times in (2, 3, 4):
+        process.kill()
+        await lines.wait_for("ready", times=times)
+    await process.stop()
+
+
+async def test_a_wait_for_a_serving_process_that_fails_ends_the_start(lines):
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    process = SupervisedProcess(spec, lines.write, QUICK)
+
+    async def wait_serving():
+        raise DeadlineExceededError("not serving after 900 s")
+
+    with pytest.raises(DeadlineExceededError, match="after 900 s"):
+        await process.start_until(wait_serving)
+    await process.stop()
 
 
 async def test_a_death_is_noticed_while_a_child_keeps_the_output_open(lines, supervise):

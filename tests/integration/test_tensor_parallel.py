@@ -182,7 +182,7 @@ def test_an_idle_engine_notices_that_a_rank_has_ended() -> None:
 def test_signals_that_drain_a_worker_do_not_end_its_ranks() -> None:
     with closing(two_ranks()) as core:
         (pid,) = pids_of(core)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
         run_all(core, all_kinds()[:1])
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = f"/usr/bin:{os.environ['PATH']}"
 CANNOT_RUN_CONTAINERS = 3
 RANK_1 = "decode-rank-1"
+OTHER_USER = '"23456:0"'
 _PREPARE = ROOT / "scripts" / "prepare_containers.sh"
 
 _SERVICES = ("router", "prefill", "decode")
@@ -53,7 +54,8 @@ class ComposeProject:
     Args:
         folder: for files of this object.
         variables: for docker-compose.
-        ranks: whether decode has a second rank, in a container of its own.
+        ranks: whether decode has a second rank, in a container of its own. All services then run as
+            a user that the image does not know.
     """
 
     def __init__(self, folder: Path, variables: dict[str, str], *, ranks: bool = False) -> None:
@@ -65,7 +67,8 @@ class ComposeProject:
         }
         services = (*_SERVICES, *([RANK_1] if ranks else []))
         overrides = folder / f"{self._name}.yml"
-        images = [f"  {service}: {{image: baton-test}}" for service in services]
+        user = f", user: {OTHER_USER}" if ranks else ""
+        images = [f"  {service}: {{image: baton-test{user}}}" for service in services]
         overrides.write_text("\n".join(["services:", *images]))
         program = ["docker-compose"] if shutil.which("docker-compose", path=PATH) else []
         self._command = [

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 
 def main(mode: str, status: str = "0") -> None:
@@ -28,16 +27,14 @@ def main(mode: str, status: str = "0") -> None:
             sys.stdout.write(f"\r{percent} of 100")
             sys.stdout.flush()
         print("\r100 of 100")
-    stopped = threading.Event()
-
-    def on_term(number, frame):
-        print("terminated", flush=True)
-        if mode != "stubborn":
-            stopped.set()
-
-    signal.signal(signal.SIGTERM, on_term)
+    # A handler that prints could interrupt another print, which fails.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     print("ready", flush=True)
-    stopped.wait()
+    is_ended = False
+    while not is_ended:
+        signal.sigwait({signal.SIGTERM})
+        print("terminated", flush=True)
+        is_ended = mode != "stubborn"
 
 
 if __name__ == "__main__":

@@ -179,6 +179,8 @@ def test_a_file_that_cannot_be_made_or_a_short_variable_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"--cluster-token-file .* it cannot be made: "):
         with_file(tmp_path / "file" / "token")
+    with pytest.raises(ConfigurationError, match="it cannot be made: File name too long"):
+        with_file(tmp_path / ("x" * 300))
     with pytest.raises(ConfigurationError, match="BATON_CLUSTER_TOKEN: a token needs 16") as e:
         ClusterSecurity(token="secret")
     assert "secret" not in str(e.value)

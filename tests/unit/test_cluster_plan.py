@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import errno
+import os
 import shutil
 import socket
 import stat
@@ -388,8 +390,8 @@ async def test_processes_have_time_for_what_they_do_themselves(shared_memory, mo
         def __init__(self, spec, write_line, policy):
             graces_s[spec.name] = policy.stop_grace_s
 
-        async def start_until(self, serving):
-            await serving
+        async def start_until(self, wait_serving):
+            await wait_serving()
 
         async def stop(self):
             pass
@@ -415,6 +417,15 @@ async def test_processes_have_time_for_what_they_do_themselves(shared_memory, mo
     else:  # their workers have 40 s to stop, and 300 s to find room before they load
         assert graces_s == {"prefill": 50, "decode": 50}
         assert starts_s == [1260, 1260, 900]
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
+async def test_addresses_that_cannot_be_printed_end_no_cluster(monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(serve, "_print_addresses", fail)
+    await serve._on_ready(None, None, with_demo=False)
 
 
 def test_on_ray_decode_may_compute_prompts_too(shared_memory):

@@ -1,6 +1,7 @@
 """Flags of config dataclasses, from the command line, the environment and a file."""
 
 import argparse
+import json
 from dataclasses import MISSING, dataclass
 
 import pytest
@@ -25,6 +26,7 @@ class Kitchen:
     days: tuple[str, ...] = flag(("monday",), "days")
     names: tuple[str, ...] = flag((), "further names", is_list=True)
     sign: str | None = flag(None, "sign")
+    recipe: str | None = flag(None, "recipe", metavar="JSON")
     secret: int = 7
 
     def __post_init__(self):
@@ -177,6 +179,21 @@ def test_lists_outside_of_the_command_line(monkeypatch, write):
     assert parse("k").sizes == [5, 6]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{method: ngram, num: 3}", {"method": "ngram", "num": 3}),
+        ("\n  method: 'on'\n  a: [1, {b: null}]", {"method": "on", "a": [1, {"b": None}]}),
+        ("{a: 1.5, b: 1e-3, c: true, d: off, e: ~, f: '2', g: 2026-01-02}",
+         {"a": 1.5, "b": 0.001, "c": True, "d": False, "e": None, "f": "2", "g": "2026-01-02"}),
+        ("[{a: 1}]", [{"a": 1}]),
+        ("'{\"a\": 1}'", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_file_has_json_as_a_mapping(write, text, value):
+    assert json.loads(kitchen(*write(f"recipe: {text}\n")).recipe) == value
+
+
 def test_a_required_flag_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(variable_of("rate"), "2.5")
     assert make_parser().parse_args(["k"]).rate == 2.5
@@ -192,7 +209,12 @@ def test_a_required_flag_may_come_from_the_environment(monkeypatch):
         ("heat: 1\nheat: 2\n", "cook.yaml:2: heat is set twice"),
         ("step-tokens: 1\nstep_tokens: 2\n", "cook.yaml:2: step-tokens is set twice"),
         ("heat: [1, 2]\n", "--heat (from cook.yaml:1): takes one value, not a list"),
-        ("heat: {a: 1}\n", "cook.yaml:1: heat must be a value or a list of values"),
+        ("heat: {a: 1}\n", "--heat (from cook.yaml:1): must be a value or a list of values"),
+        ("names: [[a]]\n", "--names (from cook.yaml:1): must be a value or a list of values"),
+        ("is-open: {a: 1}\n", "(from cook.yaml:1): '{\"a\": 1}' is not on or off"),
+        ("recipe: {a: {b: 1, b: 2}}\n", "cook.yaml:1: recipe.a.b is set twice"),
+        ("recipe: {[a]: 1}\n", "cook.yaml:1: recipe has a key that is no text"),
+        ("recipe: &r {a: *r}\n", "is nested too deeply"),
         ("is-open: maybe\n", "(from cook.yaml:1): 'maybe' is not on or off"),
         ("- heat\n", "cook.yaml:1: must be a mapping of flags to values, such as max-num-seqs: 64"),
         ("heat: [\n", "cook.yaml:2: "),

@@ -1,8 +1,10 @@
 """Log lines as JSON."""
 
+import errno
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ import pytest
 
 from baton.processes.output import log_writer
 from baton.traceparent import TraceContext
+from rpc.log_limit import MAX_REPEATS
+from rpc.log_stream import LogStream
 from rpc.logs import JsonFormatter, JsonStderr, json_line_of_process, log_fields, logging_request
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
@@ -108,3 +112,121 @@ raise ValueError("the end")
         parsed = [json.loads(line) for line in lines]
         assert (parsed[0]["message"], parsed[0]["status"]) == ("hello you", 200)
         assert parsed[-1]["message"] == "ValueError: the end"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_limits_what_repeats_in_every_log(log_format):
+    program = f"""
+import asyncio, logging
+from rpc.logs import start_logging
+start_logging("info", "{log_format}")
+async def main():
+    for _ in range(1000):
+        asyncio.get_running_loop().call_exception_handler({{"message": "accept failed"}})
+        logging.getLogger("grpc").error("cannot listen")
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    for text in ("accept failed", "cannot listen"):
+        lines = [line for line in run.stderr.splitlines() if text in line]
+        assert len(lines) == MAX_REPEATS + 2
+        assert f"left out {1000 - MAX_REPEATS} messages" in lines[-1]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_without_stderr_runs(log_format):
+    program = f"""
+import logging, sys
+from baton.processes.output import log_writer
+from rpc.logs import start_logging
+assert sys.stderr is None
+log_writer("{log_format}")("decode-0 | ready")
+start_logging("info", "{log_format}")
+logging.getLogger("baton.test").info("hello")
+print("careful", file=sys.stderr)
+"""
+    shell = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    assert subprocess.run(shell, check=False).returncode == 0
+
+
+class FullDisk(io.RawIOBase):
+    """A file that takes so many bytes until there is room again; an error may stand for it."""
+
+    def __init__(self):
+        self.room = 10**9
+        self.error: int | None = errno.ENOSPC
+        self.written = b""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if not self.room:
+            if self.error is None:
+                return None
+            raise OSError(self.error, os.strerror(self.error))
+        taken = bytes(data[: self.room])
+        self.room -= len(taken)
+        self.written += taken
+        return len(taken)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE, None])
+def test_lines_that_cannot_be_written_are_counted_and_later_ones_come(error):
+    disk = FullDisk()
+    stream = LogStream(io.TextIOWrapper(io.BufferedWriter(disk)), lambda text: f"log: {text}")
+    stream.write("first\n")
+    disk.room, disk.error = 3, error
+    for number in range(1000):
+        stream.write(f"lost {number}\n")
+    disk.room = 10**9
+    stream.write("again\n")
+    stream.write("and again\n")
+    reason = "the reader is too slow" if error is None else os.strerror(error)
+    assert disk.written.decode().splitlines() == [
+        *("first", "los", f"log: 1000 lines of the log were lost: {reason}", "again", "and again"),
+    ]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_log_of_a_process_outlives_a_full_disk(tmp_path, unbuffered):
+    """A file of limited size stands for the disk: the limit is raised when the log is full."""
+    program = """
+import logging, resource, signal, sys
+from rpc.logs import start_logging
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+start_logging("info", "text")
+for number in range(10):
+    logging.getLogger("baton.test").info("line %d %s", number, "x" * 50)
+print("printed", file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+logging.getLogger("baton.test").info("room again")
+"""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        subprocess.run([sys.executable, "-c", program], check=True, stderr=file, env=environment)
+    lines = log.read_text().splitlines()
+    assert lines[-1].endswith("room again")
+    (lost,) = (line for line in lines if "lines of the log were lost" in line)
+    assert "WARNING baton.log 9 lines" in lost  # eight of the ten, and "printed"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_log_of_a_cluster_outlives_a_full_disk(log_format, monkeypatch):
+    disk = FullDisk()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(disk)))
+    write = log_writer(log_format)
+    disk.room = 0
+    write("decode-0 | lost")
+    disk.room = 10**9
+    write("decode-0 | again")
+    lost, again = disk.written.decode().splitlines()
+    assert "1 lines of the log were lost: No space left on device" in lost
+    if log_format == "text":
+        assert (lost.partition(" ")[0], again) == ("log", "decode-0 | again")
+    else:
+        assert json.loads(lost)["process"] == "log"
+        assert json.loads(again)["message"] == "again"

@@ -10,8 +10,8 @@ import pytest
 from baton import cli
 from baton.flags import config_from_args
 from baton.health import check_health
+from baton.processes.restarts import RestartPolicy
 from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import RestartPolicy
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from engine.cli_args import engine_config_from_args

@@ -1,6 +1,7 @@
 """The router's configuration, flags and targets, and `Discovery`."""
 
 import asyncio
+import logging
 import socket
 import threading
 from pathlib import Path
@@ -52,6 +53,11 @@ def test_defaults_are_those_of_the_dataclass():
     assert model.names == ("name",)
     (model,) = parse_config("--decode", "a:1", "--served-model-name", "n,m").models
     assert model.names == ("n", "m")
+
+
+def test_connections_stay_open_for_longer_than_load_balancers_keep_them():
+    """One that closes first loses the request that the load balancer is sending on it."""
+    assert HttpConfig().keep_alive_timeout_s > 75
 
 
 def test_the_revision_is_part_of_the_name():
@@ -236,6 +242,45 @@ async def test_name_that_fails_to_resolve_keeps_its_last_addresses(monkeypatch):
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
 
 
+async def test_a_name_that_fails_to_resolve_is_in_the_log_once_for_each_reason(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "baton.router")
+    discovery = Discovery(["dns:///no-such.test:5", "dns:///other.test:6"])
+    errors = {"no-such.test": socket.gaierror(-2, "Name or service not known")}
+
+    def resolve(host, port, *, type):  # noqa: A002 - getaddrinfo's name
+        if host in errors:
+            raise errors[host]
+        return [(socket.AF_INET, type, 0, "", ("10.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for _ in range(5):
+        assert await discovery.addresses() == {"10.0.0.1:6"}
+    errors["no-such.test"] = socket.gaierror(-3, "Temporary failure in name resolution")
+    for _ in range(5):
+        await discovery.addresses()
+    errors.clear()
+    for _ in range(2):
+        assert await discovery.addresses() == {"10.0.0.1:5", "10.0.0.1:6"}
+    lost, found = "cannot find the addresses of dns:///no-such.test:5", "dns:///no-such.test:5 is"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"{lost}: Name or service not known"),
+        ("WARNING", f"{lost}: Temporary failure in name resolution"),
+        ("INFO", f"{found} found again; addresses: 1"),
+    ]
+
+
+@pytest.mark.parametrize("text", [None, "nonsense\n", "dns:///name:4\n", b"\xff"])
+async def test_a_file_without_addresses_is_in_the_log(tmp_path, caplog, text):
+    path = tmp_path / "addresses"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    discovery = Discovery([path.as_uri()])
+    for _ in range(3):
+        assert await discovery.addresses() == set()
+    (message,) = caplog.messages
+    assert f"cannot find the addresses of {path.as_uri()}: " in message
+
+
 async def test_a_file_has_addresses_that_change(tmp_path):
     path = tmp_path / "addresses"
     discovery = Discovery([path.as_uri(), "a:1"])
@@ -269,13 +314,14 @@ class HangingResolver:
         return self._resolve(*args, **kwargs)
 
 
-async def test_no_other_lookup_starts_while_one_hangs(monkeypatch):
+async def test_no_other_lookup_starts_while_one_hangs(monkeypatch, caplog):
     monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 0.01)
     resolver = HangingResolver(monkeypatch)
     discovery = Discovery(["dns:///127.0.0.1:5", "a:1"])
     for _ in range(3):
         assert await discovery.addresses() == {"a:1"}
     assert resolver.num_calls == 1
+    assert "dns:///127.0.0.1:5: no answer within 0.01 s" in caplog.text
     monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 20)
     resolver.may_answer.set()
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}

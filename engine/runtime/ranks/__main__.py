@@ -21,7 +21,8 @@ _EXIT_LOST = 1
 def main() -> int:
     """Computes the batches of rank 0 until it has ended; returns the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process when it is done
+    # Of the whole group of processes. Rank 0 ends this one when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     link = Connection(int(sys.argv[1]))
     task: RankTask | HostTask = link.recv()

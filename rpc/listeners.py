@@ -1,0 +1,85 @@
+"""Sockets that listen where gRPC's server would: all servers of a process take one `--host`."""
+
+import errno
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+__all__ = ["open_listeners"]
+
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_MAX_TRIES = 10
+
+
+def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Returns sockets that listen at a host's addresses, all on one port.
+
+    As in gRPC, `0.0.0.0` and `::` are all addresses of the machine, of IPv4 and of IPv6, and a name
+    is each address that it resolves to and that this machine has. Each family has a socket of its
+    own, so that the clients' addresses have the form of their family.
+
+    Args:
+        host: an address or a name.
+        port: the port; 0 is any one that is free at all of the addresses.
+        backlog: connections that wait to be accepted, for each socket.
+
+    Raises:
+        OSError: the host has no address of this machine, or the port is in use at one of them.
+        UnicodeError: the host is no name.
+    """
+    hosts = _ALL_ADDRESSES if host in _ALL_ADDRESSES else (host,)
+    for tries_left in reversed(range(_MAX_TRIES)):
+        try:
+            return _open_each(hosts, port, backlog)
+        except OSError as error:
+            # The free port of one address may be in use at the next one.
+            if port or error.errno != errno.EADDRINUSE or not tries_left:
+                raise
+    raise AssertionError
+
+
+def _open_each(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    absent: OSError | None = None
+    with ExitStack() as opened:
+        for family, address in _addresses(hosts, port):
+            bound_port = listeners[0].getsockname()[1] if listeners else port
+            at_port = (address[0], bound_port, *address[2:])
+            try:
+                listener = _open_one(family, at_port, backlog)
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+            else:
+                listeners.append(opened.enter_context(listener))
+        opened.pop_all()
+    if not listeners:
+        raise absent or OSError(errno.EADDRNOTAVAIL, "no address")
+    return listeners
+
+
+def _open_one(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket:
+    with ExitStack() as unopened:
+        listener = unopened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+        unopened.pop_all()
+    return listener
+
+
+def _addresses(hosts: Sequence[str], port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Returns the families and the socket addresses of hosts, each once."""
+    found = [
+        (int(family), address)
+        for host in hosts
+        for family, *_, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    ]
+    return list(dict.fromkeys(found))
