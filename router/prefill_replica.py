@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from baton.errors import BatonError, PermissionDeniedError, UnauthenticatedError
 from baton.request_spec import RequestSpec
@@ -13,7 +14,7 @@ from baton.security.cluster import ClusterSecurity
 from baton.spec_wire import spec_to_proto
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.decode_connection import ReplicaLostError
-from router.replica import Replica
+from router.replica import Capacity, Replica
 from rpc.errors import from_rpc_error
 
 __all__ = ["PrefillReplica"]
@@ -40,6 +41,12 @@ class PrefillReplica(Replica):
         super().__init__(address, info, channel, security)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
+
+    @override
+    def _capacity(self) -> Capacity:
+        """A prompt is no longer than leaves room for one generated token."""
+        info = self.info
+        return Capacity(min(info.max_model_len - 1, info.max_pool_tokens), info.max_num_seqs)
 
     async def prefill(
         self, spec: RequestSpec, namespace: bytes

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -23,7 +24,7 @@ from router.request_record import Attempt, RequestRecord
 from router.silence import Silence
 from rpc.errors import from_rpc_error
 
-__all__ = ["Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
+__all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
 _WATCH_INTERVAL_S = 0.1
@@ -33,6 +34,24 @@ _FAULTS = (InternalError.code, UnavailableError.code)
 """Errors of calls that may be the replica's fault."""
 
 ReplicaT = TypeVar("ReplicaT", bound="Replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest request that a replica can ever run. Most replicas of a tier have the same.
+
+    Attributes:
+        max_tokens: the most tokens: on decode of a prompt and its completion, on prefill of a
+            prompt.
+        max_candidates: the most candidates.
+    """
+
+    max_tokens: int
+    max_candidates: int
+
+    def holds(self, num_tokens: int, num_candidates: int = 1) -> bool:
+        """Whether a request fits."""
+        return num_tokens <= self.max_tokens and num_candidates <= self.max_candidates
 
 
 def without_ejected(replicas: Sequence[ReplicaT]) -> Sequence[ReplicaT]:
@@ -65,6 +84,7 @@ class Replica:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
+        capacity: the largest request that it can run.
         load: its last report.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
@@ -80,6 +100,7 @@ class Replica:
     ) -> None:
         self.address = address
         self.info = info
+        self.capacity = self._capacity()
         self.load = worker_pb2.WorkerLoad()
         self.lost = asyncio.Event()
         self._dropped: asyncio.Future[FailedPreconditionError]
@@ -132,6 +153,10 @@ class Replica:
         """Whether it can queue one more request, as far as this router knows."""
         most = self.info.max_num_requests
         return not self._has_refused and (not most or self._num_requests_there < most)
+
+    def _capacity(self) -> Capacity:
+        info = self.info
+        return Capacity(min(info.max_model_len, info.max_pool_tokens), info.max_num_seqs)
 
     @property
     def is_ejected(self) -> bool:
