@@ -91,6 +91,11 @@ class Fleet:
         return bool(self.decode.candidates)
 
     @property
+    def num_seats(self) -> int:
+        """How many sequences the decode replicas run at the same time."""
+        return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
+
+    @property
     def has_prefill_tier(self) -> bool:
         """Whether the cluster has a prefill tier, if only of replicas that are lost."""
         return self._has_prefill_targets or bool(self.prefill.candidates)
