@@ -95,7 +95,9 @@ class DecodeStage:
             if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
         ]
         replicas = {
-            replica.replica_id: replica for replica in without_ejected(possible) if replica.has_room
+            replica.replica_id: replica
+            for replica in without_ejected(possible)
+            if replica.has_room_for(request.spec)
         }
         states = [
             replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
@@ -263,14 +265,15 @@ class DecodeStage:
                 lambda: self.pick(request, refused),
                 turn,
                 timeout_s,
-                lambda: ("decode", refused, self._fitting(request.spec)),
+                lambda: ("decode", refused, self._need(request.spec)),
             )
 
-    def _fitting(self, spec: RequestSpec) -> frozenset[Capacity]:
-        """The capacities in which a request fits. Of two requests with the same ones and the same
-        refusals, each can be placed where the other can.
+    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
+        """The capacities in which a request fits, and whether it has a grammar. Of two requests
+        with the same needs and the same refusals, each can be placed where the other can.
         """
-        return frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
+        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
+        return fitting, spec.params.structured_outputs is not None
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""

@@ -109,8 +109,9 @@ class Replica:
         self._security = security
         self._is_ready = False
         self._has_refused = False
+        self._has_refused_grammar = False
         self._on_change: Callable[[], None] = lambda: None
-        self._shown = False, False, False  # what `_note_change` compares, at the last `_on_change`
+        self._shown = (False,) * 4  # what `_note_change` compares, at the last `_on_change`
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
@@ -168,9 +169,18 @@ class Replica:
         """Requests that it has, of all routers."""
         return max(self.load.num_running + self.load.num_waiting, self._num_requests)
 
-    def note_full(self) -> None:
-        """Notes that it has refused a request for lack of room, until its next report."""
-        self._has_refused = True
+    def has_room_for(self, spec: RequestSpec) -> bool:
+        """Whether it can queue this request, as far as this router knows."""
+        return self.has_room and not (self._has_refused_grammar and _has_grammar(spec))
+
+    def note_full(self, spec: RequestSpec) -> None:
+        """Notes that it has refused a request for lack of room, until its next report. That may
+        have been room for grammars to compile, which others do not need.
+        """
+        if _has_grammar(spec):
+            self._has_refused_grammar = True
+        else:
+            self._has_refused = True
         self._note_change()
 
     def state(self, overlap_blocks: int) -> ReplicaState:
@@ -324,7 +334,8 @@ class Replica:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected.
         """
-        now = self.takes_requests, self.has_room, self.is_ejected
+        refuses = self._has_refused_grammar
+        now = self.takes_requests, self.has_room, refuses, self.is_ejected
         if now != self._shown:
             self._shown = now
             self._on_change()
@@ -337,7 +348,8 @@ class Replica:
             self.load = message.load
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
-            self._is_ready, self._has_refused = True, False
+            self._is_ready = True
+            self._has_refused = self._has_refused_grammar = False
             self._silence.report(asyncio.get_running_loop().time())
             self._note_change()
         # A worker that has drained ends this stream before it has sent its last outputs.
@@ -367,3 +379,7 @@ class Replica:
 
     async def _until_dropped(self) -> None:
         raise await self._dropped
+
+
+def _has_grammar(spec: RequestSpec) -> bool:
+    return spec.params.structured_outputs is not None
