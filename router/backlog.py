@@ -25,6 +25,8 @@ _MAX_GROWTH = 2
 """Up to this multiple of the requests that were there, more requests are taken to find seats and
 not to wait. Beyond it, their time grows with their number.
 """
+_MAX_PATIENCE_S = 10.0
+"""For as long, or as long as a request takes, an estimate holds of which nothing new is heard."""
 _MIN_RETRY_AFTER_S = 1.0
 
 
@@ -33,16 +35,17 @@ class _FadingMean:
 
     Attributes:
         value: the mean; 0 without numbers.
+        updated_at: when the last number came.
     """
 
     def __init__(self) -> None:
         self.value = 0.0
+        self.updated_at = 0.0
         self._weight = 0.0
-        self._updated_at = 0.0
 
     def add(self, number: float, now: float) -> None:
-        self._weight = self._weight * math.exp((self._updated_at - now) / _MEMORY_S) + 1.0
-        self._updated_at = now
+        self._weight = self._weight * math.exp((self.updated_at - now) / _MEMORY_S) + 1.0
+        self.updated_at = now
         self.value += (number - self.value) / self._weight
 
 
@@ -162,12 +165,26 @@ class Backlog:
         return sum(number for each, number in self._running.items() if each <= priority)
 
     def _expected_s(self, num_ahead: int, max_tokens: int | None) -> float:
-        num_tokens = self._num_tokens.value
-        if max_tokens is not None:
-            num_tokens = min(num_tokens, max_tokens)
-        usual_s = self._wait_s.value + self._token_s.value * num_tokens
+        """The time of a request with so many before it. One that has none before it is always let
+        in: it finds out how long requests take now, if the last ones took very long.
+        """
+        if not num_ahead:
+            return 0.0
+        usual_s = self._usual_s(max_tokens)
         usual, number = self._ahead.value + 1, num_ahead + 1
         together = max(usual, min(self._num_seats(), _MIN_TOGETHER))
         if usual < number <= _MAX_GROWTH * together:
             return usual_s * max(1.0, number / together)
         return usual_s * number / usual
+
+    def _usual_s(self, max_tokens: int | None) -> float:
+        """The time of the requests that were heard of last; less and less if that is long ago, as
+        nothing is heard any more if all are refused.
+        """
+        num_tokens = self._num_tokens.value
+        if max_tokens is not None:
+            num_tokens = min(num_tokens, max_tokens)
+        usual_s = self._wait_s.value + self._token_s.value * num_tokens
+        heard_at = max(self._wait_s.updated_at, self._token_s.updated_at)
+        silence_s = self._clock() - heard_at - _MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
+        return usual_s * math.exp(-max(silence_s, 0.0) / _MEMORY_S)

@@ -285,8 +285,7 @@ class Model:
             ResourceExhaustedError: too many wait.
             DeadlineExceededError: the deadline passed first.
         """
-        max_waiting = max(self._admission.max_requests - self._admission.num_running, 0)
-        await self._entrance.turn(self._longest_s(timeout_s), max_waiting)
+        await self._entrance.turn(self._longest_s(timeout_s), self._admission.max_requests)
 
     def _longest_s(self, timeout_s: float | None) -> float:
         longest_s = self._default_timeout_s
