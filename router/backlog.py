@@ -147,6 +147,26 @@ class Backlog:
                 max(expected_s - most_s, _MIN_RETRY_AFTER_S),
             )
 
+    def check_start(self, left_s: float, max_tokens: int | None = None) -> None:
+        """Refuses a request that has waited for a replica, and would not end by its deadline even
+        if no other ran beside it.
+
+        Args:
+            left_s: seconds until its deadline.
+            max_tokens: as `expected_s` takes it.
+
+        Raises:
+            ResourceExhaustedError: says how long requests take.
+        """
+        together = min(self._num_seats(), _MIN_TOGETHER)
+        alone_s = self._usual_s(max_tokens) * min(together / (self._ahead.value + 1), 1.0)
+        if alone_s > left_s:
+            raise ResourceExhaustedError(
+                f"the request waited for a replica until {left_s:.1f} s before its deadline; "
+                f"it would take about {alone_s:.1f} s",
+                _MIN_RETRY_AFTER_S,
+            )
+
     def _learn_from(self, place: Place) -> None:
         """Learns from a request that has ended, in whatever way."""
         now = self._clock()

@@ -200,6 +200,9 @@ class Pipeline:
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
+        if request.record.waits:
+            spec = request.spec
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()

@@ -19,7 +19,7 @@ from rpc.logs import CURRENT_CALL, CallInfo
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.loop_watch import LoopWatch, watched_loops
 from tests.support.running_http import running_http
-from tests.support.running_router import RunningRouter, request, running_router
+from tests.support.running_router import RunningRouter, failed_call, request, running_router
 
 SCRIPT = [50 + i % 200 for i in range(100)]
 UNREACHABLE = ("127.0.0.1:1",)
@@ -176,3 +176,20 @@ async def test_the_time_until_the_deadline_runs_from_the_arrival_of_the_headers(
         late = await api.http.post("/v1/completions", content=slow_body(), headers=headers)
     assert late.status_code == 504
     assert "not read within 0.2 s" in late.json()["error"]["message"]
+
+
+async def test_a_request_that_has_waited_for_too_long_is_not_started():
+    decode = FakeDecode(SCRIPT, pause_after=0, max_num_requests=1)
+    async with running_workers(decode), running_router(decode) as router:
+        first = asyncio.create_task(router.generate(request(max_tokens=5)))
+        await decode.changes.until(lambda: decode.running)
+        late = asyncio.create_task(router.generate(request(max_tokens=5), timeout_s=20))
+        while not len(router.fleet.waiting):  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0.01)
+        with overloaded(router):
+            decode.resume()
+            error = await failed_call(late)
+        await first
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "before its deadline" in error.details()
+    assert len(decode.starts) == 1

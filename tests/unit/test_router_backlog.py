@@ -214,3 +214,13 @@ def test_the_time_of_retry_grows_with_the_wait():
     with backlog.place(0), pytest.raises(ResourceExhaustedError) as caught:
         backlog.check(0, 5.0)
     assert caught.value.retry_after_s == pytest.approx(7.0)
+
+
+def test_a_request_that_waited_is_not_started_if_it_could_not_even_end_alone():
+    backlog, clock = make_backlog()
+    backlog.check_start(0.1)
+    begin_and_end(backlog, clock, wait_s=0.5, token_s=0.1, num_tokens=16)
+    backlog.check_start(2.2, max_tokens=16)
+    backlog.check_start(1.2, max_tokens=4)
+    with pytest.raises(ResourceExhaustedError, match="about 2"):
+        backlog.check_start(2.0, max_tokens=16)
