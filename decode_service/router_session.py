@@ -78,6 +78,8 @@ class RouterSession:
         finally:
             self._engine.abort(list(self._live))
             self._live.clear()
+            for request_id in list(self._moved):
+                self._forget_moved(request_id)
             reader.cancel()
 
     def close(self) -> None:
@@ -116,7 +118,7 @@ class RouterSession:
 
     def _start(self, start: decode_pb2.StartDecode) -> None:
         request_id = start.spec.request_id
-        if request_id in self._live or request_id in self._pending:
+        if any(request_id in known for known in (self._live, self._pending, self._moved)):
             self._end_duplicate(request_id)
             return
         try:
@@ -158,7 +160,13 @@ class RouterSession:
             if self._spans is not None:
                 self._spans.send_cancelled(request.spec, self._stages.pop(request_id, ()))
         self._pending.pop(request_id, None)
-        self._moved.pop(request_id, None)
+        self._forget_moved(request_id)
+
+    def _forget_moved(self, request_id: str) -> None:
+        """Drops a moved request that the router has not been told of, and ends its lease."""
+        handoff = self._moved.pop(request_id, None)
+        if handoff is not None:
+            self._engine.release_handoff(handoff.handoff_id)
 
     def _end_duplicate(self, request_id: str) -> None:
         """Ends the running request too: the router could not distinguish their tokens."""

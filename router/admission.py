@@ -1,12 +1,15 @@
 """`Admission`: limits the number of running requests. `Turns`: limits other work beside them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
-__all__ = ["Admission", "Turns"]
+__all__ = ["MAX_WAITING", "Admission", "Turns"]
+
+MAX_WAITING = 4096
+"""How many requests wait at most, beside those that the replicas run, unless a flag says so."""
 
 _RUNNING_AT_ONCE = 2
 """Few threads, as those that tokenize prompts come from the same pool: 5 on a machine of one core.
@@ -55,21 +58,31 @@ class Admission:
     """Counts running requests by client and id.
 
     Args:
-        max_requests: the most that run at once.
+        max_requests: the most that run or wait at once; None for as many as the replicas run,
+            and `MAX_WAITING` that wait.
 
     Attributes:
+        read_num_seats: returns how many requests the replicas run at once.
         rendering: turns of chat templates.
         tokenizing: turns of calls that want tokens, or their text, and nothing else.
     """
 
-    def __init__(self, max_requests: int) -> None:
-        self.rendering = Turns("a chat template", max_requests)
+    def __init__(self, max_requests: int | None = None) -> None:
+        self.read_num_seats: Callable[[], int] = int
+        self.rendering = Turns("a chat template", max_requests or MAX_WAITING)
         self.tokenizing = Turns("the tokenizer", _MOST_TOKENIZING)
         self._max_requests = max_requests
         self._running: set[tuple[str, str]] = set()
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def max_requests(self) -> int:
+        """The most requests that run or wait at once."""
+        if self._max_requests is not None:
+            return self._max_requests
+        return self.read_num_seats() + MAX_WAITING
 
     @property
     def num_running(self) -> int:
@@ -96,9 +109,9 @@ class Admission:
             raise InvalidArgumentError.for_field(
                 "request_id", request_id, "unique among running requests"
             )
-        if len(self._running) >= self._max_requests:
+        if len(self._running) >= self.max_requests:
             raise ResourceExhaustedError(
-                f"{self._max_requests} requests are running, the most this router takes "
+                f"{self.max_requests} requests are running, the most this router takes "
                 "(--max-concurrent-requests)",
                 _RETRY_AFTER_S,
             )

@@ -12,6 +12,7 @@ from baton.flags import add_flags, config_from_args, flag, flags_of_config
 from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
 from baton.security.config import ClusterConfig
+from router.admission import MAX_WAITING
 from router.discovery import parse_target
 from router.entries import read_entries
 from router.http.config import HttpConfig
@@ -161,13 +162,15 @@ class RouterConfig:
         600.0,
         "deadline in seconds of requests without one, and the longest deadline accepted",
     )
-    max_concurrent_requests: int = flag(
-        4096, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
+    max_concurrent_requests: int | None = flag(
+        None,
+        "maximum number of requests that run or wait; further ones get RESOURCE_EXHAUSTED "
+        f"(default: as many as the decode replicas run, and {MAX_WAITING} that wait)",
     )
     max_concurrent_calls: int | None = flag(
         None,
         "most gRPC calls at the same time; further ones get RESOURCE_EXHAUSTED before they are "
-        "read (default: 4 times --max-concurrent-requests)",
+        f"read (default: 4 times --max-concurrent-requests, or {4 * MAX_WAITING})",
     )
     resume_timeout_s: float = flag(
         30.0, "seconds for which a request that lost its decode replica waits for another"
@@ -217,17 +220,18 @@ class RouterConfig:
     def most_calls(self) -> int:
         """The most gRPC calls at the same time, those that generate nothing included."""
         most = self.max_concurrent_calls
-        return 4 * self.max_concurrent_requests if most is None else most
+        return 4 * (self.max_concurrent_requests or MAX_WAITING) if most is None else most
 
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
         """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
-        least_calls = self.max_concurrent_requests + 1
+        most_requests = self.max_concurrent_requests
+        least_calls = (most_requests or 0) + 1
         hedge_s, most_s = self.hedge_prefill_after_s, _MAX_TIMEOUT_S
         return (
             ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
             ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
-            ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
+            ("max_concurrent_requests", most_requests is None or most_requests >= 1, ">= 1"),
             ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
             ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),

@@ -27,7 +27,7 @@ from router.fleet import NONE_READY, RETRY_AFTER_S, Fleet
 from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
-from router.replica import without_ejected
+from router.replica import Capacity, without_ejected
 from router.request import RoutedRequest
 from router.request_record import Attempt
 from router.setbacks import Setbacks
@@ -92,10 +92,12 @@ class DecodeStage:
         possible = [
             replica
             for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica, request.spec)
+            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
         ]
         replicas = {
-            replica.replica_id: replica for replica in without_ejected(possible) if replica.has_room
+            replica.replica_id: replica
+            for replica in without_ejected(possible)
+            if replica.has_room_for(request.spec)
         }
         states = [
             replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
@@ -254,13 +256,24 @@ class DecodeStage:
     async def _wait(
         self, request: RoutedRequest, refused: frozenset[str], timeout_s: float, *, is_new: bool
     ) -> DecodeReplica | None:
-        """Waits until a replica takes a request; returns None after the timeout."""
-        timeout_s = min(timeout_s, request.spec.remaining_s())
+        """Waits until a replica takes a request; returns None after the timeout. The request's own
+        deadline cancels the wait, so that the client learns of the right one of the two.
+        """
         turn = Turn.of(request.spec, is_new=is_new)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self.pick(request, refused), turn, timeout_s
+                lambda: self.pick(request, refused),
+                turn,
+                timeout_s,
+                lambda: ("decode", refused, self._need(request.spec)),
             )
+
+    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
+        """The capacities in which a request fits, and whether it has a grammar. Of two requests
+        with the same needs and the same refusals, each can be placed where the other can.
+        """
+        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
+        return fitting, spec.params.structured_outputs is not None
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
@@ -268,17 +281,13 @@ class DecodeStage:
         bound = waited(self._queue_timeout_s)
         if not replicas:
             return UnavailableError(f"{NONE_READY}; {bound}", RETRY_AFTER_S)
-        if not any(_fits(replica, request.spec) for replica in replicas):
+        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
             return UnavailableError(f"no decode replica can hold this request; {bound}")
         return ResourceExhaustedError(f"all decode replicas are full; {bound}", RETRY_AFTER_S)
 
 
-def _fits(replica: DecodeReplica, spec: RequestSpec) -> bool:
-    info = replica.info
-    return (
-        spec.max_total_tokens <= min(info.max_model_len, info.max_pool_tokens)
-        and spec.params.num_candidates <= info.max_num_seqs
-    )
+def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
+    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

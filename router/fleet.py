@@ -11,7 +11,7 @@ from router.decode_replica import DecodeReplica
 from router.discovery import Discovery
 from router.policy import PrefixIndex
 from router.prefill_replica import PrefillReplica
-from router.replica import Replica, ReplicaT
+from router.replica import Capacity, Replica, ReplicaT
 from router.served_model import RequestLimits, ServedModel, check_tokenizer
 from router.tier import Tier
 from router.waiting import Turn, WaitingRequests, waited
@@ -71,6 +71,7 @@ class Fleet:
         prefill, decode = Discovery(config.prefill), Discovery(config.decode)
         self.prefill = self._make_tier(prefill, decode, PrefillReplica)
         self.decode = self._make_tier(decode, prefill, DecodeReplica)
+        self._seen_capacities = self._capacities()
 
     def start(self) -> None:
         """Begins to look for replicas."""
@@ -104,6 +105,11 @@ class Fleet:
         return self._no_prefill_policy if has_tier else "local"
 
     @property
+    def num_seats(self) -> int:
+        """How many sequences the decode replicas run at the same time."""
+        return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
+
+    @property
     def model(self) -> ServedModel | None:
         """The model of the connected replicas; None while there are none."""
         replicas = self._connected()
@@ -134,7 +140,7 @@ class Fleet:
             UnavailableError: no decode replica became ready in time.
         """
         turn = Turn(is_new=True, priority=priority, deadline=deadline)
-        served = await self.waiting.wait(self.served, turn, timeout_s)
+        served = await self.waiting.wait(self.served, turn, timeout_s, lambda: "a model")
         if served is None:
             raise UnavailableError(f"{NONE_READY}; {waited(timeout_s)}", RETRY_AFTER_S)
         return served
@@ -182,10 +188,17 @@ class Fleet:
         self._drop_strangers()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if (capacities := self._capacities()) != self._seen_capacities:
+            self._seen_capacities = capacities
+            self.waiting.regroup()
         self.waiting.offer()
         for replica in self.decode.connected:
             if replica.is_leaving:
                 replica.connection.wake()  # its requests may move now
+
+    def _capacities(self) -> tuple[frozenset[Capacity], frozenset[Capacity]]:
+        """What the needs of waiting requests depend on."""
+        return self.prefill.capacities, self.decode.capacities
 
     def _connected(self) -> Sequence[Replica]:
         return [*self.decode.connected, *self.prefill.connected]

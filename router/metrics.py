@@ -19,7 +19,7 @@ _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
 _HEDGE_OUTCOMES = ("won", "lost")
-REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate")
+REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
 """Reasons of `baton_router_refused_calls`."""
 
 # Names of counters lack the suffix `_total`, which Prometheus adds.
@@ -86,7 +86,9 @@ METRICS: dict[str, MetricInfo] = {
         "gauge", "How long streams pause after a message, because the event loop is late."
     ),
     "baton_router_refused_calls": MetricInfo(
-        "counter", "Calls refused because of who calls, or how often.", {"reason": REFUSALS}
+        "counter",
+        "Calls refused because of who calls, how often, or the load.",
+        {"reason": REFUSALS},
     ),
     "baton_router_calls": MetricInfo(
         "counter",

@@ -8,18 +8,25 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
+from baton.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
 from baton.model_files import open_model_files
 from baton.request_spec import ReasoningStart
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import generation_pb2
 from router.admission import Admission
+from router.backlog import Backlog
 from router.chat.conversation import Conversation, content_text
 from router.chat.messages import conversation_of_chat
 from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
 from router.chat.template import ChatTemplate, ends_in_reasoning
 from router.chat.tool_parsers import tool_parser
 from router.config import RouterConfig, ServedModelConfig
+from router.entrance import Entrance
 from router.fleet import Fleet
 from router.generation_config import load_default_params
 from router.pace import Pace
@@ -127,6 +134,8 @@ class Model:
             files.tokenizer_digest,
             router.no_prefill_policy,
         )
+        self._entrance = Entrance()
+        self._backlog = Backlog(lambda: self.fleet.num_seats, lambda: len(self._entrance))
         self._log = log
         self._default_timeout_s = router.default_timeout_s
         self._queue_timeout_s = router.queue_timeout_s
@@ -139,6 +148,7 @@ class Model:
             self.fleet,
             prefix_index,
             admission,
+            self._backlog,
             pace,
             log,
         )
@@ -235,17 +245,56 @@ class Model:
 
         Raises:
             DeadlineExceededError: the deadline passed while the context was open.
+            ResourceExhaustedError: too many others are before it for it to end by its deadline.
             BatonError: one of those that `GenerationService` documents; also the iterator.
         """
         if not message.request_id:
             message.request_id = uuid.uuid4().hex
         if message.WhichOneof("prompt") == "chat":
             operation = "chat"
-        longest_s = self._default_timeout_s
-        timeout_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
+        timeout_s = self._longest_s(timeout_s)
+        limits = message.stopping
+        max_tokens = limits.max_tokens if limits.HasField("max_tokens") else None
+        self.check_load(timeout_s, max_tokens, message.priority)
         with self._log.activity.watching(message.request_id):
             async with self._opened(message, timeout_s, operation) as responses:
                 yield responses
+
+    def check_load(
+        self, timeout_s: float | None, max_tokens: int | None = None, priority: int = 0
+    ) -> None:
+        """Refuses a request that would probably not end by its deadline; cheap.
+
+        Args:
+            timeout_s: as `responses` takes it.
+            max_tokens: the most tokens that it gets; None if that is not known.
+            priority: that the client wants.
+
+        Raises:
+            ResourceExhaustedError: says how long requests take, and when to try again.
+        """
+        priority = tenant_of_call().priority(priority)
+        try:
+            self._backlog.check(priority, self._longest_s(timeout_s), max_tokens)
+        except ResourceExhaustedError:
+            self._log.count_refusal("overload")
+            raise
+
+    async def enter(self, timeout_s: float | None) -> None:
+        """Waits until a new request may be prepared, which takes the time of the event loop.
+
+        Args:
+            timeout_s: as `responses` takes it.
+
+        Raises:
+            ResourceExhaustedError: too many wait.
+            DeadlineExceededError: the deadline passed first.
+        """
+        await self._entrance.turn(self._longest_s(timeout_s), self._admission.max_requests)
+
+    def _longest_s(self, timeout_s: float | None) -> float:
+        longest_s = self._default_timeout_s
+        return longest_s if timeout_s is None else min(timeout_s, longest_s)
 
     @asynccontextmanager
     async def _opened(
@@ -312,6 +361,11 @@ class Models:
             raise NotFoundError(f"model {shown} does not exist; this router serves {names}")
         tenant_of_call().check_model(model.names)
         return model
+
+    @property
+    def only(self) -> Model | None:
+        """The model that every request is for; None if there are several."""
+        return self._models[0] if len(self._models) == 1 else None
 
     def usable(self) -> Sequence[Model]:
         """The models that the caller may use."""

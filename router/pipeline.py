@@ -20,6 +20,7 @@ from baton.request_spec import ReasoningMarks
 from baton.sampling_params import SamplingParams
 from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
+from router.backlog import Backlog, Place
 from router.completion import Completion
 from router.config import RouterConfig
 from router.decode_replica import DecodeReplica
@@ -55,6 +56,7 @@ class Pipeline:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
         admission: limits the number of running requests.
+        backlog: learns how long requests take.
         pace: how long streams pause after each message.
         log: keeps the requests' records.
     """
@@ -68,6 +70,7 @@ class Pipeline:
         fleet: Fleet,
         prefix_index: PrefixIndex,
         admission: Admission,
+        backlog: Backlog,
         pace: Pace,
         log: RequestLog,
     ) -> None:
@@ -77,6 +80,7 @@ class Pipeline:
         self._marks = marks
         self._fleet = fleet
         self._admission = admission
+        self._backlog = backlog
         self._pace = pace
         self._log = log
         self._prefill = PrefillStage(
@@ -117,7 +121,7 @@ class Pipeline:
             return self._generate(
                 message, message.request_id, prompts[0], params, deadline, operation
             )
-        most = min(self._config.max_concurrent_requests, tenant.max_requests)
+        most = min(self._admission.max_requests, tenant.max_requests)
         if len(prompts) > most:
             raise InvalidArgumentError(
                 f"prompts has {len(prompts)} entries; it must have at most {most}, the requests "
@@ -142,7 +146,10 @@ class Pipeline:
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
         """Yields the messages of one prompt."""
         tenant = tenant_of_call()
-        with self._admission.admit(request_id, tenant.name):
+        with (
+            self._admission.admit(request_id, tenant.name),
+            self._backlog.place(message.priority) as place,
+        ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
             with self._log.recording(record, deadline):
@@ -151,7 +158,7 @@ class Pipeline:
                     tenant.check_tokens()
                 completion = Completion(request.spec, self._tokenizer, record)
                 progress = Progress(request.spec.params)
-                async with aclosing(self._outputs(request, progress)) as outputs:
+                async with aclosing(self._outputs(request, progress, place)) as outputs:
                     async for output in outputs:
                         for response in completion.add(output):
                             if response.finish_reason:
@@ -188,10 +195,13 @@ class Pipeline:
         return await asyncio.to_thread(validate_generate_request, *arguments)
 
     async def _outputs(
-        self, request: RoutedRequest, progress: Progress
+        self, request: RoutedRequest, progress: Progress, place: Place
     ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
+        if request.record.waits:
+            spec = request.spec
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()
@@ -201,16 +211,20 @@ class Pipeline:
                 self._prefill_outputs(request, replica, progress, handoff)
             ) as outputs:
                 async for output in outputs:
+                    if output.is_last:
+                        self._backlog.begin(place)
                     yield output
                     if output.is_last:
                         return
             async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
                 async for output in outputs:
+                    self._backlog.begin(place)
                     yield output
                     # Not before: a pause between prefill and decode would delay all other tokens.
                     if self._pace.pause_s:
                         await asyncio.sleep(self._pace.pause_s)
         finally:
+            place.num_tokens = progress.num_tokens / request.spec.params.num_candidates
             tenant.use_tokens(request.record.usage.completion_tokens)
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)

@@ -2,18 +2,26 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
-from baton.errors import BatonError, PermissionDeniedError, UnauthenticatedError
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from baton.request_spec import RequestSpec
 from baton.security.cluster import ClusterSecurity
 from baton.spec_wire import spec_to_proto
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.decode_connection import ReplicaLostError
-from router.replica import Replica
+from router.replica import Capacity, Replica
 from rpc.errors import from_rpc_error
 
 __all__ = ["PrefillReplica"]
@@ -21,6 +29,8 @@ __all__ = ["PrefillReplica"]
 _LOGGER = logging.getLogger("baton.router")
 _RELEASE_TIMEOUT_S = 5.0
 _MAX_PENDING_RELEASES = 256
+_CLOCK_TOLERANCE_S = 0.05
+"""gRPC's timers may end a call a little before this process finds that its deadline has passed."""
 
 _Call = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
@@ -41,6 +51,12 @@ class PrefillReplica(Replica):
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
+    @override
+    def _capacity(self) -> Capacity:
+        """A prompt is no longer than leaves room for one generated token."""
+        info = self.info
+        return Capacity(min(info.max_model_len - 1, info.max_pool_tokens), info.max_num_seqs)
+
     async def prefill(
         self, spec: RequestSpec, namespace: bytes
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
@@ -60,7 +76,7 @@ class PrefillReplica(Replica):
             while (response := await self._next_of(call, lost)) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+            raise self._failure(error, spec) from error
         finally:
             call.cancel()
             lost.cancel()
@@ -96,9 +112,13 @@ class PrefillReplica(Replica):
         finally:
             reading.cancel()
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> BatonError:
-        """The error of a call. That the replica refuses this router does not concern the client."""
+    def _failure(self, error: grpc.aio.AioRpcError, spec: RequestSpec) -> BatonError:
+        """The error of a call. That the replica refuses this router, or has a time limit of its
+        own, does not concern the client.
+        """
         failure = from_rpc_error(error)
+        if isinstance(failure, DeadlineExceededError) and not _has_expired(spec):
+            return UnavailableError(f"prefill replica {self.address}: {failure.message}")
         if isinstance(failure, UnauthenticatedError | PermissionDeniedError):
             return ReplicaLostError(f"prefill replica {self.address}: {failure.message}")
         return failure
@@ -111,3 +131,8 @@ class PrefillReplica(Replica):
         except grpc.aio.AioRpcError as error:
             name = ascii(message.handoff_id or message.request_id)
             _LOGGER.debug("handoff of %s was not released: %s", name, error.details())
+
+
+def _has_expired(spec: RequestSpec) -> bool:
+    deadline = spec.deadline
+    return deadline is not None and time.monotonic() >= deadline - _CLOCK_TOLERANCE_S

@@ -23,7 +23,7 @@ from router.policy import PrefixIndex, pick_hedge, pick_prefill
 from router.prefill_call import REPLICA_ERRORS, PrefillCall, Prompt
 from router.prefill_replica import PrefillReplica
 from router.progress import Progress
-from router.replica import without_ejected
+from router.replica import Capacity, without_ejected
 from router.request import RoutedRequest
 from router.waiting import Turn, waited
 
@@ -108,8 +108,16 @@ class PrefillStage:
         timeout_s = request.record.queue_left_s(self._queue_timeout_s)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self._pick(prompt), Turn.of(request.spec), timeout_s
+                lambda: self._pick(prompt),
+                Turn.of(request.spec),
+                timeout_s,
+                lambda: ("prefill", frozenset(prompt.tried), self._fitting(request)),
             )
+
+    def _fitting(self, request: RoutedRequest) -> frozenset[Capacity]:
+        """The capacities in which a prompt fits."""
+        capacities = self._fleet.prefill.capacities
+        return frozenset(each for each in capacities if each.holds(request.num_prompt_tokens))
 
     def _refusal(self, num_tried: int) -> UnavailableError:
         policy = self._fleet.no_prefill_policy
@@ -131,7 +139,7 @@ class PrefillStage:
         possible = [
             replica
             for replica in self._fleet.prefill.candidates
-            if replica.replica_id not in prompt.tried and _fits(replica, num_tokens)
+            if replica.replica_id not in prompt.tried and replica.capacity.holds(num_tokens)
         ]
         replicas = {replica.replica_id: replica for replica in without_ejected(possible)}
         states = [
@@ -169,8 +177,3 @@ class PrefillStage:
         uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
         self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
         return PrefillCall(prompt, replica, uncached_tokens, is_hedge=is_hedge)
-
-
-def _fits(replica: PrefillReplica, num_tokens: int) -> bool:
-    info = replica.info
-    return num_tokens < info.max_model_len and num_tokens <= info.max_pool_tokens

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -23,7 +24,7 @@ from router.request_record import Attempt, RequestRecord
 from router.silence import Silence
 from rpc.errors import from_rpc_error
 
-__all__ = ["Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
+__all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
 _WATCH_INTERVAL_S = 0.1
@@ -33,6 +34,24 @@ _FAULTS = (InternalError.code, UnavailableError.code)
 """Errors of calls that may be the replica's fault."""
 
 ReplicaT = TypeVar("ReplicaT", bound="Replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest request that a replica can ever run. Most replicas of a tier have the same.
+
+    Attributes:
+        max_tokens: the most tokens: on decode of a prompt and its completion, on prefill of a
+            prompt.
+        max_candidates: the most candidates.
+    """
+
+    max_tokens: int
+    max_candidates: int
+
+    def holds(self, num_tokens: int, num_candidates: int = 1) -> bool:
+        """Whether a request fits."""
+        return num_tokens <= self.max_tokens and num_candidates <= self.max_candidates
 
 
 def without_ejected(replicas: Sequence[ReplicaT]) -> Sequence[ReplicaT]:
@@ -65,6 +84,7 @@ class Replica:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
+        capacity: the largest request that it can run.
         load: its last report.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
@@ -80,6 +100,7 @@ class Replica:
     ) -> None:
         self.address = address
         self.info = info
+        self.capacity = self._capacity()
         self.load = worker_pb2.WorkerLoad()
         self.lost = asyncio.Event()
         self._dropped: asyncio.Future[FailedPreconditionError]
@@ -88,8 +109,9 @@ class Replica:
         self._security = security
         self._is_ready = False
         self._has_refused = False
+        self._has_refused_grammar = False
         self._on_change: Callable[[], None] = lambda: None
-        self._shown = False, False, False  # what `_note_change` compares, at the last `_on_change`
+        self._shown = (False,) * 4  # what `_note_change` compares, at the last `_on_change`
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
@@ -133,6 +155,10 @@ class Replica:
         most = self.info.max_num_requests
         return not self._has_refused and (not most or self._num_requests_there < most)
 
+    def _capacity(self) -> Capacity:
+        info = self.info
+        return Capacity(min(info.max_model_len, info.max_pool_tokens), info.max_num_seqs)
+
     @property
     def is_ejected(self) -> bool:
         """Whether its calls have failed, so that requests should go to other replicas."""
@@ -143,9 +169,18 @@ class Replica:
         """Requests that it has, of all routers."""
         return max(self.load.num_running + self.load.num_waiting, self._num_requests)
 
-    def note_full(self) -> None:
-        """Notes that it has refused a request for lack of room, until its next report."""
-        self._has_refused = True
+    def has_room_for(self, spec: RequestSpec) -> bool:
+        """Whether it can queue this request, as far as this router knows."""
+        return self.has_room and not (self._has_refused_grammar and _has_grammar(spec))
+
+    def note_full(self, spec: RequestSpec) -> None:
+        """Notes that it has refused a request for lack of room, until its next report. That may
+        have been room for grammars to compile, which others do not need.
+        """
+        if _has_grammar(spec):
+            self._has_refused_grammar = True
+        else:
+            self._has_refused = True
         self._note_change()
 
     def state(self, overlap_blocks: int) -> ReplicaState:
@@ -299,7 +334,8 @@ class Replica:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected.
         """
-        now = self.takes_requests, self.has_room, self.is_ejected
+        refuses = self._has_refused_grammar
+        now = self.takes_requests, self.has_room, refuses, self.is_ejected
         if now != self._shown:
             self._shown = now
             self._on_change()
@@ -312,7 +348,8 @@ class Replica:
             self.load = message.load
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
-            self._is_ready, self._has_refused = True, False
+            self._is_ready = True
+            self._has_refused = self._has_refused_grammar = False
             self._silence.report(asyncio.get_running_loop().time())
             self._note_change()
         # A worker that has drained ends this stream before it has sent its last outputs.
@@ -342,3 +379,7 @@ class Replica:
 
     async def _until_dropped(self) -> None:
         raise await self._dropped
+
+
+def _has_grammar(spec: RequestSpec) -> bool:
+    return spec.params.structured_outputs is not None

@@ -80,6 +80,11 @@ class RequestLog:
         finally:
             self._keep(record)
 
+    def count_refusal(self, reason: str) -> None:
+        """Counts a request that got no record, as it was refused before anything was done."""
+        if self._metrics is not None:
+            self._metrics.count_refusal(reason)
+
     def find(self, request_id: str) -> RequestRecord | None:
         """Returns the last record of this id; None if there is none, or it was dropped."""
         return self._ended.get(request_id)

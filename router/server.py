@@ -92,6 +92,7 @@ class RouterService(Service):
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
         )
+        self._admission.read_num_seats = lambda: sum(m.fleet.num_seats for m in self.models)
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)

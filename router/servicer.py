@@ -99,6 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
         """Opens the messages of a request within the call's deadline."""
         model = self._models.find(request.model)
+        await model.enter(_timeout_s(context))
         async with model.responses(request, _timeout_s(context)) as responses:
             name_call(request.request_id)
             yield responses

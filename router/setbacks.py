@@ -22,8 +22,7 @@ class Setbacks:
     """
 
     def __init__(self, spec: RequestSpec) -> None:
-        self._request_id = spec.client_id
-        self._num_candidates = spec.params.num_candidates
+        self._spec = spec
         self._num_losses = 0
         self._has_failed = False
         self.refused: frozenset[str] = frozenset()
@@ -42,7 +41,7 @@ class Setbacks:
             InternalError: two replicas failed; the request is probably the cause.
         """
         if self.has_found_full(error):
-            replica.note_full()
+            replica.note_full(self._spec)
         elif not isinstance(error, ReplicaLostError):  # a lost one may connect again
             self.refused |= {replica.replica_id}
         if replica.load.stalled:
@@ -54,7 +53,7 @@ class Setbacks:
 
     def has_found_full(self, error: BatonError) -> bool:
         """Whether an error says that a replica is full now. Several candidates may never fit it."""
-        return isinstance(error, ResourceExhaustedError) and self._num_candidates == 1
+        return isinstance(error, ResourceExhaustedError) and self._spec.params.num_candidates == 1
 
     def _note_failure(self, error: InternalError) -> None:
         if self._has_failed:
@@ -62,9 +61,10 @@ class Setbacks:
         self._has_failed = True
 
     def _note_loss(self, error: BatonError) -> None:
-        _LOGGER.warning("request_id=%s: %s", ascii(self._request_id), error.message)
+        _LOGGER.warning("request_id=%s: %s", ascii(self._spec.client_id), error.message)
         self._num_losses += 1
         if self._num_losses >= _MAX_LOSSES:
             raise AbortedError(
-                f"{self._num_losses} decode replicas were lost while request {self._request_id} ran"
+                f"{self._num_losses} decode replicas were lost while request "
+                f"{self._spec.client_id} ran"
             )

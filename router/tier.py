@@ -26,7 +26,7 @@ from baton.errors import BatonError, FailedPreconditionError
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.discovery import Discovery
-from router.replica import Replica, ReplicaT, serves_in, tier_name
+from router.replica import Capacity, Replica, ReplicaT, serves_in, tier_name
 from router.replica_set import watch_replicas
 from rpc.cluster_calls import open_cluster_channel
 from rpc.errors import from_rpc_error
@@ -108,6 +108,11 @@ class Tier(Generic[ReplicaT]):
         """The replicas that take new requests. Any thread may read them, as metrics do."""
         # `connected` is a copy: replicas come and go while another thread iterates.
         return [replica for replica in self.connected if replica.takes_requests]
+
+    @property
+    def capacities(self) -> frozenset[Capacity]:
+        """The different capacities of the connected replicas."""
+        return frozenset(replica.capacity for replica in self._connected.values())
 
     @property
     def problems(self) -> Mapping[str, str]:

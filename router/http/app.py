@@ -19,6 +19,7 @@ from router.http.config import HttpConfig
 from router.http.context import HttpContext
 from router.http.endpoints import EndpointGroup
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
+from router.http.load_check import LoadCheck
 from router.http.middleware import RequestMiddleware
 from router.models import Models
 from router.tenants.tenants import Tenants
@@ -82,6 +83,7 @@ def build_app(
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(LoadCheck, served=served)  # inside of the next one
     app.add_middleware(
         RequestMiddleware,
         count_call=count_call,

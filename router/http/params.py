@@ -1,15 +1,17 @@
 """From request bodies to the stated fields of `SamplingParams`, and to messages."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
-from baton.errors import InvalidArgumentError
+from baton.errors import DeadlineExceededError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import generation_pb2
 from baton.wire import build_request
 from router.http.bodies import SamplingBody, refuse_lacking
+from rpc.logs import CURRENT_CALL
 
 __all__ = ["Prompt", "generate_request", "request_id_of", "stated_fields", "timeout_of"]
 
@@ -115,10 +117,12 @@ def request_id_of(request: Request, body: SamplingBody) -> str:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Seconds until the deadline that the client states in a header; None if it states none.
+    """Seconds left until the deadline that the client states in a header, counted from the arrival
+    of its headers; None if it states none.
 
     Raises:
         InvalidArgumentError: the header is no positive number.
+        DeadlineExceededError: the deadline has passed.
     """
     text = request.headers.get(_TIMEOUT_HEADER)
     if text is None:
@@ -129,7 +133,11 @@ def timeout_of(request: Request) -> float | None:
         timeout_s = 0.0
     if not timeout_s > 0:
         raise InvalidArgumentError.for_field("X-Request-Timeout-S", text[:64], "a number > 0")
-    return timeout_s
+    call = CURRENT_CALL.get()
+    left_s = timeout_s - (time.monotonic() - call.started_at if call else 0.0)
+    if left_s <= 0:
+        raise DeadlineExceededError(f"the request was not read within {timeout_s:g} s")
+    return left_s
 
 
 def generate_request(

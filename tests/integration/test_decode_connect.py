@@ -475,6 +475,50 @@ async def test_an_id_stays_in_use_until_its_end_is_sent(engine):
     await responses.aclose()
 
 
+async def moved_unsent(engine, commands, responses):
+    """Lets request "a" move; its handoff waits, since nothing reads from the writer."""
+    reading = asyncio.create_task(anext(responses))
+    for request_id in ("a", "b"):
+        commands.put_nowait(start(request_id))
+    await engine.until(lambda: len(engine.live) == 2)
+    engine.emit(tokens("b", 1))
+    await reading
+    reason = FinishReason.HANDOFF
+    engine.emit(EngineOutput("a", finish_reason=reason, is_last=True, handoff=SAVED))
+
+
+async def test_a_moved_request_that_is_cancelled_before_its_handoff_is_sent_keeps_no_lease(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    await moved_unsent(engine, commands, responses)
+    commands.put_nowait(cancel("a"))
+    await engine.until(lambda: engine.released == [SAVED.handoff_id])
+    engine.emit(tokens("b", 2))
+    assert not (await anext(responses)).moved
+    await responses.aclose()
+    assert engine.released == [SAVED.handoff_id]
+
+
+async def test_a_router_that_leaves_before_a_handoff_is_sent_keeps_no_lease(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    await moved_unsent(engine, commands, responses)
+    await responses.aclose()
+    assert engine.released == [SAVED.handoff_id]
+
+
+async def test_an_id_stays_in_use_until_its_handoff_is_sent(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    await moved_unsent(engine, commands, responses)
+    commands.put_nowait(start("a"))
+    await engine.until(lambda: engine.released == [SAVED.handoff_id])
+    (output,) = (await anext(responses)).outputs
+    assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert set(engine.live) == {"b"}
+    await responses.aclose()
+
+
 async def test_commands_wait_while_a_router_does_not_read(engine):
     """Unread ends of requests hold commands back, so that pending outputs stay bounded."""
     commands = asyncio.Queue()

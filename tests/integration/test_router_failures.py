@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.errors import (
+    DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
@@ -367,6 +368,7 @@ async def test_another_prefill_replica_computes_the_prompt_when_one_freezes():
         ResourceExhaustedError("queue full"),
         FailedPreconditionError("namespace"),
         InternalError("bug"),
+        DeadlineExceededError("the call's request did not come in 30 s"),  # the client has time
     ],
     ids=lambda error: error.code,
 )

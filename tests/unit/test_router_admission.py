@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from router.admission import Admission
+from router.admission import MAX_WAITING, Admission
 
 
 async def test_excess_requests_and_duplicate_ids_are_refused():
@@ -23,6 +23,14 @@ async def test_excess_requests_and_duplicate_ids_are_refused():
             pass
     with admission.admit("a"):
         pass
+
+
+async def test_without_a_limit_as_many_are_admitted_as_replicas_run_and_some_that_wait():
+    admission = Admission()
+    assert admission.max_requests == MAX_WAITING
+    admission.read_num_seats = lambda: 128
+    assert admission.max_requests == MAX_WAITING + 128
+    assert Admission(7).max_requests == 7
 
 
 async def test_drain_waits_for_running_requests_and_refuses_new_ones():

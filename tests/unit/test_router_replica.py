@@ -5,7 +5,10 @@ from contextlib import suppress
 import pytest
 
 from baton.errors import BatonError, InternalError, InvalidArgumentError, UnavailableError
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from baton.security.cluster import ClusterSecurity
+from baton.structured_outputs import StructuredOutputs
 from baton.v1 import request_pb2, worker_pb2
 from router.prefill_replica import PrefillReplica
 from router.request_record import RequestRecord
@@ -29,6 +32,22 @@ async def test_the_state_is_the_larger_of_reported_and_reserved_load():
             many = replica.state(0)
             assert (many.num_requests, many.num_free_blocks) == (3, 0)
     assert replica.state(2) == idle
+
+
+async def test_a_replica_that_refuses_a_grammar_has_room_for_requests_without_one():
+    async with open_channel("127.0.0.1:1") as channel:
+        info = worker_pb2.GetInfoResponse(worker_id="w", block_size=4, pool_block_size=4)
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+    guided = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    plain_spec, guided_spec = (
+        RequestSpec(request_id="r", prompt_token_ids=(1,), params=params)
+        for params in (SamplingParams(), guided)
+    )
+    replica.note_full(guided_spec)
+    assert replica.has_room_for(plain_spec)
+    assert not replica.has_room_for(guided_spec)
+    replica.note_full(plain_spec)
+    assert not replica.has_room_for(plain_spec)
 
 
 async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():

@@ -1,0 +1,226 @@
+"""`Backlog`: which requests are refused since they would not end by their deadline."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.errors import ResourceExhaustedError
+from router.backlog import Backlog, Place
+
+NUM_TOKENS = 16
+STEP_S = 0.01
+SECONDS = 12
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_backlog(num_seats: int = 64, num_entering: int = 0) -> tuple[Backlog, Clock]:
+    clock = Clock()
+    return Backlog(lambda: num_seats, lambda: num_entering, clock), clock
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on the simulated cluster; `left` is the share of its work that is not done."""
+
+    place: Place
+    ends: ExitStack
+    deadline: float
+    left: float = 1.0
+
+
+@dataclass
+class Cluster:
+    """Requests get seats in their order, and share the rate at which the cluster does its work.
+
+    Attributes:
+        rate: requests that it ends in a second, if enough of them run.
+        solo_s: how long a request takes that runs alone.
+    """
+
+    backlog: Backlog
+    clock: Clock
+    rate: float
+    solo_s: float
+    num_seats: int
+    queue: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
+    num_good: int = 0
+    num_late: int = 0
+    num_refused: int = 0
+
+    def arrive(self, timeout_s: float) -> None:
+        try:
+            self.backlog.check(0, timeout_s, NUM_TOKENS)
+        except ResourceExhaustedError:
+            self.num_refused += 1
+            return
+        ends = ExitStack()
+        place = ends.enter_context(self.backlog.place(0))
+        self.queue.append(Job(place, ends, self.clock.now + timeout_s))
+
+    def step(self) -> None:
+        self.clock.now += STEP_S
+        while self.queue and len(self.running) < self.num_seats:
+            job = self.queue.pop(0)
+            self.backlog.begin(job.place)
+            self.running.append(job)
+        work = STEP_S * min(1 / self.solo_s, self.rate / max(len(self.running), 1))
+        for job in self.running:
+            job.left -= work
+            job.place.num_tokens = 1 + (NUM_TOKENS - 1) * (1 - max(job.left, 0.0))
+        for jobs in (self.queue, self.running):
+            for job in list(jobs):
+                self._end(jobs, job)
+
+    def _end(self, jobs: list[Job], job: Job) -> None:
+        is_late = self.clock.now >= job.deadline
+        if is_late or job.left <= 0:
+            jobs.remove(job)
+            job.ends.close()
+            self.num_late += is_late
+            self.num_good += not is_late
+
+
+def run_open_loop(
+    *, arrivals_per_s: float, timeout_s: float, rate: float = 80.0, num_seats: int = 64
+) -> Cluster:
+    """Simulates arrivals at a steady rate, whatever the answers are."""
+    backlog, clock = make_backlog(num_seats)
+    cluster = Cluster(backlog, clock, rate, solo_s=0.2, num_seats=num_seats)
+    num_arrived = 0
+    while clock.now < SECONDS:
+        while num_arrived < arrivals_per_s * clock.now:
+            cluster.arrive(timeout_s)
+            num_arrived += 1
+        cluster.step()
+    return cluster
+
+
+@pytest.mark.parametrize("num_seats", [16, 256])
+@pytest.mark.parametrize("timeout_s", [2.0, 4.0])
+@pytest.mark.parametrize(("overload", "share"), [(1.5, 0.7), (3.0, 0.7), (5.0, 0.5)])
+def test_most_of_the_capacity_is_of_use_under_overload(overload, share, timeout_s, num_seats):
+    rate = 80.0
+    cluster = run_open_loop(
+        arrivals_per_s=overload * rate, timeout_s=timeout_s, rate=rate, num_seats=num_seats
+    )
+    assert cluster.num_good >= share * rate * SECONDS
+    assert cluster.num_late <= 0.25 * cluster.num_refused
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 4.0, 600.0])
+def test_nothing_is_refused_below_the_capacity(timeout_s):
+    cluster = run_open_loop(arrivals_per_s=60, timeout_s=timeout_s)
+    assert (cluster.num_refused, cluster.num_late) == (0, 0)
+
+
+def test_requests_with_time_enough_are_not_refused_under_overload():
+    cluster = run_open_loop(arrivals_per_s=120, timeout_s=600)
+    assert cluster.num_refused == 0
+
+
+def test_nothing_is_refused_while_nothing_is_known():
+    backlog, _ = make_backlog()
+    with ExitStack() as ends:
+        for _ in range(1000):
+            backlog.check(0, 0.1)
+            ends.enter_context(backlog.place(0))
+
+
+def begin_and_end(
+    backlog: Backlog, clock: Clock, *, wait_s: float, token_s: float, num_tokens: int
+) -> None:
+    """Runs one request to its end."""
+    with backlog.place(0) as place:
+        clock.now += wait_s
+        backlog.begin(place)
+        clock.now += token_s * (num_tokens - 1)
+        place.num_tokens = num_tokens
+
+
+def test_a_short_request_is_not_judged_by_the_length_of_others():
+    backlog, clock = make_backlog()
+    for _ in range(3):
+        begin_and_end(backlog, clock, wait_s=0.1, token_s=0.05, num_tokens=1000)
+    with backlog.place(0):
+        backlog.check(0, 4.0, max_tokens=16)
+        with pytest.raises(ResourceExhaustedError, match="about 50"):
+            backlog.check(0, 4.0, max_tokens=1000)
+        with pytest.raises(ResourceExhaustedError, match="deadline"):
+            backlog.check(0, 4.0)
+
+
+def test_a_request_with_none_before_it_is_never_refused():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=60.0, token_s=1.0, num_tokens=100)
+    backlog.check(0, 0.1)
+
+
+def test_an_estimate_of_which_nothing_new_is_heard_is_forgotten():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=60.0, token_s=0.0, num_tokens=1)
+    with backlog.place(0):
+        clock.now += 10
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 4.0)
+        clock.now += 12
+        backlog.check(0, 4.0)
+
+
+def test_urgent_requests_do_not_wait_for_others():
+    backlog, clock = make_backlog(num_seats=1)
+    with ExitStack() as ends:
+        places = [ends.enter_context(backlog.place(0)) for _ in range(100)]
+        for place in places[:50]:
+            clock.now += 0.1
+            backlog.begin(place)
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 4.0)
+        backlog.check(-1, 4.0)
+
+
+def test_requests_that_leave_without_having_begun_count_if_they_waited_long():
+    backlog, clock = make_backlog()
+    with backlog.place(0):
+        with backlog.place(0):
+            clock.now += 5
+        assert backlog.expected_s(0) == pytest.approx(5)
+        with backlog.place(0):
+            clock.now += 0.1  # the client has left: it says nothing of the others
+        assert backlog.expected_s(0) == pytest.approx(5)
+
+
+def test_requests_that_wait_to_be_prepared_count_too():
+    idle, clock = make_backlog(num_seats=1)
+    busy, busy_clock = make_backlog(num_seats=1, num_entering=98)
+    for backlog, time in ((idle, clock), (busy, busy_clock)):
+        begin_and_end(backlog, time, wait_s=1.0, token_s=0.0, num_tokens=1)
+    with idle.place(0), busy.place(0):
+        assert idle.expected_s(0) == pytest.approx(2)
+        assert busy.expected_s(0) == pytest.approx(100)
+
+
+def test_the_time_of_retry_grows_with_the_wait():
+    backlog, clock = make_backlog(num_seats=1)
+    begin_and_end(backlog, clock, wait_s=5.0, token_s=0.0, num_tokens=1)
+    with backlog.place(0), pytest.raises(ResourceExhaustedError) as caught:
+        backlog.check(0, 5.0)
+    assert caught.value.retry_after_s == pytest.approx(7.0)
+
+
+def test_a_request_that_waited_is_not_started_if_it_could_not_even_end_alone():
+    backlog, clock = make_backlog()
+    backlog.check_start(0.1)
+    begin_and_end(backlog, clock, wait_s=0.5, token_s=0.1, num_tokens=16)
+    backlog.check_start(2.2, max_tokens=16)
+    backlog.check_start(1.2, max_tokens=4)
+    with pytest.raises(ResourceExhaustedError, match="about 2"):
+        backlog.check_start(2.0, max_tokens=16)
