@@ -8,7 +8,7 @@ from functools import cache
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.config import GRAMMAR_BACKENDS
-from engine.constraints.interface import Backend, RefusedError
+from engine.constraints.interface import MAX_WHITESPACE, Backend, RefusedError
 from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["Compiled", "check_installed", "compile_with", "installed_backends", "load_backend"]
@@ -64,7 +64,10 @@ def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
 
 
 def compile_with(
-    backends: Mapping[str, Backend], choice: str, outputs: StructuredOutputs
+    backends: Mapping[str, Backend],
+    choice: str,
+    outputs: StructuredOutputs,
+    max_whitespace: int | None = MAX_WHITESPACE,
 ) -> Compiled:
     """Compiles a constraint with the first backend that enforces all of it.
 
@@ -72,6 +75,7 @@ def compile_with(
         backends: those that are loaded, by name.
         choice: a backend's name, or "auto".
         outputs: the constraint.
+        max_whitespace: as for `Backend.compile`.
 
     Raises:
         InvalidArgumentError: no backend does; has the reason of each.
@@ -79,7 +83,7 @@ def compile_with(
     reasons = []
     for name in _candidates(backends, choice, outputs):
         try:
-            return Compiled(name, backends[name].compile(outputs))
+            return Compiled(name, backends[name].compile(outputs, max_whitespace))
         except RefusedError as error:
             reasons.append(f"{error} ({name})")
     field = f"structured_outputs.{outputs.form}"

@@ -91,7 +91,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
     field = f"structured_outputs.{outputs.form}"
     try:
         _check_ends(outputs, field, backends)
-        compiled = compile_with(backends, job["backend"], outputs)
+        compiled = compile_with(backends, job["backend"], outputs, job["max_whitespace"])
         grammar = backends[compiled.backend].load(compiled.data)
         try_out(Constraint(grammar, vocabulary, field))
     except InvalidArgumentError as error:

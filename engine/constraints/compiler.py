@@ -22,7 +22,7 @@ from baton.errors import (
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
-from engine.constraints.interface import Backend
+from engine.constraints.interface import MAX_WHITESPACE, Backend
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
 from engine.metrics.counts import EngineMetrics
@@ -45,6 +45,8 @@ class CompileLimits:
         max_waiting: grammars that may wait or compile; further ones are refused.
         refusal_s: how long a refusal is remembered, so that a grammar that timed out does not
             take the time again for each of its requests.
+        max_whitespace: the most characters of whitespace between two tokens of JSON; None for
+            any number.
     """
 
     timeout_s: float = 10.0
@@ -53,6 +55,7 @@ class CompileLimits:
     num_workers: int = 2
     max_waiting: int = 256
     refusal_s: float = 60.0
+    max_whitespace: int | None = MAX_WHITESPACE
 
 
 class GrammarCompiler:
@@ -192,6 +195,7 @@ class GrammarCompiler:
             "backend": choice,
             "timeout_s": timeout_s,
             "memory_bytes": self._limits.memory_bytes,
+            "max_whitespace": self._limits.max_whitespace,
         }
         answer = self._process.run_job(json.dumps(job).encode(), timeout_s)
         header, _, data = answer.partition(b"\n")

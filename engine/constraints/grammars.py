@@ -41,8 +41,11 @@ class Grammars:
         self._config, self._info = config, info
         self._on_compiled = on_compiled
         self._retokenizer: Retokenizer | None = None
+        max_whitespace = config.structured_outputs_max_whitespace
         limits = CompileLimits(
-            timeout_s=config.grammar_timeout_s, cache_bytes=config.grammar_cache_bytes
+            timeout_s=config.grammar_timeout_s,
+            cache_bytes=config.grammar_cache_bytes,
+            max_whitespace=None if max_whitespace == -1 else max_whitespace,
         )
         self._compiler = GrammarCompiler(
             self._load_vocabulary,

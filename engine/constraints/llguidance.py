@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.interface import (
+    MAX_WHITESPACE,
     Grammar,
     GrammarState,
     RefusedError,
@@ -46,14 +47,16 @@ class LLGuidanceBackend:
             max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
         )
 
-    def compile(self, outputs: StructuredOutputs) -> bytes:
+    def compile(
+        self, outputs: StructuredOutputs, max_whitespace: int | None = MAX_WHITESPACE
+    ) -> bytes:
         """Returns the source that llguidance compiles, which it has compiled once.
 
         Raises:
             RefusedError: llguidance refuses the constraint, or it is too complex.
         """
         try:
-            source = self._source_of(outputs).encode()
+            source = self._source_of(outputs, _options_of(outputs, max_whitespace)).encode()
         except RefusedError:
             raise
         except Exception as error:  # its converter of GBNF raises several types
@@ -72,12 +75,12 @@ class LLGuidanceBackend:
             self._tokenizer, source.decode(), log_level=0, limits=self._limits
         )
 
-    def _source_of(self, outputs: StructuredOutputs) -> str:
+    def _source_of(self, outputs: StructuredOutputs, options: dict[str, Any]) -> str:
         text, form = getattr(outputs, outputs.form), outputs.form
         if form == "json_object":
-            return self._schema_source({"type": "object"}, outputs)
+            return self._schema_source({"type": "object"}, options)
         if form == "json":
-            return self._schema_source(json.loads(text), outputs)
+            return self._schema_source(json.loads(text), options)
         if form == "choice":
             literals = [_literal(choice) for choice in text]
             return f"start: {' | '.join(literals)}\n{_OPTIONS}"
@@ -88,16 +91,13 @@ class LLGuidanceBackend:
             is_gbnf = "::=" in text
             lark = self._library.gbnf_to_lark.gbnf_to_lark(text) if is_gbnf else text
             return f"{lark}\n{_OPTIONS}"
-        return self._tag_source(json.loads(text), outputs)
+        return self._tag_source(json.loads(text), options)
 
-    def _schema_source(self, schema: Any, outputs: StructuredOutputs) -> str:
-        text = json.dumps(self._schema_with_options(schema, outputs), ensure_ascii=False)
+    def _schema_source(self, schema: Any, options: dict[str, Any]) -> str:
+        text = json.dumps(self._schema_with_options(schema, options), ensure_ascii=False)
         return f"start: %json {text}\n{_OPTIONS}"
 
-    def _schema_with_options(self, schema: Any, outputs: StructuredOutputs) -> dict[str, Any]:
-        options: dict[str, Any] = {"whitespace_flexible": not outputs.disable_any_whitespace}
-        if outputs.whitespace_pattern is not None:
-            options["whitespace_pattern"] = outputs.whitespace_pattern
+    def _schema_with_options(self, schema: Any, options: dict[str, Any]) -> dict[str, Any]:
         for path, node in subschemas(schema):
             if _may_repeat_counted_keys(node):
                 raise RefusedError(f"minProperties at {path}, as keys may repeat")
@@ -105,7 +105,7 @@ class LLGuidanceBackend:
         closed = close_objects(schema) if isinstance(schema, dict) else {"allOf": [schema]}
         return {**closed, "x-guidance": options}
 
-    def _tag_source(self, tag: dict[str, Any], outputs: StructuredOutputs) -> str:
+    def _tag_source(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
         form = tag_with_format(tag)["format"]
         tags = form.get("tags")
         if form.get("type") != "triggered_tags" or not isinstance(tags, list) or not tags:
@@ -113,11 +113,11 @@ class LLGuidanceBackend:
         triggers = form.get("triggers")
         if not isinstance(triggers, list):
             raise RefusedError("triggered_tags needs a list of triggers")
-        parts = [self._struct_tag(one, triggers, outputs) for one in tags]
+        parts = [self._struct_tag(one, triggers, options) for one in tags]
         source = str(self._library.StructTag.to_grammar(parts, assume_special=False))
         return source.replace("%llguidance {}", _OPTIONS, 1)
 
-    def _struct_tag(self, tag: Any, triggers: list[Any], outputs: StructuredOutputs) -> Any:
+    def _struct_tag(self, tag: Any, triggers: list[Any], options: dict[str, Any]) -> Any:
         content = tag.get("content") if isinstance(tag, dict) else None
         if not isinstance(content, dict) or content.get("type") != "json_schema":
             raise RefusedError("a tag whose content is not a json_schema")
@@ -130,9 +130,21 @@ class LLGuidanceBackend:
         return self._library.StructTag(
             trigger=trigger,
             begin=begin,
-            grammar=self._schema_with_options(content["json_schema"], outputs),
+            grammar=self._schema_with_options(content["json_schema"], options),
             end=end,
         )
+
+
+def _options_of(outputs: StructuredOutputs, max_whitespace: int | None) -> dict[str, Any]:
+    """Returns llguidance's options for the whitespace of a constraint's JSON."""
+    if outputs.whitespace_pattern is not None:
+        return {"whitespace_flexible": True, "whitespace_pattern": outputs.whitespace_pattern}
+    if outputs.disable_any_whitespace or max_whitespace == 0:
+        return {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_flexible": True}
+    if max_whitespace is not None:
+        options["whitespace_pattern"] = rf"[ \n\t\r]{{1,{max_whitespace}}}"
+    return options
 
 
 def _may_repeat_counted_keys(schema: Mapping[str, Any]) -> bool:

@@ -9,9 +9,19 @@ from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.ebnf import endless_rule
-from engine.constraints.interface import Grammar, GrammarState, RefusedError, first_line
+from engine.constraints.interface import (
+    MAX_WHITESPACE,
+    Grammar,
+    GrammarState,
+    RefusedError,
+    first_line,
+)
 from engine.constraints.schema import close_objects, subschemas
-from engine.constraints.structural_tags import schemas_of_tag, tag_with_format
+from engine.constraints.structural_tags import (
+    schemas_of_tag,
+    tag_with_format,
+    tag_with_whitespace,
+)
 from engine.constraints.vocabulary import Mask, Vocabulary
 from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal
 
@@ -46,7 +56,9 @@ class XGrammarBackend:
             self._info, max_threads=_NUM_COMPILER_THREADS, cache_enabled=False
         )
 
-    def compile(self, outputs: StructuredOutputs) -> bytes:
+    def compile(
+        self, outputs: StructuredOutputs, max_whitespace: int | None = MAX_WHITESPACE
+    ) -> bytes:
         """Returns the serialized grammar. Not safe to call from two threads: it reads stderr.
 
         Raises:
@@ -54,7 +66,7 @@ class XGrammarBackend:
         """
         if outputs.whitespace_pattern is not None:
             raise RefusedError("whitespace_pattern")
-        source = self._prepare(outputs)
+        source = self._prepare(outputs, max_whitespace)
         with _native_warnings() as warnings:
             try:
                 data = str(source().serialize_json()).encode()
@@ -69,13 +81,17 @@ class XGrammarBackend:
         compiled = self._library.CompiledGrammar.deserialize_json(data.decode(), self._info)
         return _XGrammar(self._library, compiled)
 
-    def _prepare(self, outputs: StructuredOutputs) -> Callable[[], Any]:
+    def _prepare(self, outputs: StructuredOutputs, max_whitespace: int | None) -> Callable[[], Any]:
         """Returns the call that compiles the constraint; refuses what it would not enforce."""
         compiler, text = self._compiler, getattr(outputs, outputs.form)
         if outputs.form in ("json", "json_object"):
             schema = _checked(json.loads(text)) if outputs.form == "json" else '{"type":"object"}'
+            is_compact = outputs.disable_any_whitespace or max_whitespace == 0
             return lambda: compiler.compile_json_schema(
-                schema, any_whitespace=not outputs.disable_any_whitespace, separators=(",", ":")
+                schema,
+                any_whitespace=not is_compact,
+                separators=(",", ":"),
+                max_whitespace_cnt=None if is_compact else max_whitespace,
             )
         if outputs.form == "structural_tag":
             if outputs.disable_any_whitespace:
@@ -83,6 +99,8 @@ class XGrammarBackend:
             tag = tag_with_format(json.loads(text))
             for schema in schemas_of_tag(tag):
                 _checked(schema)
+            if max_whitespace is not None:
+                tag = tag_with_whitespace(tag, max(1, max_whitespace))  # it takes no 0
             return lambda: compiler.compile_structural_tag(json.dumps(tag))
         if outputs.form == "regex":
             if (refusal := regex_refusal(text)) is not None:

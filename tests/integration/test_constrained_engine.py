@@ -419,3 +419,32 @@ def test_a_generated_start_mark_opens_the_reasoning_part() -> None:
     with engine() as core:
         tokens = bytes(t % 256 for t in tokens_of(run_all(core, [request])["a"]))
         assert re.fullmatch(rb"<t>.{4,5}</t>[0-9]{4}", tokens, re.DOTALL)
+
+
+WHITESPACE = dict.fromkeys(map(ord, " \n\t\r"), 100.0)
+ONE_INTEGER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_model_that_prefers_whitespace_ends_its_json(backend: str) -> None:
+    forms = {
+        "any": StructuredOutputs(json=ONE_INTEGER),
+        "compact": StructuredOutputs(json=ONE_INTEGER, disable_any_whitespace=True),
+    }
+    requests = [
+        engine_request(
+            name,
+            tuple(prompt_of(5)),
+            structured_outputs=form,
+            logit_bias=WHITESPACE,
+            max_tokens=90,
+            stop_token_ids=frozenset([EOS_TOKEN_ID]),
+        )
+        for name, form in forms.items()
+    ]
+    with engine(structured_outputs_backend=backend) as core:
+        outputs = run_all(core, requests)
+    texts = {name: text_of(tokens_of(outputs[name], 0)) for name in forms}
+    assert texts["compact"] == '{"a":1}'
+    assert "".join(texts["any"].split()) == '{"a":1}'
+    assert len(texts["any"]) > 20

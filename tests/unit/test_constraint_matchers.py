@@ -9,12 +9,13 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import load_backend
-from engine.constraints.interface import RefusedError
+from engine.constraints.interface import MAX_WHITESPACE, RefusedError
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
 from tests.support.constraints import (
     BACKENDS,
     KINDS,
+    backend_of,
     constraint_of,
     new_matcher,
     vocabulary_of,
@@ -259,3 +260,47 @@ def test_forced_text_is_bounded(name, kind, regex):
         num_calls += 1
     assert num_calls == -(-len(text) // 128)
     assert text == (b"a" * 2000 if regex[0] == "a" else b"The quick " * 90)
+
+
+def num_accepted(matcher, vocabulary, text, char):
+    """How many of a character are accepted after a text, up to 100."""
+    type_text(matcher, vocabulary, text)
+    (token,) = [i for i, piece in enumerate(vocabulary.tokens) if piece == char.encode()][:1]
+    return next((count for count in range(100) if not matcher.accept(token)), 100)
+
+
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGGED = {"structures": [{"begin": "<f>", "schema": INTEGERS, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"json": INTEGERS}, ""),
+        ({"json_object": True}, ""),
+        ({"structural_tag": TAGGED}, "<f>"),
+    ],
+)
+@pytest.mark.parametrize("text", ["{", '{"a"', '{"a":', '{"a":1', '{ "a"\n: \r\n\t1'])
+def test_whitespace_between_the_tokens_of_json_ends(name, fields, start, text):
+    vocabulary = vocabulary_of("byte_level")
+    for char in " \n\t":
+        matcher = new_matcher(name, "byte_level", **fields)
+        assert num_accepted(matcher, vocabulary, start + text, char) == MAX_WHITESPACE
+
+
+@each_backend
+@pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0, 0), (None, 100)])
+def test_the_operator_may_state_another_amount_of_whitespace(name, limit, expected):
+    vocabulary, backend = vocabulary_of("byte_level"), backend_of(name, "byte_level")
+    for outputs in (StructuredOutputs(json=INTEGERS), StructuredOutputs(json_object=True)):
+        grammar = backend.load(backend.compile(outputs, limit))
+        matcher = Constraint(grammar, vocabulary, "f").new_matcher(())
+        assert num_accepted(matcher, vocabulary, '{"a":', " ") == expected
+
+
+def test_a_stated_pattern_of_whitespace_outweighs_the_limit():
+    vocabulary = vocabulary_of("byte_level")
+    matcher = new_matcher("llguidance", "byte_level", json=INTEGERS, whitespace_pattern=" {1,40}")
+    assert num_accepted(matcher, vocabulary, '{"a":', " ") == 40
