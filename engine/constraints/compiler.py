@@ -31,6 +31,8 @@ __all__ = ["CompileLimits", "GrammarCompiler"]
 
 _logger = logging.getLogger("baton.engine")
 
+_LARGE_HINT_CHARS = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
@@ -168,15 +170,19 @@ class GrammarCompiler:
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
         """Compiles with each choice of backend in turn until one has neither run out of time
-        nor of memory; together they have the time of one grammar.
+        nor of memory; together they have the time of one grammar. If all have, it compiles
+        without the schemas that are hints, at first without the large ones.
         """
         vocabulary = self._loaded_vocabulary()
         field = f"structured_outputs.{outputs.form}"
         timeout_s = self._limits.timeout_s / len(self._choices)
         problem = ""
-        for choice in self._choices:
+        tries: list[tuple[str, int | None]] = [(choice, None) for choice in self._choices]
+        if any(part.is_hint for part in outputs.parts):
+            tries += [(self._choices[0], num_chars) for num_chars in (_LARGE_HINT_CHARS, 0)]
+        for choice, max_hint_chars in tries:
             try:
-                report, data = self._run_job(outputs, choice, timeout_s)
+                report, data = self._run_job(outputs, choice, max_hint_chars, timeout_s)
             except JobTimeoutError:
                 problem = f"took more than {self._limits.timeout_s:g} s to compile"
             except JobLostError:
@@ -187,12 +193,13 @@ class GrammarCompiler:
         raise InvalidArgumentError(f"{field} {problem}; simplify it")
 
     def _run_job(
-        self, outputs: StructuredOutputs, choice: str, timeout_s: float
+        self, outputs: StructuredOutputs, choice: str, max_hint_chars: int | None, timeout_s: float
     ) -> tuple[dict[str, str], bytes]:
         """Returns the compile process's report on a grammar, and the compiled grammar."""
         job = {
             "outputs": asdict(outputs),
             "backend": choice,
+            "max_hint_chars": max_hint_chars,
             "timeout_s": timeout_s,
             "memory_bytes": self._limits.memory_bytes,
             "max_whitespace": self._limits.max_whitespace,

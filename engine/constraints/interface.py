@@ -1,6 +1,6 @@
 """What a backend provides: `Backend`, the `Grammar` that it compiles, and positions in it."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.vocabulary import Mask
@@ -81,6 +81,13 @@ class Backend(Protocol):
 
         Raises:
             RefusedError: says what cannot be expressed.
+        """
+
+    def check(self, schema: Any) -> None:
+        """Does nothing for a JSON schema that the backend enforces as a whole.
+
+        Raises:
+            RefusedError: says what it would not enforce.
         """
 
     def load(self, data: bytes) -> Grammar:

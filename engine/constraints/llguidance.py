@@ -13,7 +13,7 @@ from engine.constraints.interface import (
     TooComplexError,
     first_line,
 )
-from engine.constraints.schema import close_objects, subschemas
+from engine.constraints.schema import prepare, subschemas
 from engine.constraints.structural_tags import tag_with_format
 from engine.constraints.vocabulary import Mask, Vocabulary
 
@@ -66,6 +66,13 @@ class LLGuidanceBackend:
             raise RefusedError(first_line(matcher.get_error()))
         return source
 
+    def check(self, schema: Any) -> None:
+        """Does nothing for a JSON schema that llguidance enforces as a whole."""
+        source = self._schema_source(schema, {"whitespace_flexible": True})
+        matcher = self._compile(source.encode())
+        if matcher.is_error():
+            raise RefusedError(first_line(matcher.get_error()))
+
     def load(self, data: bytes) -> Grammar:
         """Compiles the source that `compile` returned."""
         return _LLGuidanceGrammar(self._compile(data), len(data))
@@ -98,12 +105,12 @@ class LLGuidanceBackend:
         return f"start: %json {text}\n{_OPTIONS}"
 
     def _schema_with_options(self, schema: Any, options: dict[str, Any]) -> dict[str, Any]:
-        for path, node in subschemas(schema):
+        prepared = prepare(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+        for path, node in subschemas(prepared):
             if _may_repeat_counted_keys(node):
                 raise RefusedError(f"minProperties at {path}, as keys may repeat")
         # Under this key a schema could turn its own enforcement off.
-        closed = close_objects(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-        return {**closed, "x-guidance": options}
+        return {**prepared, "x-guidance": options}
 
     def _tag_source(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
         form = tag_with_format(tag)["format"]

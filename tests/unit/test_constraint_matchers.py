@@ -304,3 +304,16 @@ def test_a_stated_pattern_of_whitespace_outweighs_the_limit():
     vocabulary = vocabulary_of("byte_level")
     matcher = new_matcher("llguidance", "byte_level", json=INTEGERS, whitespace_pattern=" {1,40}")
     assert num_accepted(matcher, vocabulary, '{"a":', " ") == 40
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["object", "array"])
+def test_objects_and_arrays_behind_references_may_have_anything_in_them(name, kind):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/Any"}},
+        "$defs": {"Any": {"type": kind}},
+    }
+    matcher, vocabulary = new_matcher(name, "byte_level", json=schema), vocabulary_of("byte_level")
+    type_text(matcher, vocabulary, '{"a":{"b":[1]}}' if kind == "object" else '{"a":[{"b":1}]}')
+    assert matcher.may_stop
