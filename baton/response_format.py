@@ -93,9 +93,9 @@ class ToolSchema:
     field: str
     is_strict: bool
 
-    def part(self, pointer: str) -> SchemaPart:
+    def part(self, pointer: str, root: str = "") -> SchemaPart:
         """Returns what says whose schema the one at a JSON pointer is."""
-        return SchemaPart(pointer=pointer, field=self.field, is_hint=not self.is_strict)
+        return SchemaPart(pointer=pointer, field=self.field, is_hint=not self.is_strict, root=root)
 
 
 def read_tools(tools: Any, schema_fields: Sequence[str] = ()) -> dict[str, ToolSchema]:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_PARTS", "SchemaPart", "change_references", "rebase", "replace_at", "value_at"]
+__all__ = [
+    "MAX_PARTS",
+    "SchemaPart",
+    "change_references",
+    "rebase",
+    "references_of",
+    "replace_at",
+    "value_at",
+]
 
 MAX_PARTS = 1024
 _OF_VALUES = ("const", "enum", "default", "examples", "example")
@@ -19,15 +27,21 @@ class SchemaPart:
     """A schema within a form that a client sent in a field of its own.
 
     Attributes:
-        pointer: its JSON pointer. In `StructuredOutputs.json`, its references begin with this
-            pointer; in a structural tag, they are relative to the schema itself.
+        pointer: its JSON pointer in the form.
         field: the client's field, for errors.
         is_hint: what no grammar library enforces is left out, and not refused.
+        root: the JSON pointer of the schema around it, to which its references are relative.
     """
 
     pointer: str
     field: str
     is_hint: bool = False
+    root: str = ""
+
+    @property
+    def base(self) -> str:
+        """How a reference to the part itself is written."""
+        return f"#{self.pointer.removeprefix(self.root)}"
 
 
 def value_at(document: Any, pointer: str) -> Any:
@@ -64,6 +78,18 @@ def rebase(schema: Any, old: str, new: str) -> Any:
         return new + reference.removeprefix(old) if is_below else reference
 
     return change_references(schema, rebased)
+
+
+def references_of(schema: Any) -> set[str]:
+    """Returns the references in a schema."""
+    references = set[str]()
+
+    def note(reference: str) -> str:
+        references.add(reference)
+        return reference
+
+    change_references(schema, note)
+    return references
 
 
 def change_references(value: Any, change: Callable[[str], str]) -> Any:

@@ -139,7 +139,7 @@ def params_from_proto(
     if outputs is not None:
         form = {field.name: value for field, value in outputs.ListFields()}
         form["parts"] = [
-            SchemaPart(pointer=part.pointer, field=part.field, is_hint=part.is_hint)
+            SchemaPart(pointer=part.pointer, field=part.field, is_hint=part.is_hint, root=part.root)
             for part in outputs.parts
         ]
         given["structured_outputs"] = StructuredOutputs(**form)

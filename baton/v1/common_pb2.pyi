@@ -466,22 +466,24 @@ class SchemaPart(google.protobuf.message.Message):
     POINTER_FIELD_NUMBER: builtins.int
     FIELD_FIELD_NUMBER: builtins.int
     IS_HINT_FIELD_NUMBER: builtins.int
+    ROOT_FIELD_NUMBER: builtins.int
     pointer: builtins.str
-    """JSON pointer of the schema. In json, its references begin with this pointer;
-    in structural_tag, they are relative to the schema.
-    """
+    """JSON pointer of the schema in the form."""
     field: builtins.str
     """The client's field, for errors."""
     is_hint: builtins.bool
     """What no grammar library enforces of the schema is left out, and not refused."""
+    root: builtins.str
+    """JSON pointer of the schema around it, to which its references are relative."""
     def __init__(
         self,
         *,
         pointer: builtins.str = ...,
         field: builtins.str = ...,
         is_hint: builtins.bool = ...,
+        root: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["field", b"field", "is_hint", b"is_hint", "pointer", b"pointer"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["field", b"field", "is_hint", b"is_hint", "pointer", b"pointer", "root", b"root"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SchemaPart: typing_extensions.TypeAlias = SchemaPart

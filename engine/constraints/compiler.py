@@ -24,10 +24,11 @@ from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
 from engine.constraints.interface import MAX_WHITESPACE, Backend
 from engine.constraints.matcher import Constraint
+from engine.constraints.structural_tags import texts_of_tag
 from engine.constraints.vocabulary import Vocabulary
 from engine.metrics.counts import EngineMetrics
 
-__all__ = ["CompileLimits", "GrammarCompiler"]
+__all__ = ["CompileLimits", "GrammarCompiler", "marks_of"]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -189,7 +190,7 @@ class GrammarCompiler:
                 problem = "needs too much memory, or nests too deeply, to compile"
             else:
                 grammar = self._loaded_backend(report["backend"], vocabulary).load(data)
-                return Constraint(grammar, vocabulary, field)
+                return Constraint(grammar, vocabulary, field, marks_of(outputs, vocabulary))
         raise InvalidArgumentError(f"{field} {problem}; simplify it")
 
     def _run_job(
@@ -267,6 +268,18 @@ class GrammarCompiler:
             del self._refusals[key]
             return None
         return error
+
+
+def marks_of(outputs: StructuredOutputs, vocabulary: Vocabulary) -> dict[int, bytes]:
+    """Returns the special tokens that a structural tag names: models write calls with them."""
+    if outputs.structural_tag is None:
+        return {}
+    texts = set(texts_of_tag(json.loads(str(outputs.structural_tag))))
+    return {
+        token_id: name.encode()
+        for token_id, name in vocabulary.special_tokens.items()
+        if token_id not in vocabulary.eos_token_ids and any(name in text for text in texts)
+    }
 
 
 def _outcome_of(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.schema_parts import SchemaPart, change_references, rebase, replace_at, value_at
+from baton.schema_parts import SchemaPart, rebase, references_of, replace_at, value_at
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.interface import RefusedError
 from engine.constraints.schema import change_children, check_schema, without_problems
@@ -31,8 +31,7 @@ _DEFINITIONS = ("$defs", "definitions")
 def schema_of_part(outputs: StructuredOutputs, part: SchemaPart) -> Any:
     """Returns the schema of a part, with references that are relative to it."""
     document = json.loads(str(getattr(outputs, outputs.form)))
-    schema = value_at(document, part.pointer)
-    return rebase(schema, f"#{part.pointer}", "#") if outputs.json is not None else schema
+    return rebase(value_at(document, part.pointer), part.base, "#")
 
 
 def change_hints(outputs: StructuredOutputs, change: Callable[[Any], Any]) -> StructuredOutputs:
@@ -40,9 +39,7 @@ def change_hints(outputs: StructuredOutputs, change: Callable[[Any], Any]) -> St
     document = json.loads(str(getattr(outputs, outputs.form)))
     for part in outputs.parts:
         if part.is_hint:
-            schema = change(schema_of_part(outputs, part))
-            if outputs.json is not None:
-                schema = rebase(schema, "#", f"#{part.pointer}")
+            schema = rebase(change(schema_of_part(outputs, part)), "#", part.base)
             document = replace_at(document, part.pointer, schema)
     return replace(outputs, **{outputs.form: document})
 
@@ -82,7 +79,7 @@ class _Relaxer:
         self._check = check
         self._num_checks = 0
 
-    def candidates(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def candidates(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yields weaker and weaker forms of a schema."""
         yield schema
         relaxed = self._relax(schema)
@@ -136,7 +133,7 @@ def _without_references(schema: Any) -> Any:
     return change_children(bare, _without_references)
 
 
-def _without_lost_references(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_lost_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a schema without the references that point to no schema in it."""
 
     def is_lost(reference: str) -> bool:
@@ -146,10 +143,7 @@ def _without_lost_references(schema: dict[str, Any]) -> dict[str, Any]:
             return True
         return not reference.startswith("#") or not isinstance(target, bool | Mapping)
 
-    lost = set[str]()
-    change_references(
-        schema, lambda reference: (is_lost(reference) and lost.add(reference)) or reference
-    )
+    lost = {reference for reference in references_of(schema) if is_lost(reference)}
 
     def drop(node: Any) -> Any:
         if not isinstance(node, Mapping):

@@ -15,6 +15,7 @@ from engine.constraints.interface import (
 )
 from engine.constraints.schema import prepare, subschemas
 from engine.constraints.structural_tags import tag_with_format
+from engine.constraints.tag_grammar import lark_of_tag
 from engine.constraints.vocabulary import Mask, Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
@@ -113,33 +114,11 @@ class LLGuidanceBackend:
         return {**prepared, "x-guidance": options}
 
     def _tag_source(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
-        form = tag_with_format(tag)["format"]
-        tags = form.get("tags")
-        if form.get("type") != "triggered_tags" or not isinstance(tags, list) or not tags:
-            raise RefusedError("a structural tag other than triggered_tags")
-        triggers = form.get("triggers")
-        if not isinstance(triggers, list):
-            raise RefusedError("triggered_tags needs a list of triggers")
-        parts = [self._struct_tag(one, triggers, options) for one in tags]
-        source = str(self._library.StructTag.to_grammar(parts, assume_special=False))
-        return source.replace("%llguidance {}", _OPTIONS, 1)
+        def schema_source(schema: Any) -> str:
+            prepared = self._schema_with_options(schema, options)
+            return f"%json {json.dumps(prepared, ensure_ascii=False)}"
 
-    def _struct_tag(self, tag: Any, triggers: list[Any], options: dict[str, Any]) -> Any:
-        content = tag.get("content") if isinstance(tag, dict) else None
-        if not isinstance(content, dict) or content.get("type") != "json_schema":
-            raise RefusedError("a tag whose content is not a json_schema")
-        begin, end = tag.get("begin"), tag.get("end")
-        if not isinstance(begin, str) or not isinstance(end, str):
-            raise RefusedError("a tag whose begin or end is not a text")
-        trigger = next((one for one in triggers if begin.startswith(str(one))), None)
-        if not trigger:
-            raise RefusedError(f"the tag {begin!r}, which begins with none of the triggers")
-        return self._library.StructTag(
-            trigger=trigger,
-            begin=begin,
-            grammar=self._schema_with_options(content["json_schema"], options),
-            end=end,
-        )
+        return f"{lark_of_tag(tag_with_format(tag)['format'], schema_source)}\n{_OPTIONS}"
 
 
 def _options_of(outputs: StructuredOutputs, max_whitespace: int | None) -> dict[str, Any]:

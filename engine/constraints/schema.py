@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton.errors import InvalidArgumentError
-from baton.schema_parts import change_references
+from baton.schema_parts import references_of
 from engine.constraints.schema_keywords import problems_of, without_annotations
 
 __all__ = [
@@ -109,10 +109,8 @@ def without_problems(schema: Any) -> Any:
 
 def prepare(schema: Any) -> Any:
     """Returns a schema as backends get it: without annotations, and with closed objects."""
-    referenced = set[str]()  # schemas may lie under any keyword that a reference names
-    change_references(
-        schema, lambda reference: referenced.update(reference.split("/")) or reference
-    )
+    # Schemas may lie under any keyword that a reference names.
+    referenced = {step for reference in references_of(schema) for step in reference.split("/")}
 
     def change(node: Any) -> Any:
         if not isinstance(node, Mapping):

@@ -9,6 +9,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import load_backend
+from engine.constraints.compiler import marks_of
 from engine.constraints.interface import MAX_WHITESPACE, RefusedError
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
@@ -178,17 +179,50 @@ def test_structural_tags_constrain_only_what_follows_a_trigger(name, kind):
     assert matcher.may_stop
 
 
-def test_the_newer_form_of_structural_tags():
+@each_backend
+def test_the_newer_form_of_structural_tags(name):
     vocabulary = vocabulary_of("byte_level")
     tag = {
         "format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
     }
-    matcher = new_matcher("xgrammar", "byte_level", structural_tag=tag)
+    matcher = new_matcher(name, "byte_level", structural_tag=tag)
     assert matcher.forced_text() == b"<a>"
     type_text(matcher, vocabulary, "<a>free</a>")
     assert matcher.is_terminated
-    with pytest.raises(RefusedError, match="other than triggered_tags"):
-        new_matcher("llguidance", "byte_level", structural_tag=tag)
+
+
+def test_llguidance_refuses_structural_tags_that_it_cannot_write():
+    for form in {"type": "regex", "pattern": "a"}, {"type": "any_text", "excludes": ["a"]}:
+        with pytest.raises(RefusedError, match="in a structural tag"):
+            new_matcher("llguidance", "byte_level", structural_tag={"format": form})
+
+
+@each_backend
+def test_a_special_token_counts_as_its_name_where_a_tag_has_it(name):
+    special = {1: "<s>", 2: "[CALL]"}
+    tokens = (b"", b"", b"", *(bytes([byte]) for byte in range(256)))
+    vocabulary = Vocabulary(tokens, {0: "</s>", **special}, (0,))
+    backend = load_backend(name, vocabulary)
+    elements = [
+        {"type": "const_string", "value": "[CALL]"},
+        {"type": "json_schema", "json_schema": INTEGERS},
+    ]
+    outputs = StructuredOutputs(
+        structural_tag={"format": {"type": "sequence", "elements": elements}}
+    )
+    grammar = backend.load(backend.compile(outputs))
+    marks = marks_of(outputs, vocabulary)
+    assert marks == {2: b"[CALL]"}
+    matcher = Constraint(grammar, vocabulary, "f", marks).new_matcher((0,))
+    assert allowed_tokens(matcher, vocabulary) == [2, 3 + ord("[")]
+    assert not matcher.accept(1)
+    assert matcher.forced_text().startswith(b"[CALL]{")
+    spelled = matcher.fork()
+    assert spelled.replay([3 + byte for byte in b'[CALL]{"a":1}'])
+    assert matcher.replay([2, *(3 + byte for byte in b'{"a":1}')])
+    assert spelled.may_stop
+    assert matcher.may_stop
+    assert not matcher.accept(2)
 
 
 def test_whitespace_patterns_are_llguidances_alone():
