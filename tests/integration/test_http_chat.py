@@ -354,9 +354,10 @@ async def test_only_allowed_tools_are_rendered_and_called():
             tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
         )
     assert "[tools 1]" in prompt_text(decode)
-    schema = decode.starts[0].spec.sampling.structured_outputs.json
-    assert '"add"' in schema
-    assert '"sub"' not in schema
+    outputs = decode.starts[0].spec.sampling.structured_outputs
+    assert '"add"' in outputs.json
+    assert '"sub"' not in outputs.json
+    assert [part.field for part in outputs.parts] == ["tools[1].function.parameters"]
     assert answer.choices[0].message.tool_calls[0].function.name == "add"
 
 
