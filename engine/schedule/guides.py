@@ -112,6 +112,9 @@ class Guides:
     def advance(self, sequence: Sequence) -> tuple[int, ...]:
         """Moves a sequence's guide past the token that it has drawn.
 
+        A stop token within the reasoning part is no end as long as the text behind it is owed. The
+        part's end mark takes its place: models that do not reason end their text there.
+
         Returns:
             The tokens to send: that token, and those appended before and after it without a draw.
 
@@ -124,7 +127,9 @@ class Guides:
             return (drawn,)
         before, guide.unsent = guide.unsent, ()
         if drawn in sequence.stop_token_ids:
-            return (*before, drawn)
+            if (closing := guide.close_reasoning()) is None:
+                return (*before, drawn)
+            sequence.token_ids[-1] = drawn = closing
         with _typed_errors():
             if not guide.accept((drawn,)):
                 raise InternalError("a token was drawn that the grammar does not allow")
