@@ -22,6 +22,7 @@ from baton.errors import (
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
+from engine.constraints.fair_queue import FairQueue
 from engine.constraints.interface import MAX_WHITESPACE, Backend
 from engine.constraints.matcher import Constraint
 from engine.constraints.structural_tags import texts_of_tag
@@ -33,6 +34,7 @@ __all__ = ["CompileLimits", "GrammarCompiler", "marks_of"]
 _logger = logging.getLogger("baton.engine")
 
 _LARGE_HINT_CHARS = 2048
+_Waiting = tuple[bytes, StructuredOutputs]  # with its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,7 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
         self._pending: dict[bytes, list[Future[Constraint]]] = {}  # one future per call
+        self._waiting = FairQueue[_Waiting]()
         self._process = CompileProcess(self._loaded_vocabulary, names)
         self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
         self._load_vocabulary = load_vocabulary
@@ -107,8 +110,13 @@ class GrammarCompiler:
         self._backends: dict[str, Backend] = {}
         self._is_closed = False
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns the constraint's future; done already if it is cached.
+
+        Args:
+            outputs: the constraint.
+            owner: who needs it. Owners take turns, so that the many grammars of one do not delay
+                those of another, and take its place if too many wait.
 
         A grammar whose futures are all cancelled before it begins to compile is not compiled. The
         exception of a future is an InvalidArgumentError that names the field if the constraint is
@@ -118,6 +126,7 @@ class GrammarCompiler:
         InternalError for a bug.
         """
         key, future, found = outputs.key, Future[Constraint](), False
+        displaced: _Waiting | None = None
         with self._lock:
             if (pending := self._pending.get(key)) is not None:
                 pending.append(future)
@@ -131,16 +140,23 @@ class GrammarCompiler:
             elif (refusal := self._refusal_of(key)) is not None:
                 future.set_exception(refusal)
                 found = True
-            elif len(self._pending) >= self._limits.max_waiting:
-                limit = self._limits.max_waiting
-                future.set_exception(
-                    ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
-                )
+            elif (
+                len(self._pending) >= self._limits.max_waiting
+                and (displaced := self._waiting.make_room(owner)) is None
+            ):
+                future.set_exception(self._too_many())
             else:
                 self._pending[key] = [future]
-                self._workers.submit(self._compile, key, outputs)
+                self._waiting.add(owner, (key, outputs))
+                self._workers.submit(self._compile_next)
+        if displaced is not None:
+            self._end(displaced[0], self._too_many())
         self._metrics.grammar_looked_up(found=found)
         return future
+
+    def _too_many(self) -> ResourceExhaustedError:
+        limit = self._limits.max_waiting
+        return ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
 
     def close(self) -> None:
         """Ends the compile process; pending futures fail. Idempotent."""
@@ -149,9 +165,12 @@ class GrammarCompiler:
         self._process.close()
         self._workers.shutdown(wait=True)
 
-    def _compile(self, key: bytes, outputs: StructuredOutputs) -> None:
+    def _compile_next(self) -> None:
         """Runs in a worker thread; the futures always end."""
         with self._lock:
+            if (waiting := self._waiting.take()) is None:
+                return  # another owner's grammar took the place of this one
+            key, outputs = waiting
             if all(future.cancelled() for future in self._pending[key]):
                 del self._pending[key]
                 return

@@ -71,9 +71,9 @@ class Grammars:
         except ConfigurationError as error:
             raise FailedPreconditionError(str(error)) from None
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns the future of a constraint that `check` allows: `GrammarCompiler.compile`'s."""
-        future = self._compiler.compile(outputs)
+        future = self._compiler.compile(outputs, owner)
         future.add_done_callback(lambda _: self._on_compiled())
         return future
 

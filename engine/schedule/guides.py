@@ -26,7 +26,7 @@ class GrammarSource(Protocol):
     def retokenizer(self) -> Retokenizer:
         """The model's retokenizer; available once a constraint has been compiled."""
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns at once; the engine is woken when the future ends."""
 
 
@@ -51,7 +51,9 @@ class Guides:
     def start_compiling(self, group: SequenceGroup, outputs: StructuredOutputs) -> None:
         """Starts to compile the constraint of a new group, which waits for it."""
         group.state = GroupState.COMPILING
-        self._compiling[group] = self._grammars.compile(outputs)
+        # Each tenant's requests have a salt of their own.
+        salt = group.request.spec.cache_salt
+        self._compiling[group] = self._grammars.compile(outputs, salt)
 
     def forget(self, group: SequenceGroup) -> None:
         """Stops waiting for the grammar of a group that ends."""

@@ -298,7 +298,7 @@ class HeldGrammars:
     def __init__(self) -> None:
         self.futures: list[Future] = []
 
-    def compile(self, outputs: StructuredOutputs) -> Future:
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> Future:
         self.futures.append(Future())
         return self.futures[-1]
 
