@@ -28,6 +28,7 @@ MAX_SOURCE_BYTES = MAX_JSON_BYTES
 MAX_REGEX_BYTES = 16 * 1024
 MAX_CHOICES = 4096
 _MAX_WHITESPACE_PATTERN_BYTES = 256
+_MAX_NAMED_FIELDS = 3
 
 _FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -144,6 +145,15 @@ class StructuredOutputs:
     def form(self) -> str:
         """The name of the field that is set, such as `"regex"`."""
         return next(name for name in _FORMS if getattr(self, name) is not None)
+
+    @property
+    def client_field(self) -> str:
+        """The client's fields that state the form, for errors."""
+        names = list(dict.fromkeys(part.field for part in self.parts)) or [_name(self.form)]
+        further = len(names) - _MAX_NAMED_FIELDS
+        return ", ".join(names[:_MAX_NAMED_FIELDS]) + (
+            f" and {further} more" if further > 0 else ""
+        )
 
     @property
     def key(self) -> bytes:

@@ -91,8 +91,7 @@ def compile_with(
     _check_parts(backends, names, outputs)
     if any(part.is_hint for part in outputs.parts):
         return _compile_relaxed(backends, names, outputs, max_whitespace)
-    field = f"structured_outputs.{outputs.form}"
-    raise InvalidArgumentError(f"{field} is not supported: {'; '.join(reasons)}")
+    raise InvalidArgumentError(f"{outputs.client_field} is not supported: {'; '.join(reasons)}")
 
 
 def _compile_relaxed(
@@ -114,8 +113,7 @@ def _compile_relaxed(
             return Compiled(name, backend.compile(relaxed, max_whitespace))
         except RefusedError as error:
             reasons.append(f"{error} ({name})")
-    fields = ", ".join(part.field for part in outputs.parts)
-    raise InvalidArgumentError(f"{fields} are not supported: {'; '.join(reasons)}")
+    raise InvalidArgumentError(f"{outputs.client_field} is not supported: {'; '.join(reasons)}")
 
 
 def _check_parts(

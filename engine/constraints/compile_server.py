@@ -96,7 +96,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
     """Returns a line of JSON, and after it the compiled grammar."""
     _limit(job["timeout_s"], job["memory_bytes"])
     outputs = _outputs_of(job)
-    field = f"structured_outputs.{outputs.form}"
+    field = outputs.client_field
     try:
         _check_ends(outputs, field, backends)
         compiled = compile_with(backends, job["backend"], outputs, job["max_whitespace"])

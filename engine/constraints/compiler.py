@@ -194,7 +194,7 @@ class GrammarCompiler:
         without the schemas that are hints, at first without the large ones.
         """
         vocabulary = self._loaded_vocabulary()
-        field = f"structured_outputs.{outputs.form}"
+        field = outputs.client_field
         timeout_s = self._limits.timeout_s / len(self._choices)
         problem = ""
         tries: list[tuple[str, int | None]] = [(choice, None) for choice in self._choices]

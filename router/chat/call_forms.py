@@ -77,7 +77,7 @@ def strict_calls(
         content = _any_of([calls.write_rest(function) for function in functions])
         tags = [{"type": "tag", "begin": syntax.opener, "content": content, "end": ""}]
     else:  # text that begins like a call of another tool may be none
-        tags = [tag for one in functions if one.is_strict for tag in calls.write_tags(one)]
+        tags = [tag for one in functions if one.is_strict for tag in calls.write_named_tags(one)]
         triggers = [tag["begin"] for tag in tags]
     return calls.tagged({"type": "triggered_tags", "triggers": triggers, "tags": tags})
 
@@ -133,13 +133,30 @@ class _Calls:
 
     def write_tags(self, function: ToolSchema) -> list[_Format]:
         """Returns the format of a call for each text that it may begin with."""
-        name = json.dumps(function.name, ensure_ascii=False)[1:-1]
+        name = _escaped(function.name)
         begins = [head.replace("NAME", name) for head in self._syntax.heads]
         content: _Format = {"type": "any_text"}
         if self._syntax.has_json_arguments:
             content = self._schema(function.schema, function, "")
         end = self._syntax.tail
         return [{"type": "tag", "begin": begin, "content": content, "end": end} for begin in begins]
+
+    def write_named_tags(self, function: ToolSchema) -> list[_Format]:
+        """Returns the format of a call for each text up to the function's name that it may have."""
+        rests: dict[str, list[str]] = {}
+        for head in self._syntax.heads:
+            begin, _, rest = head.partition('NAME"')
+            rests.setdefault(begin, []).append(rest)
+        schema = self._schema(function.schema, function, "")
+        return [
+            {
+                "type": "tag",
+                "begin": f'{begin}{_escaped(function.name)}"',
+                "content": _sequence(_any_of([_const(text) for text in texts]), schema),
+                "end": self._syntax.tail,
+            }
+            for begin, texts in rests.items()
+        ]
 
     def tagged(self, form: _Format, *, is_compact: bool = False) -> StructuredOutputs:
         """Returns the structural tag of a format, which says whose schemas it has."""
@@ -181,6 +198,10 @@ def _schemas(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
                 yield f"{pointer}/{name}", item
             else:
                 yield from _schemas(item, f"{pointer}/{name}")
+
+
+def _escaped(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
 def _const(text: str) -> _Format:

@@ -1,5 +1,6 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,10 @@ class ChatService:
         """
         request = _without_unused_tools(request)
         prompt = await self._model.render(request.conversation)
-        answers = _Answers(self._model, request, prompt)
+        if request.conversation.tools:  # many tools take tens of milliseconds
+            answers = await asyncio.to_thread(_Answers, self._model, request, prompt)
+        else:
+            answers = _Answers(self._model, request, prompt)
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:

@@ -14,7 +14,7 @@ class CallSyntax:
     `NAME` stands for the function's name.
 
     Attributes:
-        heads: the texts before the arguments.
+        heads: the texts before the arguments. Without an opener, the name has quotes in them.
         tail: the text after them.
         closers: the texts that may end the call.
         separators: the texts that may stand between two calls.

@@ -26,7 +26,7 @@ class Llama3JsonToolParser(GeneratorToolParser):
 
     needs_special_tokens: ClassVar[bool] = True
     syntax: ClassVar[CallSyntax | None] = CallSyntax(
-        heads=json_heads(("", _TAG), "parameters"),
+        heads=json_heads(("",), "parameters"),
         tail="}",
         separators=("; ", ";"),
         prefixes=(_TAG,),

@@ -18,7 +18,7 @@ class JsonToolParser(GeneratorToolParser):
     """
 
     syntax: ClassVar[CallSyntax | None] = CallSyntax(
-        heads=(*json_heads(("[", ""), "arguments"), *json_heads(("[", ""), "parameters")),
+        heads=(*json_heads(("",), "arguments"), *json_heads(("",), "parameters")),
         tail="}",
         closers=("]",),
         separators=(", ", ","),
