@@ -4,9 +4,10 @@
 own. What differs between xgrammar and llguidance is behind `engine.constraints.interface`.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Constraint:
     grammar: Grammar
     vocabulary: Vocabulary
     field: str
-    marks: Mapping[int, bytes] = field(default_factory=dict)
+    marks: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
     def new_matcher(self, stop_token_ids: Iterable[int]) -> "Matcher":
         """Returns a matcher at the start of a constrained text.

@@ -71,7 +71,7 @@ def strict_calls(
     if syntax is None or not syntax.has_json_arguments or not any(map(_is_strict, tools)):
         return None
     functions = list(read_tools(tools, schema_fields).values())
-    calls = _Calls(syntax)
+    calls, tags = _Calls(syntax), list[_Format]()
     if syntax.opener:
         triggers = [syntax.opener]
         content = _any_of([calls.write_rest(function) for function in functions])
