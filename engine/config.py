@@ -185,7 +185,7 @@ class EngineConfig:
         choices=("auto", *GRAMMAR_BACKENDS),
     )
     structured_outputs_max_whitespace: int = flag(
-        12,
+        8,
         "most characters of whitespace between two tokens of JSON, equal on all workers: 0 for "
         "none, -1 for any number",
     )

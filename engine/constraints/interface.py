@@ -15,7 +15,7 @@ __all__ = [
     "first_line",
 ]
 
-MAX_WHITESPACE = 12
+MAX_WHITESPACE = 8
 """Characters of whitespace between two tokens of JSON, unless the operator states another limit.
 
 Small models repeat whitespace until their limit of tokens cuts the answer.
