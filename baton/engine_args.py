@@ -56,7 +56,9 @@ _FIXED: Mapping[str, _Fixed] = {
     "ignore_patterns": _Fixed((), _FILES),
     "model_loader_extra_config": _Fixed(({},), _FILES),
     "kv_transfer_config": _Fixed((), "kv_connector has the URL of the connector"),
-    "structured_outputs_config": _Fixed(({},), "structured_outputs_backend names the library"),
+    "structured_outputs_config": _Fixed(
+        ({},), "structured_outputs_backend and structured_outputs_max_whitespace state it"
+    ),
     "config_format": _Fixed(("auto", "hf"), _FILES),
     "quantization": _Fixed((), _UNQUANTIZED),
     "quantization_param_path": _Fixed((), _UNQUANTIZED),

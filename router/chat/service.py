@@ -1,5 +1,6 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from baton.request_spec import ReasoningStart
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
 from baton.wire import FINISH_REASONS, build_request, stated_stop
+from router.chat.call_forms import form_or_calls, strict_calls
 from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
 from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta
@@ -50,7 +52,10 @@ class ChatService:
         """
         request = _without_unused_tools(request)
         prompt = await self._model.render(request.conversation)
-        answers = _Answers(self._model, request, prompt)
+        if request.conversation.tools:  # many tools take tens of milliseconds
+            answers = await asyncio.to_thread(_Answers, self._model, request, prompt)
+        else:
+            answers = _Answers(self._model, request, prompt)
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:
@@ -113,6 +118,7 @@ class _Answers:
         self._prompt = prompt
         self._outputs: dict[int, ChatOutput] = {}
         self._reasoning: list[str] = []
+        self._is_formed = False  # whether all of the text behind the reasoning part has a form
         self.params = self._params()
 
     def chunk(self, message: _Response) -> ChatChunk:
@@ -165,7 +171,7 @@ class _Answers:
         kind = self._model.reasoning_parser
         if kind is None:
             return None
-        if "structured_outputs" in self.params:
+        if self._is_formed:
             return self._reasoning_parser_of_form(kind)
         conversation = self._request.conversation
         if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
@@ -206,25 +212,40 @@ class _Answers:
         return self._model.tool_parser(tools)
 
     def _params(self) -> dict[str, Any]:
-        """The stated parameters, and what the parsers and forced calls need.
+        """The stated parameters, and what the parsers and calls need.
 
         Raises:
-            InvalidArgumentError: a forced call excludes another form of the text.
+            InvalidArgumentError: a tool is malformed; names it.
         """
         params = dict(self._request.params)
-        choice, tools = self._request.tool_choice, self._request.conversation.tools
-        forced = StructuredOutputs.of_tools(tools, choice, self._request.parallel_tool_calls)
-        if forced is not None:
-            if params.get("structured_outputs") is not None:
-                raise InvalidArgumentError(
-                    "tool_choice forces a call and response_format states another form; unset one"
-                )
-            params["structured_outputs"] = forced
         tool_parser = self._tool_parser()
+        form = self._form(params.get("structured_outputs"), tool_parser)
+        if form is not None:
+            params["structured_outputs"] = form
         kinds = (self._model.reasoning_parser, tool_parser)
         if any(kind is not None and kind.needs_special_tokens for kind in kinds):
             params["skip_special_tokens"] = False
         return params
+
+    def _form(
+        self, stated: StructuredOutputs | None, tool_parser: ToolParser | None
+    ) -> StructuredOutputs | None:
+        """Returns the form of the text: that of a forced call, else the stated form or calls."""
+        request, tools = self._request, self._request.conversation.tools
+        fields, is_parallel = request.schema_fields, request.parallel_tool_calls
+        forced = StructuredOutputs.of_tools(tools, request.tool_choice, is_parallel, fields)
+        self._is_formed = forced is not None or stated is not None
+        if forced is not None or tool_parser is None:
+            return forced or stated
+        if stated is None:
+            return strict_calls(tools, tool_parser.syntax, fields)
+        return form_or_calls(
+            stated,
+            tools,
+            tool_parser.syntax,
+            parallel_tool_calls=is_parallel,
+            schema_fields=fields,
+        )
 
 
 @dataclass(frozen=True, slots=True)

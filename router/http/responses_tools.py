@@ -19,12 +19,14 @@ class Tools:
 
     Attributes:
         tools: those that the model may call, as in the chat API.
+        schema_fields: the fields of the body that have their schemas, for errors.
         choice: the choice of a tool, as in the chat API.
         echoed: all tools, as the answer repeats them.
         echoed_choice: the choice, as the answer repeats it.
     """
 
     tools: tuple[Mapping[str, Any], ...]
+    schema_fields: tuple[str, ...]
     choice: str | Mapping[str, Any] | None
     echoed: list[Mapping[str, Any]]
     echoed_choice: str | Mapping[str, Any]
@@ -50,8 +52,10 @@ def tools_of(tools: list[dict[str, Any]] | None, given: str | dict[str, Any] | N
         raise wrong_value("tool_choice", given, f"one of {', '.join(_CHOICES)}, or an object")
     if choice == "required" and not names:
         raise InvalidArgumentError("tool_choice is 'required', but tools is empty")
+    offered = {i: tool for i, tool in enumerate(echoed) if tool["name"] in names}
     return Tools(
-        tools=tuple(_chat_tool(tool) for tool in echoed if tool["name"] in names),
+        tools=tuple(map(_chat_tool, offered.values())),
+        schema_fields=tuple(f"tools[{i}].parameters" for i in offered),
         choice=choice,
         echoed=list(echoed),
         echoed_choice=given or "auto",

@@ -224,3 +224,30 @@ async def test_a_wrong_field_is_named(fields, param, stream):
                 model=MODEL, input="Hi", stream=stream, extra_body=fields
             )
     assert caught.value.param.startswith(param)
+
+
+@pytest.mark.parametrize("text", [CALL, '{"x": 1}'])
+async def test_a_response_with_tools_and_a_form_is_a_call_or_has_the_form(text):
+    form = {"type": "json_schema", "name": "point", "schema": Point.model_json_schema()}
+    decode = answering(text)
+    async with running(decode, tool_call_parser="hermes") as api:
+        response = await api.openai.responses.create(
+            model=MODEL, input="Hi", tools=[TOOL], text={"format": form}
+        )
+    assert decode.starts[0].spec.sampling.structured_outputs.structural_tag
+    (item,) = response.output
+    assert item.type == ("function_call" if text == CALL else "message")
+
+
+async def test_a_forced_call_outweighs_a_form():
+    decode = answering('{"a": 1}')
+    async with running(decode) as api:
+        response = await api.openai.responses.create(
+            model=MODEL,
+            input="Hi",
+            tools=[TOOL],
+            tool_choice={"type": "function", "name": "add"},
+            text={"format": {"type": "json_object"}},
+        )
+    assert response.output[0].type == "function_call"
+    assert decode.starts[0].spec.sampling.structured_outputs.json

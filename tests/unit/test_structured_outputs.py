@@ -120,3 +120,13 @@ def test_choices_are_distinct_and_in_order():
 
 def test_a_schema_of_the_greatest_depth_is_accepted():
     assert StructuredOutputs(json=nested(MAX_JSON_DEPTH - 1)).form == "json"
+
+
+def test_the_fields_of_a_form_are_those_that_the_client_sent():
+    def field_of(*names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return StructuredOutputs.of_tools(tools, "required").client_field
+
+    assert StructuredOutputs(regex="a").client_field == "structured_outputs.regex"
+    assert field_of("a") == "tools[0].function.parameters"
+    assert field_of(*"abcde").endswith(", tools[2].function.parameters and 2 more")

@@ -1,7 +1,10 @@
 """`JsonToolParser`: an answer that is a JSON array of calls, or one call."""
 
+from typing import ClassVar
+
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.wrappings import skip_closings, skip_openings
 
@@ -13,6 +16,15 @@ class JsonToolParser(GeneratorToolParser):
 
     Calls are objects with `name` and `arguments` or `parameters`.
     """
+
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(*json_heads(("",), "arguments"), *json_heads(("",), "parameters")),
+        tail="}",
+        closers=("]",),
+        separators=(", ", ","),
+        prefixes=("[",),
+        argument_keys=("arguments", "parameters"),
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

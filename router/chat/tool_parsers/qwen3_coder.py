@@ -17,6 +17,7 @@ from typing import ClassVar
 from router.chat.answer_builder import AnswerBuilder
 from router.chat.text_input import Steps, TextInput
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax
 from router.chat.tool_parsers.parameter_schemas import FunctionSchema
 from router.chat.tool_parsers.parameter_types import json_of
 from router.chat.tool_parsers.value_strings import Sink, escape
@@ -45,6 +46,14 @@ class Qwen3CoderToolParser(GeneratorToolParser):
     """
 
     needs_special_tokens: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(f"{_START}\n<function=NAME>\n", f"{_START}<function=NAME>"),
+        tail="</function>",
+        closers=(f"\n{_END}", _END),
+        separators=("\n",),
+        opener=_START,
+        has_json_arguments=False,
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""
