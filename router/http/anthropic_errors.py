@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from baton.errors import PromptTooLongError
 from router.http.errors import Problem
 
 __all__ = ["AnthropicErrorResponse", "anthropic_error"]
@@ -40,6 +41,17 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
     kind = _KINDS.get(problem.status, otherwise)
     return {
         "type": "error",
-        "error": {"type": kind, "message": problem.message},
+        "error": {"type": kind, "message": _message_of(problem)},
         "request_id": problem.request_id or None,
     }
+
+
+def _message_of(problem: Problem) -> str:
+    """The message; that of a prompt without room has the text of Anthropic's API, which clients
+    that shorten a conversation look for.
+    """
+    error = problem.cause
+    if not isinstance(error, PromptTooLongError):
+        return problem.message
+    most = error.max_total_tokens - 1
+    return f"prompt is too long: {error.num_tokens} tokens > {most} maximum ({error.message})"

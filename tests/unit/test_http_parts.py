@@ -16,10 +16,12 @@ from baton.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PromptTooLongError,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from router.http.anthropic_errors import anthropic_error
 from router.http.bodies import SamplingBody
 from router.http.completion_body import CompletionBody
 from router.http.config import HttpConfig
@@ -28,7 +30,9 @@ from router.http.json_bytes import json_bytes
 from router.http.params import stated_fields
 from router.http.sse import SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts
+from router.served_model import RequestLimits
 from router.tokenizer import Tokenizer
+from router.validation import check_prompt_characters, check_prompt_length
 from tests.support.tokenizer_folders import (
     CORPUS,
     write_byte_fallback_folder,
@@ -97,8 +101,28 @@ def test_the_field_of_a_message_is_found(message, param):
 
 
 def test_a_prompt_that_is_too_long_has_openais_code():
-    message = "prompt has 9 tokens; it must have fewer than 8, the model's context length"
-    assert problem_of(InvalidArgumentError(message), "r").code == "context_length_exceeded"
+    limits = RequestLimits(max_model_len=8, max_pool_tokens=9, vocab_size=99, max_candidates=1)
+    with pytest.raises(PromptTooLongError) as caught:
+        check_prompt_length(12, limits)
+    problem = problem_of(caught.value.within("prompts[1]"), "r")
+    assert (problem.code, problem.param) == ("context_length_exceeded", "prompt")
+    assert problem.message == (
+        "This model's maximum context length is 8 tokens. However, prompts[1]: prompt has 12 "
+        "tokens; it must have fewer than 8, the model's context length."
+    )
+    error = anthropic_error(problem)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: 12 tokens > 7 maximum (prompts[1]")
+
+
+def test_a_text_that_cannot_fit_is_refused_as_a_long_prompt():
+    with pytest.raises(PromptTooLongError) as caught:
+        check_prompt_characters("text", "x" * 100, 64, longest_token_chars=8, max_total_tokens=8)
+    problem = problem_of(caught.value, "r")
+    assert (problem.code, problem.param) == ("context_length_exceeded", "prompt")
+    assert "maximum context length is 8 tokens" in problem.message
+    message = anthropic_error(problem)["error"]["message"]
+    assert message.startswith("prompt is too long: 13 tokens > 7 maximum")
 
 
 def test_wrong_types_name_the_field():
