@@ -13,7 +13,7 @@ from baton.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
-from router.http.bodies import Array, FewEntries, JsonObject
+from router.http.bodies import Array, FewEntries, Integer, JsonObject
 from router.http.fields import Fields, wrong_value
 from router.http.responses_input import messages_of_input
 from router.http.responses_tools import Tools, tools_of
@@ -56,9 +56,9 @@ class ResponsesBody(AnswerBody):
 
     input: str | Array[JsonObject]
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
-    max_tool_calls: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    max_output_tokens: Annotated[Integer | None, Field(ge=1, lt=2**32)] = None
+    max_tool_calls: Annotated[Integer | None, Field(ge=0, lt=2**31)] = None
+    top_logprobs: Annotated[Integer | None, Field(ge=0, le=20)] = None
     include: Array[_Include] | None = None
     tools: Array[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
