@@ -1,5 +1,8 @@
-"""`/v1/models`: the served models and their aliases. `/v1/embeddings`: not served."""
+"""`/v1/models`: the served models and their aliases, for clients of OpenAI and of Anthropic.
+`/v1/embeddings`: not served.
+"""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -35,7 +38,9 @@ async def list_models(request: Request) -> Response:
         for model in context_of(request).models.usable()
         for name in model.names
     ]
-    return json_response({"object": "list", "data": data})
+    names = [model["id"] for model in data]
+    ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+    return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
 
 @_ROUTER.get(
@@ -66,6 +71,8 @@ async def create_embeddings(request: Request) -> Response:
 
 
 def _fields(model: Model, name: str) -> dict[str, Any]:
+    """The fields of OpenAI's API, then those that vLLM adds, then those of Anthropic's API."""
+    created_at = datetime.fromtimestamp(model.created, UTC)
     return {
         "id": name,
         "object": "model",
@@ -74,4 +81,8 @@ def _fields(model: Model, name: str) -> dict[str, Any]:
         "root": model.config.model,
         "parent": None if name == model.name else model.name,
         "max_model_len": max_model_len(model),
+        "type": "model",
+        "display_name": name,
+        "created_at": created_at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
     }

@@ -13,7 +13,7 @@ from baton.errors import AbortedError
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.answer_chunks import check_type
-from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode
+from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, FakePrefill
 from tests.support.running_http import running_http
 from tests.support.running_router import script_of, tokenizer
 
@@ -88,6 +88,35 @@ async def test_a_whole_message_and_a_stream_are_the_same():
     for event in events:
         if event["type"] != "ping":
             check_type(RawMessageStreamEvent, event)
+
+
+async def test_a_stream_begins_with_the_counts_of_the_prompt():
+    prefill, decode = FakePrefill(script_of("abc")), answering("abc")
+    long = {"role": "user", "content": "word " * 40}
+    async with running(prefill, decode) as api:
+        for message in (long, USER):  # with a remote prefill, and with a local one
+            first, *_, last, _ = await raw_events(api, messages=[message], max_tokens=3)
+            usage = check_type(RawMessageStreamEvent, first).message.usage
+            num_prompt_tokens = len(decode.starts[-1].spec.prompt_token_ids)
+            assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt_tokens
+            assert usage.cache_read_input_tokens > 0
+            assert last["usage"]["input_tokens"] == usage.input_tokens > 0
+            assert usage.output_tokens == 0
+
+
+async def test_the_models_are_listed_for_anthropics_client():
+    async with running(answering("a"), served_model_name=("scripted", "other")) as api:
+        listed = [model async for model in api.anthropic.models.list()]
+        named = await api.anthropic.models.retrieve("other")
+        openais = await api.openai.models.list()
+    assert [model.id for model in listed] == ["scripted", "other"]
+    assert named == listed[1]
+    assert (named.type, named.display_name) == ("model", "other")
+    assert named.created_at.timestamp() == openais.data[1].created
+    assert [(model.id, model.object) for model in openais.data] == [
+        ("scripted", "model"),
+        ("other", "model"),
+    ]
 
 
 async def test_thinking_and_calls_are_blocks_of_their_own():
