@@ -85,6 +85,7 @@ _LACKING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
+        "moderation": (),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "prompt_embeds": (),
@@ -108,11 +109,20 @@ _IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "prediction",
         "verbosity",
+        "access_programs",
+        "background_options",
+        "image",
+        "cache_control",
+        "diagnostics",
+        "speed",
+        "billing_policy",
+        "fallback_credit_token",
     }
 )
-"""Names of OpenAI's API that have no meaning here."""
+"""Names of OpenAI's and Anthropic's APIs that change no answer here."""
 
 
 class Body(BaseModel):
@@ -216,5 +226,10 @@ def refuse_lacking(body: SamplingBody) -> None:
         elif value not in _LACKING[name]:
             why = _WHY.get(name, "this server does not support it")
             raise InvalidArgumentError(f"{name} is set; {why}")
+    options = (body.model_extra or {}).get("prompt_cache_options")
+    if isinstance(options, dict) and options.get("prewarm"):
+        raise InvalidArgumentError(
+            "prompt_cache_options.prewarm is set; this server does not support it"
+        )
     if unknown:
         _LOGGER.debug("ignored fields=%s", ascii(unknown[:32]))

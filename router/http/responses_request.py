@@ -29,6 +29,7 @@ _REFUSED = {
     "prompt": "Baton has no stored prompts; send instructions and input",
     "context_management": "Baton does not compact conversations",
     "moderation": "Baton has no moderation models",
+    "personality": "Baton's models have no styles of their own",
 }
 _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
