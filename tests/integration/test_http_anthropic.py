@@ -13,6 +13,7 @@ from baton.errors import AbortedError
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.answer_chunks import check_type
+from tests.support.answering_decode import AnsweringDecode
 from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, FakePrefill
 from tests.support.running_http import running_http
 from tests.support.running_router import script_of, tokenizer
@@ -157,6 +158,26 @@ async def test_a_forced_call_needs_no_parser():
     (call,) = message.content
     assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
     assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_tool_runner_sends_the_whole_conversation(stream):
+    """It sends new messages alone to servers that keep conversations."""
+
+    @anthropic.beta_async_tool
+    async def add(a: int) -> str:
+        """Adds one."""
+        return f"sum {a + 1}"
+
+    decode = AnsweringDecode(lambda prompt: "Done." if "[tool]sum 2" in prompt else CALL)
+    async with running(decode, tool_call_parser="hermes") as api:
+        runner = api.anthropic.beta.messages.tool_runner(**REQUEST, tools=[add], stream=stream)
+        replies = [await turn.get_final_message() if stream else turn async for turn in runner]
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
+    assert replies[1].content[0].text == "Done."
+    assert decode.prompts[-1].startswith("[user]Hi[assistant]")
+    assert decode.prompts[-1].endswith("[tool]sum 2[assistant]")
+    assert len(decode.prompts) == 2
 
 
 async def test_the_stop_reason_of_a_message():
