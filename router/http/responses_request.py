@@ -16,7 +16,7 @@ from router.http.answer_body import AnswerBody, sampling_of
 from router.http.bodies import Array, FewEntries, Integer, JsonObject
 from router.http.fields import Fields, wrong_value
 from router.http.responses_input import messages_of_input
-from router.http.responses_tools import Tools, tools_of
+from router.http.responses_tools import ClientTool, Tools, tools_of
 
 __all__ = ["ResponsesBody", "ResponsesRequest", "read_responses_request"]
 
@@ -80,11 +80,13 @@ class ResponsesRequest:
 
     Attributes:
         chat: the chat to answer.
+        tools: what the model may call, by the names that it reads.
         includes_logprobs: whether the answer's text has log-probabilities.
         echo: fields of the answer that repeat the request.
     """
 
     chat: ChatRequest
+    tools: Mapping[str, ClientTool] = field(default_factory=dict)
     includes_logprobs: bool = False
     echo: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,7 +106,7 @@ def read_responses_request(
             its path.
     """
     Fields(body.model_extra or {}).refuse(_REFUSED)
-    tools = tools_of(body.tools, body.tool_choice)
+    tools = tools_of(body.tools, body.tool_choice, request_id)
     chat = ChatRequest(
         conversation=conversation_of(
             messages_of_input(body.instructions, body.input),
@@ -121,6 +123,7 @@ def read_responses_request(
     )
     return ResponsesRequest(
         chat=chat,
+        tools=tools.by_name,
         includes_logprobs=_LOGPROBS in (body.include or ()),
         echo=_echo(body, tools, defaults),
     )
