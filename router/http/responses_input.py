@@ -21,13 +21,13 @@ _NEEDS_STORE = "it is not supported: Baton stores no responses; send the item it
 
 
 def messages_of_input(
-    instructions: str | None, given: str | list[dict[str, Any]]
+    instructions: str | None, given: str | list[dict[str, Any]] | None
 ) -> tuple[Mapping[str, Any], ...]:
     """Returns the messages of a body.
 
     Args:
         instructions: of the body; they become the first message.
-        given: the body's input.
+        given: the body's input; None: the prompt is the instructions alone.
 
     Raises:
         InvalidArgumentError: an item is malformed or of a type that Baton lacks; names its path.
@@ -35,7 +35,10 @@ def messages_of_input(
     builder = MessageBuilder()
     if instructions:
         builder.add("system", instructions)
-    if isinstance(given, str):
+    if given is None:
+        if not instructions:
+            raise InvalidArgumentError("input is missing, and so is instructions; set one of them")
+    elif isinstance(given, str):
         builder.add("user", given)
     elif not given:
         raise InvalidArgumentError("input is empty; it must have at least 1 item")

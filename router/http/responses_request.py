@@ -1,7 +1,7 @@
 """A body of OpenAI's Responses API as a `ChatRequest`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from baton.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
+from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
 from router.http.bodies import Array, FewEntries, Integer, JsonObject
@@ -18,7 +19,13 @@ from router.http.fields import Fields, wrong_value
 from router.http.responses_input import messages_of_input
 from router.http.responses_tools import ClientTool, Tools, tools_of
 
-__all__ = ["ResponsesBody", "ResponsesRequest", "read_responses_request"]
+__all__ = [
+    "CountedResponsesBody",
+    "ResponsesBody",
+    "ResponsesRequest",
+    "counted_conversation",
+    "read_responses_request",
+]
 
 _LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "Baton stores no responses; send the whole conversation as input"
@@ -74,6 +81,12 @@ class ResponsesBody(AnswerBody):
     prompt_cache_key: str | None = None
 
 
+class CountedResponsesBody(ResponsesBody):
+    """A request for the number of tokens of a prompt, which may be instructions alone."""
+
+    input: str | Array[JsonObject] | None = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
     """A request for a response.
@@ -127,6 +140,16 @@ def read_responses_request(
         includes_logprobs=_LOGPROBS in (body.include or ()),
         echo=_echo(body, tools, defaults),
     )
+
+
+def counted_conversation(body: CountedResponsesBody, request_id: str = "") -> Conversation:
+    """Returns the conversation as a response's prompt has it: without tools if calls are forbidden.
+
+    Raises:
+        InvalidArgumentError: as of `read_responses_request`.
+    """
+    chat = read_responses_request(body, request_id).chat
+    return replace(chat.conversation, tools=()) if chat.tool_choice == "none" else chat.conversation
 
 
 def _params(body: ResponsesBody) -> dict[str, Any]:

@@ -253,3 +253,18 @@ async def test_a_wrong_field_is_named(fields, param, stream):
                 model=MODEL, input="Hi", stream=stream, extra_body=fields
             )
     assert caught.value.param.startswith(param)
+
+
+async def test_the_tokens_of_an_input_are_counted():
+    decode = answering("a")
+    async with running(decode) as api:
+        fields = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
+        counted = await api.openai.responses.input_tokens.count(**fields)
+        response = await api.openai.responses.create(**fields)
+        alone = await api.openai.responses.input_tokens.count(instructions="Be brief.")
+        for wrong in ({}, {"previous_response_id": "r"}, {"input": "Hi", "personality": "x"}):
+            with pytest.raises(openai.BadRequestError):
+                await api.openai.responses.input_tokens.count(**wrong)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    assert alone.input_tokens == len(script_of("[system]Be brief.[assistant]"))
