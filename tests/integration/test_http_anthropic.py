@@ -169,7 +169,7 @@ async def test_anthropics_tool_runner_sends_the_whole_conversation(stream):
         """Adds one."""
         return f"sum {a + 1}"
 
-    decode = AnsweringDecode(lambda prompt: "Done." if "[tool]sum 2" in prompt else CALL)
+    decode = AnsweringDecode(lambda prompt, spec: "Done." if "[tool]sum 2" in prompt else CALL)
     async with running(decode, tool_call_parser="hermes") as api:
         runner = api.anthropic.beta.messages.tool_runner(**REQUEST, tools=[add], stream=stream)
         replies = [await turn.get_final_message() if stream else turn async for turn in runner]

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.v1 import decode_pb2
+from baton.v1 import decode_pb2, request_pb2
 from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode
 from tests.support.running_router import script_of, tokenizer
 
@@ -15,14 +15,14 @@ class AnsweringDecode(FakeDecode):
     """Answers each prompt by a function. It ignores constraints, as all fake workers do.
 
     Args:
-        answer: makes the text of an answer from that of the prompt.
+        answer: makes the text of an answer from that of the prompt and the request.
         info: fields of the worker's description.
 
     Attributes:
         prompts: the texts of all prompts, in the order of arrival.
     """
 
-    def __init__(self, answer: Callable[[str], str], **info: Any) -> None:
+    def __init__(self, answer: Callable[[str, request_pb2.RequestSpec], str], **info: Any) -> None:
         super().__init__([EOS_TOKEN_ID], **info)
         self.prompts: list[str] = []
         self._answer = answer
@@ -33,5 +33,5 @@ class AnsweringDecode(FakeDecode):
         prompt = tokenizer().decode(token_ids, skip_special_tokens=False)
         self.prompts.append(prompt)
         twin = copy(self)
-        twin.script = [*script_of(self._answer(prompt)), EOS_TOKEN_ID]
+        twin.script = [*script_of(self._answer(prompt, start.spec)), EOS_TOKEN_ID]
         return twin
