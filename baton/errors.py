@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidArgumentError      a field is out of range
+    │   └── PromptTooLongError    the prompt leaves no room for a generated token
     ├── FailedPreconditionError   tiers do not match, or a feature is unsupported
     ├── NotFoundError             the model or object is unknown
     ├── ResourceExhaustedError    a queue is full, or a limit is reached
@@ -18,7 +19,8 @@ A leaf module: every package may import it, and it imports only the standard
 library. `code` is the name of the gRPC status; `rpc.errors` converts errors.
 """
 
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, Self
 
 __all__ = [
     "AbortedError",
@@ -30,6 +32,7 @@ __all__ = [
     "InvalidArgumentError",
     "NotFoundError",
     "PermissionDeniedError",
+    "PromptTooLongError",
     "RequestCancelledError",
     "ResourceExhaustedError",
     "UnauthenticatedError",
@@ -51,6 +54,13 @@ class BatonError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
+    def within(self, place: str) -> Self:
+        """The same error with a message that names the part of the request that it is about."""
+        twin = copy(self)
+        twin.message = f"{place}: {self.message}"
+        twin.args = (twin.message,)
+        return twin
+
 
 class InvalidArgumentError(BatonError):
     """A field of a request is out of range; names the field, its value and the limit."""
@@ -61,6 +71,21 @@ class InvalidArgumentError(BatonError):
     def for_field(cls, field: str, value: Any, limit: str) -> "InvalidArgumentError":
         """The standard wording: `top_p is 1.5; it must be in (0, 1]`."""
         return cls(f"{field} is {value!r}; it must be {limit}")
+
+
+class PromptTooLongError(InvalidArgumentError):
+    """The prompt leaves no room for a generated token.
+
+    Attributes:
+        num_tokens: tokens of the prompt; if only its characters were counted, as many as it has
+            at least.
+        max_total_tokens: the most tokens of a prompt and its completion together.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int = 0, max_total_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_total_tokens = max_total_tokens
 
 
 class FailedPreconditionError(BatonError):

@@ -39,10 +39,10 @@ class Completion:
         self._usage.prompt_tokens = len(spec.prompt_token_ids)
         self._timings = common_pb2.Timings()
         self._has_prompt_timings = False
-        # Until the first message, which has them, if the request asks for them.
-        self._prompt: generation_pb2.GenerateStreamResponse | None = None
-        if spec.params.prompt_logprobs is not None:
-            self._prompt = _Response(prompt_token_ids=spec.prompt_token_ids)
+        self._returns_prompt = spec.params.prompt_logprobs is not None
+        self._prompt: _Response | None = _Response()  # until the first message, which has it
+        if self._returns_prompt:
+            self._prompt.prompt_token_ids.extend(spec.prompt_token_ids)
 
     @property
     def is_over(self) -> bool:
@@ -55,7 +55,7 @@ class Completion:
         """
         if output.HasField("timings"):
             self._add_timings(output)
-        if self._prompt is not None and output.prompt_logprobs:
+        if self._returns_prompt and self._prompt is not None and output.prompt_logprobs:
             del self._prompt.prompt_logprobs[:]
             self._prompt.prompt_logprobs.extend(output.prompt_logprobs)
         is_for_client = bool(output.token_ids or output.finish_reason)
@@ -80,6 +80,8 @@ class Completion:
         response.request_id = self._request_id
         if self._prompt is not None:
             response.MergeFrom(self._prompt)
+            response.prompt_usage.prompt_tokens = self._usage.prompt_tokens
+            response.prompt_usage.cached_tokens = self._usage.cached_tokens
             self._prompt = None
         usage = self._usage
         usage.completion_tokens += len(response.token_ids)

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import (
@@ -53,12 +53,14 @@ class RouterFiles:
         default_params: values of sampling parameters that a request leaves unset.
         chat_template: the model's chat template; None if it has none.
         tokenizer_digest: of `tokenizer`'s files; empty if it cannot be compared.
+        tokenizer_settings: the contents of tokenizer_config.json.
     """
 
     tokenizer: Tokenizer
     default_params: Mapping[str, Any]
     chat_template: ChatTemplate | None = None
     tokenizer_digest: str = ""
+    tokenizer_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, config: ServedModelConfig) -> "RouterFiles":
@@ -67,11 +69,13 @@ class RouterFiles:
         Raises:
             ConfigurationError: a file is missing or bad.
         """
+        files = open_model_files(config.model)
         return cls(
             tokenizer=Tokenizer.load(config.model),
             default_params=load_default_params(config.model, config.generation_config),
             chat_template=ChatTemplate.load(config.model, config.chat_template),
-            tokenizer_digest=open_model_files(config.model).tokenizer_digest(),
+            tokenizer_digest=files.tokenizer_digest(),
+            tokenizer_settings=files.read_json("tokenizer_config.json") or files.read_settings(),
         )
 
 
@@ -92,6 +96,7 @@ class Model:
         config: the model's.
         created: seconds since 1970 when the router started to serve it.
         tokenizer: its tokenizer.
+        tokenizer_settings: what its checkpoint says of the tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
         chat_template: its chat template; None if it has none.
         tool_parser: reads tool calls in its answers; None if its format is not known.
@@ -118,6 +123,7 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self.tokenizer = files.tokenizer
+        self.tokenizer_settings = files.tokenizer_settings
         self.default_params = files.default_params
         self.chat_template = files.chat_template
         tools, reasoning = config.tool_call_parser, config.reasoning_parser

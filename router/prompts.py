@@ -58,7 +58,7 @@ async def _run(
                 response.prompt_index = index
                 await messages.put(response)
     except BatonError as error:
-        end = type(error)(f"prompts[{index}]: {error.message}", error.retry_after_s)
+        end = error.within(f"prompts[{index}]")
     except Exception as error:  # the caller logs it
         end = error
     await messages.put(end)

@@ -19,6 +19,7 @@ from router.validation import (
     check_length,
     check_logprobs,
     check_prediction,
+    check_prompt_characters,
     check_prompt_length,
     check_token_ids,
     check_vocabulary,
@@ -183,7 +184,9 @@ async def tokenize_prompt(
         most_chars = limits.max_total_tokens * tokenizer.longest_token_chars
         if truncate_prompt_tokens is not None:
             most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
-        check_length("text", prompt, most_chars)
+        check_prompt_characters(
+            "text", prompt, most_chars, tokenizer.longest_token_chars, limits.max_total_tokens
+        )
         token_ids: Sequence[int] = await tokenizer.encode_async(
             prompt, add_special_tokens=add_special_tokens
         )

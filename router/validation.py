@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, PromptTooLongError
 from baton.sampling_params import AS_MANY_AS_FIT, SamplingParams
 from baton.spec_wire import params_from_proto
 from baton.v1 import generation_pb2
@@ -27,6 +27,7 @@ __all__ = [
     "check_length",
     "check_logprobs",
     "check_prediction",
+    "check_prompt_characters",
     "check_prompt_length",
     "check_token_ids",
     "check_vocabulary",
@@ -138,11 +139,35 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         check_token_ids(field, getattr(params, field) or (), vocab_size)
 
 
+def check_prompt_characters(
+    field: str, prompt: str, most_chars: int, longest_token_chars: int, max_total_tokens: int
+) -> None:
+    """Refuses texts that cannot fit before they are tokenized.
+
+    Args:
+        field: names the text.
+        prompt: the text.
+        most_chars: the most characters that it may have.
+        longest_token_chars: the most characters of a token.
+        max_total_tokens: the most tokens of a prompt and its completion together.
+
+    Raises:
+        PromptTooLongError: names the text's length and the limit.
+    """
+    if len(prompt) > most_chars:
+        raise PromptTooLongError(
+            f"{field} has {len(prompt)} characters; it must have at most {most_chars}",
+            num_tokens=-(-len(prompt) // longest_token_chars),
+            max_total_tokens=max_total_tokens,
+        )
+
+
 def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
     """Refuses prompts that leave no room for one generated token.
 
     Raises:
-        InvalidArgumentError: names the prompt's length and the limit.
+        InvalidArgumentError: there is none.
+        PromptTooLongError: names the prompt's length and the limit.
     """
     if num_prompt_tokens == 0:
         raise InvalidArgumentError("prompt has no tokens; it must have at least 1")
@@ -151,8 +176,10 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
         (limits.max_pool_tokens, "the tokens that a replica's KV pool holds"),
     ):
         if num_prompt_tokens >= limit:
-            raise InvalidArgumentError(
-                f"prompt has {num_prompt_tokens} tokens; it must have fewer than {limit}, {what}"
+            raise PromptTooLongError(
+                f"prompt has {num_prompt_tokens} tokens; it must have fewer than {limit}, {what}",
+                num_tokens=num_prompt_tokens,
+                max_total_tokens=limit,
             )
 
 

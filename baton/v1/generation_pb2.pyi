@@ -360,6 +360,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     PROMPT_INDEX_FIELD_NUMBER: builtins.int
+    PROMPT_USAGE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     index: builtins.int
@@ -407,6 +408,12 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """As in GenerateResponse; set on the first message of the stream."""
 
+    @property
+    def prompt_usage(self) -> baton.v1.common_pb2.Usage:
+        """The counts of the prompt and of its tokens whose KV was found; on the first
+        message of the stream.
+        """
+
     def __init__(
         self,
         *,
@@ -423,10 +430,11 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_index: builtins.int = ...,
+        prompt_usage: baton.v1.common_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score", "timings", b"timings", "usage", b"usage"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "prompt_usage", b"prompt_usage", "score", b"score", "timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_index", b"prompt_index", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_index", b"prompt_index", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

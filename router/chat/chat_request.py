@@ -70,6 +70,7 @@ class ChatChunk:
         finish_reason: "stop", "length", "tool_calls" or "abort"; on the candidate's last chunk.
         matched_stop: the stop text or token that ended it; on the candidate's last chunk.
         usage: token counts; on the last chunk of all.
+        prompt_usage: those of the prompt; on the first chunk of all.
     """
 
     index: int
@@ -79,3 +80,4 @@ class ChatChunk:
     finish_reason: str | None = None
     matched_stop: str | int | None = None
     usage: ChatUsage | None = None
+    prompt_usage: ChatUsage | None = None

@@ -60,6 +60,8 @@ class ChatService:
         async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:
                 chunk = answers.chunk(response)
+                if response.HasField("prompt_usage"):
+                    chunk = replace(chunk, prompt_usage=_prompt_usage(response.prompt_usage))
                 if response.HasField("usage"):
                     chunk = replace(chunk, usage=await answers.usage(response.usage))
                 yield chunk
@@ -288,6 +290,11 @@ def _candidate(index: int, chunks: Sequence[ChatChunk]) -> WholeCandidate:
         finish_reason=chunks[-1].finish_reason,
         matched_stop=chunks[-1].matched_stop,
     )
+
+
+def _prompt_usage(usage: common_pb2.Usage) -> ChatUsage:
+    """The token counts before the first generated token."""
+    return ChatUsage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
 
 
 def _without_unused_tools(request: ChatRequest) -> ChatRequest:

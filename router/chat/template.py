@@ -63,7 +63,11 @@ class _Compiled:
 
 
 class ChatTemplate:
-    """A model's chat template, or two: one of them for chats with tools. `load` makes one."""
+    """A model's chat template, or two: one of them for chats with tools. `load` makes one.
+
+    Attributes:
+        text: of the default template.
+    """
 
     def __init__(self, source: TemplateSource) -> None:
         """Compiles the templates.
@@ -82,6 +86,7 @@ class ChatTemplate:
                 f"the model has chat templates named {names}, but none named default; "
                 "choose one with --chat-template"
             )
+        self.text = source.templates["default"].text
         self._special_tokens = dict(source.special_tokens)
         self._default = _compile(source.templates["default"], self._special_tokens)
         tool_use = source.templates.get("tool_use")

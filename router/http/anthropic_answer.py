@@ -108,6 +108,8 @@ class MessageStream:
 
     def push(self, chunk: ChatChunk) -> list[Event]:
         """The events of a chunk."""
+        if chunk.prompt_usage is not None:
+            self._answer.parts.usage = chunk.prompt_usage
         return [*self._start(), *_events(self._answer.push(chunk))]
 
     def finish(self) -> list[Event]:
@@ -127,9 +129,7 @@ class MessageStream:
         return [anthropic_error(problem)]
 
     def _start(self) -> list[Event]:
-        """The events that come before all others; none the second time. They state no token
-        counts, which are known at the end.
-        """
+        """The events that come before all others; none the second time."""
         if self._has_started:
             return []
         self._has_started = True

@@ -1,16 +1,31 @@
 """The `system` and `messages` of Anthropic's API as messages of OpenAI's chat API."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
-from router.http.fields import Fields, wrong_value
+from router.http.anthropic_blocks import (
+    SERVER_RESULTS,
+    SERVER_USES,
+    TEXT_BLOCKS,
+    text_of_block,
+    text_of_blocks,
+    text_of_server_result,
+    text_of_server_use,
+    wrong_kind,
+)
+from router.http.fields import Fields
 from router.http.message_builder import MessageBuilder
 
 __all__ = ["continues_answer", "messages_of_turns"]
 
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
+"""A line that Claude Code puts before the system prompt. It changes with each request and says
+nothing to a model, but would keep the prompts of a session from sharing their KV.
+"""
 _Adders = Mapping[str, Callable[[MessageBuilder, Fields], None]]
 
 
@@ -28,8 +43,8 @@ def messages_of_turns(
             names its path.
     """
     builder = MessageBuilder(joins_users=True)
-    if system:
-        builder.add("system", _text_of(Fields({"system": system}), "system"))
+    if text := _system_text(system):
+        builder.add("system", text)
     for i, given in enumerate(messages):
         message = Fields(given, f"messages[{i}]")
         message.required("role")
@@ -41,6 +56,19 @@ def messages_of_turns(
     if not builder.messages:
         raise InvalidArgumentError("messages is empty; it must have at least 1 message")
     return builder.messages
+
+
+def _system_text(system: str | list[dict[str, Any]] | None) -> str:
+    """The text of the system prompt, without the line about billing."""
+    body = Fields({"system": system})
+    if not isinstance(system, list):
+        return _BILLING.sub("", body.text("system") or "", count=1)
+    texts = []
+    for block in body.objects("system"):
+        text = text_of_block(block)
+        if not _BILLING.fullmatch(text):
+            texts.append(_BILLING.sub("", text, count=1))
+    return "\n".join(texts)
 
 
 def continues_answer(messages: list[dict[str, Any]]) -> bool:
@@ -68,12 +96,12 @@ def _add_blocks(builder: MessageBuilder, role: str, message: Fields) -> None:
     for block in message.objects("content"):
         kind = block.required_text("type")
         if kind not in adders:
-            raise _wrong_kind(block, kind, f"one of {', '.join(adders)} in a message of {role}")
+            raise wrong_kind(block, kind, f"one of {', '.join(adders)} in a message of {role}")
         adders[kind](builder, block)
 
 
 def _add_user_text(builder: MessageBuilder, block: Fields) -> None:
-    builder.add("user", block.required_text("text"))
+    builder.add("user", TEXT_BLOCKS[block.required_text("type")](block))
 
 
 def _add_system_text(builder: MessageBuilder, block: Fields) -> None:
@@ -90,7 +118,20 @@ def _add_thinking(builder: MessageBuilder, block: Fields) -> None:
 
 
 def _skip(builder: MessageBuilder, block: Fields) -> None:
-    """Redacted thinking has no text."""
+    """Redacted thinking has no text; other blocks say how an answer was made."""
+
+
+def _add_server_use(builder: MessageBuilder, block: Fields) -> None:
+    builder.add_answer(text_of_server_use(block))
+
+
+def _add_server_result(builder: MessageBuilder, block: Fields) -> None:
+    builder.add_answer(text_of_server_result(block))
+
+
+def _add_compaction(builder: MessageBuilder, block: Fields) -> None:
+    """A summary of the messages before it; one that is encrypted alone cannot be read."""
+    builder.add("user", block.required_text("content"))
 
 
 def _add_tool_use(builder: MessageBuilder, block: Fields) -> None:
@@ -100,36 +141,28 @@ def _add_tool_use(builder: MessageBuilder, block: Fields) -> None:
 
 
 def _add_tool_result(builder: MessageBuilder, block: Fields) -> None:
-    text = "" if block.get("content") is None else _text_of(block, "content")
+    text = "" if block.get("content") is None else text_of_blocks(block, "content")
+    if not text and block.boolean("is_error"):
+        text = "error"
     builder.add_tool_result(block.required_text("tool_use_id"), text)
 
 
-def _text_of(fields: Fields, name: str) -> str:
-    """Returns the text of a field that is a text or an array of text blocks."""
-    if isinstance(fields.get(name), str):
-        return fields.required_text(name)
-    texts = []
-    for block in fields.objects(name):
-        kind = block.required_text("type")
-        if kind != "text":
-            raise _wrong_kind(block, kind, "'text'")
-        texts.append(block.required_text("text"))
-    return "\n".join(texts)
-
-
-def _wrong_kind(block: Fields, kind: str, limit: str) -> InvalidArgumentError:
-    if kind in ("image", "document"):
-        limit = "of text: Baton's models read and write text"
-    return wrong_value(block.path_of("type"), kind, limit)
-
-
 _BLOCKS: Mapping[str, _Adders] = {
-    "user": {"text": _add_user_text, "tool_result": _add_tool_result},
+    "user": {
+        **dict.fromkeys(TEXT_BLOCKS, _add_user_text),
+        "tool_result": _add_tool_result,
+        "compaction": _add_compaction,
+    },
     "assistant": {
         "text": _add_answer_text,
         "tool_use": _add_tool_use,
         "thinking": _add_thinking,
         "redacted_thinking": _skip,
+        **dict.fromkeys(SERVER_USES, _add_server_use),
+        **dict.fromkeys(SERVER_RESULTS, _add_server_result),
+        "compaction": _add_compaction,
+        "fallback": _skip,
+        "mcp_tool_listing": _skip,
     },
     "system": {"text": _add_system_text},
 }

@@ -11,10 +11,11 @@ from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
+from router.http.anthropic_errors import ThreadUnsupportedError
 from router.http.anthropic_messages import continues_answer, messages_of_turns
 from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
 from router.http.bodies import Array, JsonObject
-from router.http.fields import Fields
+from router.http.fields import Fields, wrong_value
 
 __all__ = ["MessagesBody", "counted_conversation", "read_messages_request"]
 
@@ -22,7 +23,12 @@ _MAX_UINT32 = 2**32 - 1
 _REFUSED = {
     "container": "Baton runs no code",
     "mcp_servers": "Baton calls no tools itself",
+    "compaction": "Baton does not summarize conversations",
 }
+_NO_EDITS = "Baton edits no conversation; shorten the messages, or use a chat template that does"
+_CLEAR_THINKING = "clear_thinking_20251015"
+"""An edit that leaves out the thinking of earlier turns: the chat template decides on it."""
+_ANYWHERE = "global"
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -34,6 +40,7 @@ class MessagesBody(AnswerBody):
             continues it.
         thinking: `budget_tokens` limits the reasoning of models whose marks are known.
         output_config: `format`: a JSON schema of the answer; `effort` is given to the template.
+        output_format: the older name of `output_config.format`.
         metadata: ignored.
     """
 
@@ -44,6 +51,7 @@ class MessagesBody(AnswerBody):
     tool_choice: JsonObject | None = None
     thinking: JsonObject | None = None
     output_config: JsonObject | None = None
+    output_format: JsonObject | None = None
     metadata: JsonObject | None = None
 
 
@@ -84,7 +92,7 @@ def _conversation_of_body(body: MessagesBody) -> Conversation:
     Raises:
         InvalidArgumentError: as of `read_messages_request`.
     """
-    Fields(body.model_extra or {}).refuse(_REFUSED)
+    _refuse_meanings(Fields(body.model_extra or {}))
     messages = messages_of_turns(body.system, body.messages)
     return conversation_of(
         messages,
@@ -93,6 +101,28 @@ def _conversation_of_body(body: MessagesBody) -> Conversation:
         continue_final_message=continues_answer(body.messages),
         template_kwargs=_template_kwargs(body),
     )
+
+
+def _refuse_meanings(fields: Fields) -> None:
+    """Refuses fields that would change the answer, or who computes it, in ways that Baton lacks.
+
+    Raises:
+        InvalidArgumentError: names the field.
+    """
+    if fields.get("thread") not in (None, False):
+        raise ThreadUnsupportedError(
+            "thread is not supported: Baton stores no conversations; send all messages"
+        )
+    fields.refuse(_REFUSED)
+    management = fields.object("context_management")
+    for edit in management.objects("edits") if management else ():
+        if edit.required_text("type") != _CLEAR_THINKING:
+            raise wrong_value(edit.path_of("type"), edit.get("type"), f"unset: {_NO_EDITS}")
+    if fields.get("fallbacks") not in (None, [], "default"):
+        raise wrong_value("fallbacks", fields.get("fallbacks"), "unset: Baton asks no other model")
+    if fields.get("inference_geo") not in (None, _ANYWHERE):
+        limit = f"unset or {_ANYWHERE!r}: Baton does not know where its workers are"
+        raise wrong_value("inference_geo", fields.get("inference_geo"), limit)
 
 
 def counted_conversation(body: MessagesBody) -> Conversation:
@@ -116,7 +146,7 @@ def _params(body: MessagesBody, can_limit_thinking: bool) -> dict[str, Any]:
         raise InvalidArgumentError("thinking.budget_tokens is missing")
     if budget is not None and can_limit_thinking:
         params.setdefault("thinking_token_budget", budget)
-    outputs = _output_form(Fields(body.output_config or {}, "output_config"))
+    outputs = _output_form(body)
     if outputs is not None:
         if "structured_outputs" in params:
             raise InvalidArgumentError(
@@ -136,8 +166,14 @@ def _stops(body: MessagesBody) -> list[str]:
     return stops
 
 
-def _output_form(config: Fields) -> StructuredOutputs | None:
-    given = config.object("format")
+def _output_form(body: MessagesBody) -> StructuredOutputs | None:
+    given = Fields(body.output_config or {}, "output_config").object("format")
+    if body.output_format is not None:
+        if given is not None:
+            raise InvalidArgumentError(
+                "output_format is set together with output_config.format; set one of them"
+            )
+        given = Fields(body.output_format, "output_format")
     if given is None:
         return None
     given.required("type")

@@ -1,6 +1,7 @@
 """`SamplingBody`: the fields that request bodies of several protocols share.
 
-Types are strict: a number is not a text. An explicit null is the same as an absent field.
+Types are strict: a number is not a text. An explicit null is the same as an absent field. A
+number such as 10.0 is an integer, as in JSON Schema: some clients write every number so.
 Names follow OpenAI's API, then vLLM's. A body has few errors, however large it is: a list is
 refused at its first wrong element, objects have few fields, or fields of any kind.
 """
@@ -10,7 +11,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidArgumentError
@@ -19,10 +29,11 @@ __all__ = [
     "Array",
     "Body",
     "FewEntries",
+    "Integer",
     "JsonObject",
     "SamplingBody",
     "StreamOptions",
-    "TokenId",
+    "TokenIds",
     "refuse_lacking",
 ]
 
@@ -42,9 +53,27 @@ def _refuse_many(value: Any) -> Any:
     return value
 
 
+def _integral(value: Any) -> Any:
+    """An integer that is written as 10.0; any other value as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _all_integral(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Checks a list; looks for integers that are written as 10.0 only if it is refused."""
+    try:
+        return check(value)
+    except ValidationError:
+        if not isinstance(value, list) or float not in set(map(type, value)):
+            raise
+        return check(list(map(_integral, value)))
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Array = Annotated[list[_Element], Field(fail_fast=True)]
 """A list with one error at most."""
+Integers = Annotated[Array[int], WrapValidator(_all_integral)]
+TokenIds = Annotated[Array[TokenId], WrapValidator(_all_integral)]
 JsonObject = dict[Any, Any]
 """A JSON object. Its keys are not checked here, which would give an error for each."""
 FewEntries = BeforeValidator(_refuse_many)
@@ -56,6 +85,7 @@ _LACKING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
+        "moderation": (),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "prompt_embeds": (),
@@ -79,11 +109,20 @@ _IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "prediction",
         "verbosity",
+        "access_programs",
+        "background_options",
+        "image",
+        "cache_control",
+        "diagnostics",
+        "speed",
+        "billing_policy",
+        "fallback_credit_token",
     }
 )
-"""Names of OpenAI's API that have no meaning here."""
+"""Names of OpenAI's and Anthropic's APIs that change no answer here."""
 
 
 class Body(BaseModel):
@@ -119,29 +158,29 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    seed: int | None = None
+    n: Integer | None = None
+    best_of: Integer | None = None
+    seed: Integer | None = None
     stop: str | Array[str] | None = None
-    stop_token_ids: Array[int] | None = None
+    stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_tokens: Integer | None = None
+    max_tokens: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, FewEntries] = None
-    allowed_token_ids: Array[int] | None = None
+    allowed_token_ids: Integers | None = None
     bad_words: Array[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
     add_special_tokens: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -156,7 +195,7 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
     cache_salt: str | None = None
     request_id: str | None = None
 
@@ -187,5 +226,10 @@ def refuse_lacking(body: SamplingBody) -> None:
         elif value not in _LACKING[name]:
             why = _WHY.get(name, "this server does not support it")
             raise InvalidArgumentError(f"{name} is set; {why}")
+    options = (body.model_extra or {}).get("prompt_cache_options")
+    if isinstance(options, dict) and options.get("prewarm"):
+        raise InvalidArgumentError(
+            "prompt_cache_options.prewarm is set; this server does not support it"
+        )
     if unknown:
         _LOGGER.debug("ignored fields=%s", ascii(unknown[:32]))

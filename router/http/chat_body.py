@@ -9,7 +9,7 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import MAX_LOGPROBS
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
-from router.http.bodies import Array, JsonObject, SamplingBody
+from router.http.bodies import Array, Integer, JsonObject, SamplingBody
 from router.http.fields import Fields, wrong_value
 from router.http.params import stated_fields
 
@@ -30,7 +30,8 @@ class ChatBody(SamplingBody):
         max_completion_tokens: the newer name of `max_tokens`.
         logprobs: whether the answer has log-probabilities.
         top_logprobs: how many likeliest tokens are returned at each place.
-        reasoning_effort: a variable of the chat template.
+        reasoning_effort: a variable of the chat template; "none" turns reasoning off where the
+            template can.
         include_reasoning: whether the answer has the reasoning part.
         prediction: a text that the answer will probably repeat.
     """
@@ -39,9 +40,9 @@ class ChatBody(SamplingBody):
     tools: Array[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
+    max_completion_tokens: Annotated[Integer | None, Field(ge=1, lt=2**32)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[Integer | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -66,6 +67,8 @@ class ChatBody(SamplingBody):
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
         return conversation_of(
             self.messages,
             tools=self._allowed_tools(),

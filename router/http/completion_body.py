@@ -6,7 +6,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidArgumentError
-from router.http.bodies import Array, SamplingBody, TokenId
+from router.http.bodies import Array, Integer, SamplingBody, TokenIds
 from router.http.params import Prompt, stated_fields
 from router.validation import MAX_PROMPTS
 
@@ -15,7 +15,11 @@ __all__ = ["CompletionBody"]
 
 def _refuse_many(prompt: Any) -> Any:
     """Refuses too many prompts before each of them is checked."""
-    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+    if (
+        isinstance(prompt, list)
+        and len(prompt) > MAX_PROMPTS
+        and not isinstance(prompt[0], int | float)
+    ):
         raise PydanticCustomError(
             "too_many_prompts",
             "Field has {length} prompts; at most {most} are allowed",
@@ -32,10 +36,8 @@ class CompletionBody(SamplingBody):
         logprobs: how many likeliest tokens are returned at each place, beside the token.
     """
 
-    prompt: Annotated[
-        str | Array[str] | Array[TokenId] | Array[Array[TokenId]], BeforeValidator(_refuse_many)
-    ]
-    logprobs: int | None = None
+    prompt: Annotated[str | Array[str] | TokenIds | Array[TokenIds], BeforeValidator(_refuse_many)]
+    logprobs: Integer | None = None
 
     def prompts(self) -> list[Prompt]:
         """The prompts, one by one.

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from baton.errors import BatonError
+from baton.errors import BatonError, PromptTooLongError
 from router.http.json_bytes import json_response
 
 __all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]
@@ -43,6 +43,7 @@ class Problem:
         code: OpenAI's `code` of the error.
         headers: further headers of the answer.
         request_id: of the request; empty if the request was refused before it was read.
+        cause: the error that the problem was made of, for protocols that show more of it.
     """
 
     status: int
@@ -52,6 +53,7 @@ class Problem:
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     request_id: str = ""
+    cause: BatonError | None = None
 
 
 ErrorBody = Callable[[Problem], dict[str, Any]]
@@ -149,15 +151,25 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEA
 def _of_baton_error(error: BatonError) -> Problem:
     status, kind, code = _OF_CODE[error.code]
     param = "model" if status == 404 else _field_of(error.message) if status == 400 else None
-    if param == "prompt" and "tokens; it must have fewer" in error.message:
-        code = "context_length_exceeded"
+    message = error.message
+    if isinstance(error, PromptTooLongError):
+        param, code, message = "prompt", "context_length_exceeded", _context_text(error)
     return Problem(
         status=status,
-        message=error.message[:_MOST_MESSAGE_CHARS],
+        message=message[:_MOST_MESSAGE_CHARS],
         kind=kind,
         param=param,
         code=code,
         headers=_headers_of(error),
+        cause=error,
+    )
+
+
+def _context_text(error: PromptTooLongError) -> str:
+    """The text of OpenAI's API: clients that shorten a conversation look for its first words."""
+    return (
+        f"This model's maximum context length is {error.max_total_tokens} tokens. However, "
+        f"{error.message}."
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.v1 import common_pb2
+from router.http.text_places import TextPlaces
 from router.http.token_texts import TokenTexts
 
 __all__ = ["LegacyLogprobs", "chat_logprobs", "prompt_logprobs"]
@@ -25,7 +26,7 @@ class LegacyLogprobs:
         self._texts = texts
         self._as_ids = as_ids
         self._has_special = has_special
-        self._offset = 0
+        self._places = TextPlaces(texts)
 
     def prompt_fields(
         self,
@@ -35,7 +36,7 @@ class LegacyLogprobs:
     ) -> dict[str, list[Any]]:
         """The fields for a prompt that the choice begins with; `text` is the prompt's."""
         fields = self.fields(token_ids, [None, *logprobs], text)
-        self._offset = len(text)
+        self._places.move(len(text))
         return fields
 
     def fields(
@@ -60,8 +61,7 @@ class LegacyLogprobs:
             tokens.append(text)
             own.append(None if entry is None else max(entry.logprob, _LEAST))
             top.append(None if entry is None else self._top(text, entry))
-            offsets.append(self._offset)
-            self._offset += self._num_characters(token_id, prompt)
+            offsets.append(self._place(token_id, prompt))
         return {
             "tokens": tokens,
             "token_logprobs": own,
@@ -69,13 +69,24 @@ class LegacyLogprobs:
             "text_offset": offsets,
         }
 
-    def _num_characters(self, token_id: int, prompt: str | None) -> int:
-        """How many characters a token has in the choice's text: a special token may have none."""
-        text = self._texts.text(token_id)
+    def _place(self, token_id: int, prompt: str | None) -> int:
+        """Adds a token; returns the place in the choice's text at which it begins."""
+        if not self._is_written(token_id, prompt):
+            return self._places.place
+        place = self._places.push(token_id)
+        if prompt is not None and place == 0:
+            text = self._texts.text(token_id)
+            if text[:1] == " " and not prompt.startswith(text) and prompt.startswith(text[1:]):
+                self._places.move(self._places.place - 1)  # texts lack the tokenizer's first space
+        return place
+
+    def _is_written(self, token_id: int, prompt: str | None) -> bool:
+        """Whether the choice's text has a token: it may lack special ones."""
         if not self._texts.is_special(token_id):
-            return len(text)
-        is_written = self._has_special if prompt is None else prompt.startswith(text, self._offset)
-        return len(text) if is_written else 0
+            return True
+        if prompt is None:
+            return self._has_special
+        return prompt.startswith(self._texts.text(token_id), self._places.place)
 
     def _top(self, text: str, entry: common_pb2.TokenLogprobs) -> dict[str, float]:
         top = {

@@ -1,5 +1,8 @@
-"""`/v1/models`: the served models and their aliases. `/v1/embeddings`: not served."""
+"""`/v1/models`: the served models and their aliases, for clients of OpenAI and of Anthropic.
+`/tokenizer_info`: a model's tokenizer, as vLLM describes it. `/v1/embeddings`: not served.
+"""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,6 +23,8 @@ from router.models import Model
 
 __all__ = ["ENDPOINTS"]
 
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""The class in transformers that a checkpoint without one has."""
 _ROUTER = APIRouter()
 ENDPOINTS = EndpointGroup(_ROUTER)
 
@@ -35,7 +40,9 @@ async def list_models(request: Request) -> Response:
         for model in context_of(request).models.usable()
         for name in model.names
     ]
-    return json_response({"object": "list", "data": data})
+    names = [model["id"] for model in data]
+    ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+    return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
 
 @_ROUTER.get(
@@ -45,6 +52,21 @@ async def list_models(request: Request) -> Response:
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""
     return json_response(_fields(context_of(request).models.find(model_id), model_id))
+
+
+@_ROUTER.get(
+    "/tokenizer_info",
+    responses=declared_responses(
+        "The settings of the tokenizer.", "tokenizer_class", errors=(400, 403, 404, *OF_CLIENTS)
+    ),
+)
+async def tokenizer_info(request: Request, model: str = "") -> Response:
+    """Describes a model's tokenizer: its tokenizer_config.json, with the chat template in use."""
+    found = context_of(request).models.find(model)
+    settings = {"tokenizer_class": _TOKENIZER_CLASS, **found.tokenizer_settings}
+    if found.chat_template is not None:
+        settings["chat_template"] = found.chat_template.text
+    return json_response(settings)
 
 
 @_ROUTER.post(
@@ -66,6 +88,8 @@ async def create_embeddings(request: Request) -> Response:
 
 
 def _fields(model: Model, name: str) -> dict[str, Any]:
+    """The fields of OpenAI's API, then those that vLLM adds, then those of Anthropic's API."""
+    created_at = datetime.fromtimestamp(model.created, UTC)
     return {
         "id": name,
         "object": "model",
@@ -74,4 +98,8 @@ def _fields(model: Model, name: str) -> dict[str, Any]:
         "root": model.config.model,
         "parent": None if name == model.name else model.name,
         "max_model_len": max_model_len(model),
+        "type": "model",
+        "display_name": name,
+        "created_at": created_at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
     }

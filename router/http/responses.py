@@ -1,4 +1,6 @@
-"""`/v1/responses`: the part of OpenAI's Responses API that needs no stored responses."""
+"""`/v1/responses` and `/v1/responses/input_tokens`: the part of OpenAI's Responses API that needs
+no stored responses.
+"""
 
 from typing import Any
 
@@ -10,10 +12,16 @@ from router.chat.chat_request import ChatChunk
 from router.http.answering import stream_response, whole_response
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
+from router.http.json_bytes import json_response
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of
 from router.http.responses_answer import ResponseAnswer, ResponseStream
-from router.http.responses_request import ResponsesBody, read_responses_request
+from router.http.responses_request import (
+    CountedResponsesBody,
+    ResponsesBody,
+    counted_conversation,
+    read_responses_request,
+)
 
 __all__ = ["ENDPOINTS"]
 
@@ -46,3 +54,16 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     if body.stream:
         return stream_response(chunks, ResponseStream(response), request, request_id)
     return await whole_response(chunks, response, request)
+
+
+@_ROUTER.post(
+    "/v1/responses/input_tokens",
+    responses=declared_responses("The number of tokens.", "object", "input_tokens"),
+)
+async def count_input_tokens(body: CountedResponsesBody, request: Request) -> Response:
+    """Counts the tokens of a conversation, as the chat template writes it."""
+    context = context_of(request)
+    model = context.models.find(body.model or "")
+    conversation = counted_conversation(body, request_id_of(request, body))
+    num_tokens = await context.chat(model).count_tokens(conversation)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})

@@ -16,16 +16,20 @@ from router.http.answer_parts import (
     PartOpened,
     Step,
 )
+from router.http.custom_input import CustomInput, input_of
 from router.http.errors import Problem
 from router.http.responses_request import ResponsesRequest
+from router.http.responses_tools import ClientTool
 
 __all__ = ["Event", "ResponseAnswer", "ResponseStream"]
 
 Event = dict[str, Any]
 
 _ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.TOOL_CALL: "fc"}
+_CUSTOM_ID_PREFIX = "ctc"
 _STATUSES = {None: "in_progress", "length": "incomplete", "abort": "failed"}
 _ABORTED = {"code": "server_error", "message": "the request was aborted; retry it"}
+_CUSTOM_INPUT = "response.custom_tool_call_input"
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -106,9 +110,15 @@ class ResponseAnswer:
     def item_id(self, part: Part) -> str:
         """The id of a part's output item."""
         while len(self._item_ids) <= part.index:
-            kind = self.parts.parts[len(self._item_ids)].kind
-            self._item_ids.append(self._new_id(_ID_PREFIXES[kind]))
+            known = self.parts.parts[len(self._item_ids)]
+            prefix = _CUSTOM_ID_PREFIX if self.is_custom(known) else _ID_PREFIXES[known.kind]
+            self._item_ids.append(self._new_id(prefix))
         return self._item_ids[part.index]
+
+    def is_custom(self, part: Part) -> bool:
+        """Whether a part is a call of a custom tool."""
+        tool = self._tool(part)
+        return tool is not None and tool.is_custom
 
     def item(self, part: Part) -> dict[str, Any]:
         """The output item of a part that is over, or was when the answer ended."""
@@ -124,11 +134,24 @@ class ResponseAnswer:
     ) -> dict[str, Any]:
         item = {"id": self.item_id(part), "status": status}
         if part.call is not None:
-            call = {"call_id": part.call.id, "name": part.call.name, "arguments": text}
-            return {"type": "function_call", **item, **call}
+            return self._call_item(part, item, text)
         if part.kind is PartKind.REASONING:
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def _call_item(self, part: Part, item: dict[str, Any], text: str) -> dict[str, Any]:
+        assert part.call is not None
+        tool = self._tool(part)
+        call = {"call_id": part.call.id, "name": tool.name if tool else part.call.name}
+        if tool is not None and tool.namespace:
+            call["namespace"] = tool.namespace
+        if self.is_custom(part):  # such items have no status
+            return {"type": "custom_tool_call", "id": item["id"], **call, "input": input_of(text)}
+        return {"type": "function_call", **item, **call, "arguments": text}
+
+    def _tool(self, part: Part) -> ClientTool | None:
+        name = None if part.call is None else part.call.name
+        return None if name is None else self._request.tools.get(name)
 
 
 class ResponseStream:
@@ -141,6 +164,7 @@ class ResponseStream:
     def __init__(self, answer: ResponseAnswer) -> None:
         self._answer = answer
         self._num_events = 0
+        self._inputs: dict[int, CustomInput] = {}  # of custom calls, by their parts' index
 
     def push(self, chunk: ChatChunk) -> list[Event]:
         """The events of a chunk."""
@@ -179,6 +203,8 @@ class ResponseStream:
             match step:
                 case PartOpened(part):
                     events += self._opened(part)
+                case PartAdded(part) if self._answer.is_custom(part):
+                    events += self._input_added(part, step.text)
                 case PartAdded(part):
                     events.append(self._added(part, step))
                 case PartClosed(part):
@@ -200,9 +226,27 @@ class ResponseStream:
             place["logprobs"] = _without_bytes(step.logprobs)
         return self._event(f"{_events_of(part)}.delta", **place, delta=step.text)
 
+    def _input_added(self, part: Part, text: str) -> list[Event]:
+        """The event of a custom call's text, if arguments complete some."""
+        delta = self._inputs.setdefault(part.index, CustomInput()).push(text)
+        return self._input_delta(part, delta)
+
+    def _input_delta(self, part: Part, delta: str) -> list[Event]:
+        if not delta:
+            return []
+        return [self._event(f"{_CUSTOM_INPUT}.delta", **self._place(part), delta=delta)]
+
+    def _input_closed(self, part: Part) -> list[Event]:
+        text = input_of(part.text)
+        rest = self._inputs.pop(part.index, CustomInput()).rest(text)
+        events = self._input_delta(part, rest)
+        return [*events, self._event(f"{_CUSTOM_INPUT}.done", **self._place(part), input=text)]
+
     def _closed(self, part: Part) -> list[Event]:
         place, done = self._place(part), f"{_events_of(part)}.done"
-        if part.call is not None:
+        if self._answer.is_custom(part):
+            events = self._input_closed(part)
+        elif part.call is not None:
             events = [self._event(done, **place, arguments=part.text)]
         else:
             text: dict[str, Any] = {"text": part.text}

@@ -4,24 +4,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.json_text import compact_json
 from router.http.fields import Fields, wrong_value
+from router.http.json_bytes import text_json
 from router.http.message_builder import MessageBuilder
+from router.http.responses_tools import INPUT, model_name
 
 __all__ = ["messages_of_input"]
 
 _ROLES = ("user", "assistant", "system", "developer")
+_UNSHOWN = ("type", "id", "status", "container_id")
+"""Fields of a server's calls that say nothing to a model."""
+_MAX_ITEM_BYTES = 2**24
 _NOT_SUPPORTED = "it is not supported: Baton's models read and write text"
 _NEEDS_STORE = "it is not supported: Baton stores no responses; send the item itself"
 
 
 def messages_of_input(
-    instructions: str | None, given: str | list[dict[str, Any]]
+    instructions: str | None, given: str | list[dict[str, Any]] | None
 ) -> tuple[Mapping[str, Any], ...]:
     """Returns the messages of a body.
 
     Args:
         instructions: of the body; they become the first message.
-        given: the body's input.
+        given: the body's input; None: the prompt is the instructions alone.
 
     Raises:
         InvalidArgumentError: an item is malformed or of a type that Baton lacks; names its path.
@@ -29,7 +35,10 @@ def messages_of_input(
     builder = MessageBuilder()
     if instructions:
         builder.add("system", instructions)
-    if isinstance(given, str):
+    if given is None:
+        if not instructions:
+            raise InvalidArgumentError("input is missing, and so is instructions; set one of them")
+    elif isinstance(given, str):
         builder.add("user", given)
     elif not given:
         raise InvalidArgumentError("input is empty; it must have at least 1 item")
@@ -60,11 +69,25 @@ def _add_message(builder: MessageBuilder, item: Fields) -> None:
 
 
 def _add_call(builder: MessageBuilder, item: Fields) -> None:
-    builder.add_call(
-        item.required_text("call_id"),
-        item.required_text("name"),
-        item.required_text("arguments"),
-    )
+    name = model_name(item.required_text("name"), item.text("namespace"))
+    builder.add_call(item.required_text("call_id"), name, item.required_text("arguments"))
+
+
+def _add_custom_call(builder: MessageBuilder, item: Fields) -> None:
+    name = model_name(item.required_text("name"), item.text("namespace"))
+    arguments = text_json({INPUT: item.required_text("input")})
+    builder.add_call(item.required_text("call_id"), name, arguments)
+
+
+def _add_hosted_call(builder: MessageBuilder, item: Fields) -> None:
+    """A call that a server made within an earlier answer is text of that answer."""
+    shown = {name: value for name, value in item.raw.items() if name not in _UNSHOWN}
+    text = compact_json(item.path, shown, _MAX_ITEM_BYTES)
+    builder.add_answer(f"[{item.required_text('type')} {text}]")
+
+
+def _skip(builder: MessageBuilder, item: Fields) -> None:
+    """Lists of tools on servers: the model is offered none of them."""
 
 
 def _add_call_output(builder: MessageBuilder, item: Fields) -> None:
@@ -105,5 +128,14 @@ _ITEMS: Mapping[str, Callable[[MessageBuilder, Fields], None]] = {
     "message": _add_message,
     "function_call": _add_call,
     "function_call_output": _add_call_output,
+    "custom_tool_call": _add_custom_call,
+    "custom_tool_call_output": _add_call_output,
     "reasoning": _add_reasoning,
+    "web_search_call": _add_hosted_call,
+    "file_search_call": _add_hosted_call,
+    "code_interpreter_call": _add_hosted_call,
+    "mcp_call": _add_hosted_call,
+    "mcp_list_tools": _skip,
+    "tool_search_call": _skip,
+    "tool_search_output": _skip,
 }

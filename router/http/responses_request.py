@@ -1,7 +1,7 @@
 """A body of OpenAI's Responses API as a `ChatRequest`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -11,14 +11,21 @@ from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from baton.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
+from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
-from router.http.bodies import Array, FewEntries, JsonObject
+from router.http.bodies import Array, FewEntries, Integer, JsonObject
 from router.http.fields import Fields, wrong_value
 from router.http.responses_input import messages_of_input
-from router.http.responses_tools import Tools, tools_of
+from router.http.responses_tools import ClientTool, Tools, tools_of
 
-__all__ = ["ResponsesBody", "ResponsesRequest", "read_responses_request"]
+__all__ = [
+    "CountedResponsesBody",
+    "ResponsesBody",
+    "ResponsesRequest",
+    "counted_conversation",
+    "read_responses_request",
+]
 
 _LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "Baton stores no responses; send the whole conversation as input"
@@ -29,6 +36,7 @@ _REFUSED = {
     "prompt": "Baton has no stored prompts; send instructions and input",
     "context_management": "Baton does not compact conversations",
     "moderation": "Baton has no moderation models",
+    "personality": "Baton's models have no styles of their own",
 }
 _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -56,9 +64,9 @@ class ResponsesBody(AnswerBody):
 
     input: str | Array[JsonObject]
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**32)] = None
-    max_tool_calls: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    max_output_tokens: Annotated[Integer | None, Field(ge=1, lt=2**32)] = None
+    max_tool_calls: Annotated[Integer | None, Field(ge=0, lt=2**31)] = None
+    top_logprobs: Annotated[Integer | None, Field(ge=0, le=20)] = None
     include: Array[_Include] | None = None
     tools: Array[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
@@ -73,17 +81,25 @@ class ResponsesBody(AnswerBody):
     prompt_cache_key: str | None = None
 
 
+class CountedResponsesBody(ResponsesBody):
+    """A request for the number of tokens of a prompt, which may be instructions alone."""
+
+    input: str | Array[JsonObject] | None = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
     """A request for a response.
 
     Attributes:
         chat: the chat to answer.
+        tools: what the model may call, by the names that it reads.
         includes_logprobs: whether the answer's text has log-probabilities.
         echo: fields of the answer that repeat the request.
     """
 
     chat: ChatRequest
+    tools: Mapping[str, ClientTool] = field(default_factory=dict)
     includes_logprobs: bool = False
     echo: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,7 +119,7 @@ def read_responses_request(
             its path.
     """
     Fields(body.model_extra or {}).refuse(_REFUSED)
-    tools = tools_of(body.tools, body.tool_choice)
+    tools = tools_of(body.tools, body.tool_choice, request_id)
     chat = ChatRequest(
         conversation=conversation_of(
             messages_of_input(body.instructions, body.input),
@@ -121,9 +137,20 @@ def read_responses_request(
     )
     return ResponsesRequest(
         chat=chat,
+        tools=tools.by_name,
         includes_logprobs=_LOGPROBS in (body.include or ()),
         echo=_echo(body, tools, defaults),
     )
+
+
+def counted_conversation(body: CountedResponsesBody, request_id: str = "") -> Conversation:
+    """Returns the conversation as a response's prompt has it: without tools if calls are forbidden.
+
+    Raises:
+        InvalidArgumentError: as of `read_responses_request`.
+    """
+    chat = read_responses_request(body, request_id).chat
+    return replace(chat.conversation, tools=()) if chat.tool_choice == "none" else chat.conversation
 
 
 def _params(body: ResponsesBody) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class TokenTexts:
         """Whether texts lack the token by default."""
         return token_id in self._tokenizer.special_token_ids
 
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is a single byte, runs of which decode together."""
+        return token_id in self._tokenizer.byte_token_ids
+
     def _lookup(self, token_id: int) -> tuple[str, bytes]:
         known = self._known.get(token_id)
         if known is None:

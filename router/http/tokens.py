@@ -7,7 +7,7 @@ from starlette.responses import Response
 from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
-from router.http.bodies import Array, Body, JsonObject, TokenId
+from router.http.bodies import Array, Body, JsonObject, TokenIds
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
@@ -65,7 +65,7 @@ class DetokenizeBody(Body):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: Array[TokenId]
+    tokens: TokenIds
 
 
 @_ROUTER.post(

@@ -13,7 +13,8 @@ from baton.errors import AbortedError
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.answer_chunks import check_type
-from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode
+from tests.support.answering_decode import AnsweringDecode
+from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, FakePrefill
 from tests.support.running_http import running_http
 from tests.support.running_router import script_of, tokenizer
 
@@ -90,6 +91,35 @@ async def test_a_whole_message_and_a_stream_are_the_same():
             check_type(RawMessageStreamEvent, event)
 
 
+async def test_a_stream_begins_with_the_counts_of_the_prompt():
+    prefill, decode = FakePrefill(script_of("abc")), answering("abc")
+    long = {"role": "user", "content": "word " * 40}
+    async with running(prefill, decode) as api:
+        for message in (long, USER):  # with a remote prefill, and with a local one
+            first, *_, last, _ = await raw_events(api, messages=[message], max_tokens=3)
+            usage = check_type(RawMessageStreamEvent, first).message.usage
+            num_prompt_tokens = len(decode.starts[-1].spec.prompt_token_ids)
+            assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt_tokens
+            assert usage.cache_read_input_tokens > 0
+            assert last["usage"]["input_tokens"] == usage.input_tokens > 0
+            assert usage.output_tokens == 0
+
+
+async def test_the_models_are_listed_for_anthropics_client():
+    async with running(answering("a"), served_model_name=("scripted", "other")) as api:
+        listed = [model async for model in api.anthropic.models.list()]
+        named = await api.anthropic.models.retrieve("other")
+        openais = await api.openai.models.list()
+    assert [model.id for model in listed] == ["scripted", "other"]
+    assert named == listed[1]
+    assert (named.type, named.display_name) == ("model", "other")
+    assert named.created_at.timestamp() == openais.data[1].created
+    assert [(model.id, model.object) for model in openais.data] == [
+        ("scripted", "model"),
+        ("other", "model"),
+    ]
+
+
 async def test_thinking_and_calls_are_blocks_of_their_own():
     decode = answering(f"<think>\nHm.\n</think>\n\nLet me see. {CALL}")
     config = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
@@ -128,6 +158,26 @@ async def test_a_forced_call_needs_no_parser():
     (call,) = message.content
     assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
     assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_tool_runner_sends_the_whole_conversation(stream):
+    """It sends new messages alone to servers that keep conversations."""
+
+    @anthropic.beta_async_tool
+    async def add(a: int) -> str:
+        """Adds one."""
+        return f"sum {a + 1}"
+
+    decode = AnsweringDecode(lambda prompt, spec: "Done." if "[tool]sum 2" in prompt else CALL)
+    async with running(decode, tool_call_parser="hermes") as api:
+        runner = api.anthropic.beta.messages.tool_runner(**REQUEST, tools=[add], stream=stream)
+        replies = [await turn.get_final_message() if stream else turn async for turn in runner]
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
+    assert replies[1].content[0].text == "Done."
+    assert decode.prompts[-1].startswith("[user]Hi[assistant]")
+    assert decode.prompts[-1].endswith("[tool]sum 2[assistant]")
+    assert len(decode.prompts) == 2
 
 
 async def test_the_stop_reason_of_a_message():

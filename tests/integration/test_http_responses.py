@@ -132,6 +132,34 @@ async def test_reasoning_and_calls_are_items_of_their_own():
     assert answered.status == "completed"
 
 
+async def test_a_custom_tool_is_called_with_a_text_beside_hosted_tools():
+    text = 'print("hi")\n'
+    call = json.dumps({"name": "exec__python", "arguments": {"input": text}})
+    custom = {"type": "custom", "name": "python"}
+    namespace = {"type": "namespace", "name": "exec", "description": "Runs.", "tools": [custom]}
+    fields = {"model": MODEL, "tools": [namespace, {"type": "web_search"}, TOOL]}
+    decode = answering(f"<tool_call>{call}</tool_call>")
+    async with running(decode, tool_call_parser="hermes") as api:
+        whole = await api.openai.responses.create(**fields, input="Hi")
+        events = await raw_events(api, **fields)
+        (item,) = [item.to_dict() for item in whole.output]
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "hi"}
+        answered = await api.openai.responses.create(**fields, input=[item, output])
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "python", text)
+    assert item["namespace"] == "exec"
+    assert item["id"].startswith("ctc_")
+    deltas = [event["delta"] for event in events if "delta" in event]
+    assert "".join(deltas) == text
+    assert without_ids(events[-1]["response"]["output"])[0] | {"call_id": item["call_id"]} == {
+        name: value for name, value in item.items() if name != "id"
+    }
+    for event in events:
+        check_type(ResponseStreamEvent, event, STORE)
+    assert answered.status == "completed"
+    prompt = tokenizer().decode(decode.starts[-1].spec.prompt_token_ids)
+    assert "[tool]hi" in prompt
+
+
 async def test_a_forced_call_needs_no_parser():
     async with running(answering('{"a": 1}')) as api:
         response = await api.openai.responses.create(
@@ -210,7 +238,8 @@ async def test_an_error_within_a_stream_is_a_failed_response():
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serch"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_p": 7.0}, "top_p"),
         ({"include": ["everything"]}, "include"),
@@ -251,3 +280,18 @@ async def test_a_forced_call_outweighs_a_form():
         )
     assert response.output[0].type == "function_call"
     assert decode.starts[0].spec.sampling.structured_outputs.json
+
+
+async def test_the_tokens_of_an_input_are_counted():
+    decode = answering("a")
+    async with running(decode) as api:
+        fields = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
+        counted = await api.openai.responses.input_tokens.count(**fields)
+        response = await api.openai.responses.create(**fields)
+        alone = await api.openai.responses.input_tokens.count(instructions="Be brief.")
+        for wrong in ({}, {"previous_response_id": "r"}, {"input": "Hi", "personality": "x"}):
+            with pytest.raises(openai.BadRequestError):
+                await api.openai.responses.input_tokens.count(**wrong)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    assert alone.input_tokens == len(script_of("[system]Be brief.[assistant]"))

@@ -13,10 +13,12 @@ from baton.errors import ConfigurationError, UnavailableError
 from router.config import ServedModelConfig
 from router.http.config import HttpConfig
 from router.http.server import HttpServer
+from router.models import RouterFiles
 from tests.support.bench_requests import completion_body, read_result
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
 from tests.support.running_http import RunningHttp, running_http
 from tests.support.running_router import script_of, tokenizer
+from tests.support.tokenizer_folders import write_byte_level_folder
 
 MODEL = "scripted"
 ENDLESS = [50 + i % 200 for i in range(4000)]
@@ -373,6 +375,25 @@ async def test_each_model_has_its_own_readiness():
             await prefill.stop()
             await api.router.until(lambda: not api.router.fleet.can_serve)
             assert await readiness(api) == (503, [False, True], "SERVING")
+
+
+async def test_the_tokenizer_is_described_with_the_template_in_use(tmp_path):
+    folder = write_byte_level_folder(tmp_path)
+    files = RouterFiles.load(
+        ServedModelConfig(model=str(folder), decode=("x:1",), chat_template="{{ 1 }}\n")
+    )
+    settings = files.tokenizer_settings
+    assert settings["bos_token"] == "<s>"
+    fields = {"chat_template": files.chat_template, "tokenizer_settings": settings}
+    async with running_http(FakeDecode([50]), **fields) as api:
+        answer = await api.http.get("/tokenizer_info", params={"model": "scripted"})
+        missing = await api.http.get("/tokenizer_info?model=other")
+    assert answer.json() == {**settings, "chat_template": "{{ 1 }}\n"}
+    assert answer.json()["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert missing.status_code == 404
+    async with running_http(FakeDecode([50])) as api:
+        bare = await api.http.get("/tokenizer_info")
+    assert bare.json() == {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 async def test_models_health_and_tokens():

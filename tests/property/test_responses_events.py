@@ -4,6 +4,7 @@ adds them up."""
 import itertools
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import omit
 from openai._models import construct_type
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -13,24 +14,31 @@ from router.http.responses_answer import ResponseAnswer, ResponseStream
 from router.http.responses_request import ResponsesBody, read_responses_request
 from tests.support.answer_chunks import answers, check_type
 
-REQUEST = read_responses_request(ResponsesBody.model_validate({"model": "m", "input": "Hi"}))
+
+def request_of(*tools):
+    body = {"model": "m", "input": "Hi", "tools": list(tools)}
+    return read_responses_request(ResponsesBody.model_validate(body))
+
+
+CUSTOM = {"type": "custom", "name": "f"}
+REQUESTS = st.sampled_from([request_of(), request_of(CUSTOM)])
 STORE = frozenset({"store"})  # the API sends it, the client's type lacks it
 
 
-def new_answer():
+def new_answer(request):
     numbers = itertools.count()
     return ResponseAnswer(
-        REQUEST, "m", new_id=lambda prefix: f"{prefix}_{next(numbers)}", now=lambda: 5.0
+        request, "m", new_id=lambda prefix: f"{prefix}_{next(numbers)}", now=lambda: 5.0
     )
 
 
-def streamed(chunks):
-    stream = ResponseStream(new_answer())
+def streamed(chunks, request):
+    stream = ResponseStream(new_answer(request))
     return [event for each in chunks for event in stream.push(each)] + stream.finish()
 
 
-def whole(chunks):
-    answer = new_answer()
+def whole(chunks, request):
+    answer = new_answer(request)
     for each in chunks:
         answer.push(each)
     answer.finish()
@@ -54,17 +62,19 @@ def added_up(events):
                 content[event["content_index"]]["text"] += event["delta"]
             case "function_call_arguments.delta":
                 items[event["output_index"]]["arguments"] += event["delta"]
+            case "custom_tool_call_input.delta":
+                items[event["output_index"]]["input"] += event["delta"]
     for item in items.values():
-        if item["type"] == "function_call":
+        if item["type"] in ("function_call", "custom_tool_call"):
             del item["content"]
     return [items[index] | {"status": None} for index in sorted(items)]
 
 
 @settings(deadline=None, max_examples=50)
-@given(answers())
-def test_deltas_add_up_to_the_whole_answer(chunks):
-    events = streamed(chunks)
-    body = whole(chunks)
+@given(answers(), REQUESTS)
+def test_deltas_add_up_to_the_whole_answer(chunks, request):
+    events = streamed(chunks, request)
+    body = whole(chunks, request)
     assert events[-1]["response"] == body
     assert added_up(events) == [item | {"status": None} for item in body["output"]]
     done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
@@ -73,9 +83,9 @@ def test_deltas_add_up_to_the_whole_answer(chunks):
 
 
 @settings(deadline=None, max_examples=50)
-@given(answers())
-def test_each_event_is_one_of_the_clients_types(chunks):
-    events = streamed(chunks)
+@given(answers(), REQUESTS)
+def test_each_event_is_one_of_the_clients_types(chunks, request):
+    events = streamed(chunks, request)
     for event in events:
         parsed = check_type(ResponseStreamEvent, event, STORE)
         assert parsed.type == event["type"]
@@ -83,12 +93,12 @@ def test_each_event_is_one_of_the_clients_types(chunks):
 
 
 @settings(deadline=None, max_examples=50)
-@given(answers())
-def test_the_client_adds_up_the_same_answer(chunks):
+@given(answers(), REQUESTS)
+def test_the_client_adds_up_the_same_answer(chunks, request):
     state = ResponseStreamState(input_tools=[], text_format=omit)
-    for event in streamed(chunks):
+    for event in streamed(chunks, request):
         state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
-    body = whole(chunks)
+    body = whole(chunks, request)
     for index, item in enumerate(body["output"]):
         mine = state._output_items[index]
         if item["type"] == "message":

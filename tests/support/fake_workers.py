@@ -487,6 +487,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 tasks.pop(request_id).cancel()
             self.changes.notify()
 
+    def scripted_for(self, start: decode_pb2.StartDecode) -> "FakeDecode":
+        """Returns the worker whose scripts a request gets."""
+        return self
+
     async def _generate(self, start: decode_pb2.StartDecode, outputs: asyncio.Queue) -> None:
         request_id = start.spec.request_id
         if self.refusal is not None:
@@ -494,7 +498,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             return
         self.running[request_id] = start
         self.changes.notify()
-        candidates = FakeCandidates(self, start)
+        candidates = FakeCandidates(self.scripted_for(start), start)
         while candidates.unfinished:
             await self._until_may_send(candidates.num_tokens)
             if step := candidates.advance():

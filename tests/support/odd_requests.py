@@ -220,6 +220,7 @@ ENDPOINTS = (
     ),
     Endpoint("/v1/messages/count_tokens", {"messages": _ANTHROPIC_MESSAGES}, _ANTHROPIC),
     Endpoint("/v1/embeddings", {"input": ("Hi",)}),
+    Endpoint("/v1/responses/input_tokens", {"input": _INPUTS}, _RESPONSES),
     Endpoint("/tokenize", {"prompt": ("Hi",)}, {"return_token_strs": (True,), "model": ("alias",)}),
     Endpoint("/tokenize", {"messages": MESSAGES}, _CHAT),
     Endpoint("/detokenize", {"tokens": ([5, 6, 7], [])}),
@@ -231,6 +232,8 @@ _PATHS = (
     "/ping",
     "/version",
     "/openapi.json",
+    "/tokenizer_info",
+    "/tokenizer_info?model=other",
     "/v1/models",
     "/v1/models/scripted",
     "/v1/models/a/b",
@@ -284,7 +287,7 @@ class OddRequest:
 
 def odd_request(rng: random.Random) -> OddRequest:
     """A request that may be wrong in several ways at once."""
-    endpoint = rng.choices(ENDPOINTS, (4, 4, 4, 4, 1, 1, 1, 1, 1))[0]
+    endpoint = rng.choices(ENDPOINTS, (4, 4, 4, 4, 1, 1, 1, 1, 1, 1))[0]
     body: Any = endpoint.body(rng)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         if rng.random() < 0.3 and isinstance(body, dict) and endpoint.optional:

@@ -95,6 +95,7 @@ async def running_router(
     *workers: FakeWorker,
     default_params: Mapping[str, Any] | None = None,
     chat_template: ChatTemplate | None = None,
+    tokenizer_settings: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Runs a router that is connected to these workers, which the caller has started."""
@@ -106,7 +107,9 @@ async def running_router(
     security = RouterSecurity(router_config.security)
     server = RpcServer(router_config.grpc, SERVICE_NAMES, access_of(router_config, security))
     await server.listen()
-    files = RouterFiles(tokenizer(), default_params or {}, chat_template)
+    files = RouterFiles(
+        tokenizer(), default_params or {}, chat_template, "", tokenizer_settings or {}
+    )
     service = RouterService(router_config, [files] * len(router_config.models), server, security)
     await service.start_http()
     try:

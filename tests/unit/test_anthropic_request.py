@@ -1,5 +1,7 @@
 """Bodies of Anthropic's messages API as chats."""
 
+import json
+
 import pytest
 
 from baton.errors import InvalidArgumentError
@@ -103,6 +105,103 @@ def test_an_empty_last_message_of_the_assistant_is_left_out(content):
     assert not conversation.continue_final_message
 
 
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Rain."}
+PARTS = {"type": "content", "content": [block("text", text="Rain."), block("text", text="Sun.")]}
+HIT = {"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (block("document", source=TEXT_SOURCE), "Rain."),
+        (block("document", source=TEXT_SOURCE, title="A", context="B"), "A\nB\nRain."),
+        (block("document", source=PARTS), "Rain.\nSun."),
+        (
+            block("search_result", title="T", source="u", content=[block("text", text="Rain.")]),
+            "T\nu\nRain.",
+        ),
+        (block("tool_reference", tool_name="grep"), "[tool grep]"),
+    ],
+)
+def test_blocks_that_have_text_are_text(given, text):
+    assert messages({"role": "user", "content": [given]}) == [{"role": "user", "content": text}]
+    result = block("tool_result", tool_use_id="t", content=[given])
+    (message,) = messages({"role": "user", "content": [result]})
+    assert message["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (block("server_tool_use", id="s", name="web_search", input={"query": "q"}), None),
+        (block("mcp_tool_use", id="s", name="web_search", input={"query": "q"}), None),
+        (
+            block("web_search_tool_result", tool_use_id="s", content=[HIT]),
+            '[result: {"content":[{"title":"T","url":"u"}]}]',
+        ),
+        (
+            block("web_search_tool_result", tool_use_id="s", content={"error_code": "full"}),
+            '[result: {"content":{"error_code":"full"}}]',
+        ),
+        (
+            block(
+                "web_fetch_tool_result",
+                tool_use_id="s",
+                content={"url": "u", "content": block("document", source=TEXT_SOURCE)},
+            ),
+            '[result: {"content":{"url":"u","content":"Rain."}}]',
+        ),
+        (
+            block("bash_code_execution_tool_result", tool_use_id="s", content={"stdout": "1"}),
+            '[result: {"content":{"stdout":"1"}}]',
+        ),
+        (
+            block("mcp_tool_result", tool_use_id="s", content=[block("text", text="ok")]),
+            "[result: ok]",
+        ),
+        (block("mcp_tool_result", tool_use_id="s", content="ok"), "[result: ok]"),
+        (block("fallback"), ""),
+        (block("redacted_thinking", data="x"), ""),
+    ],
+)
+def test_what_anthropics_servers_did_is_text_of_the_answer(given, text):
+    turn = {"role": "assistant", "content": [given, block("text", text="So.")]}
+    _, answer, _ = messages(USER, turn, USER)
+    text = '[web_search {"query":"q"}]' if text is None else text
+    assert answer == {"role": "assistant", "content": f"{text}\nSo." if text else "So."}
+
+
+def test_a_summary_stands_for_the_messages_before_it():
+    turn = {"role": "assistant", "content": [block("compaction", content="We spoke.")]}
+    assert messages(turn, USER) == [{"role": "user", "content": "We spoke.\nHi"}]
+    turn["content"][0] = block("compaction", encrypted_content="x")
+    assert "messages[0].content[0].content is missing" in refused(turn, USER)
+
+
+def test_a_failed_call_without_text_is_an_error():
+    result = block("tool_result", tool_use_id="t", is_error=True)
+    (message,) = messages({"role": "user", "content": [result]})
+    assert message["content"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [
+        ([block("text", text="{H}"), block("text", text="Rhyme.")], "Rhyme."),
+        ([block("text", text="{H}\n\nRhyme.")], "Rhyme."),
+        ([block("text", text="{H}")], None),
+        ("{H}\nRhyme.", "Rhyme."),
+        ("Rhyme.\n{H}", "Rhyme.\n{H}"),
+    ],
+)
+def test_the_line_about_billing_is_no_part_of_the_prompt(system, text):
+    """It differs in each request, so that nothing after it could be cached."""
+    header = "x-anthropic-billing-header: cc_version=2.1.37.e5b; cc_entrypoint=cli; cch=00000;"
+    given = json.loads(json.dumps(system).replace("{H}", header))
+    expected = [] if text is None else [{"role": "system", "content": text.replace("{H}", header)}]
+    assert messages(USER, system=given) == [*expected, USER]
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -112,11 +211,19 @@ def test_an_empty_last_message_of_the_assistant_is_left_out(content):
         ({"role": "user", "content": [block("image")]}, "messages[0].content[0].type is 'image'"),
         (
             {"role": "user", "content": [block("document")]},
-            "messages[0].content[0].type is 'document'",
+            "messages[0].content[0].source is missing",
+        ),
+        (
+            {"role": "user", "content": [block("document", source={"type": "base64"})]},
+            "messages[0].content[0].source.type is 'base64'; it must be text or content, of text",
+        ),
+        (
+            {"role": "user", "content": [block("container_upload", file_id="f")]},
+            "messages[0].content[0].type is 'container_upload'; it must be of text",
         ),
         (
             {"role": "user", "content": [block("tool_use")]},
-            "it must be one of text, tool_result in a message of user",
+            "tool_result, compaction in a message of user",
         ),
         (
             {

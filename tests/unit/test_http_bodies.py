@@ -1,4 +1,6 @@
-"""A wrong body has few errors, however large it is: each error would take time and memory."""
+"""Types of bodies. A wrong body has few errors, however large it is: each would take time and
+memory.
+"""
 
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.http.anthropic_request import MessagesBody
-from router.http.bodies import SamplingBody
+from router.http.bodies import Body, SamplingBody
 from router.http.chat_body import ChatBody
 from router.http.completion_body import CompletionBody
 from router.http.responses_request import ResponsesBody
@@ -51,3 +53,58 @@ def test_keys_of_objects_are_not_checked_one_by_one():
 def test_many_token_ids_and_prompts_are_right():
     assert len(CompletionBody.model_validate({"prompt": [1] * MANY}).prompts()) == 1
     assert len(CompletionBody.model_validate({"prompt": [[1, 2]] * 256}).prompts()) == 256
+
+
+REQUIRED: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": []},
+    MessagesBody: {"messages": []},
+    ResponsesBody: {"input": "a"},
+    DetokenizeBody: {"tokens": []},
+}
+
+
+def integer_fields(kind: type[Body]) -> list[tuple[type[Body], str, bool]]:
+    """The fields of a body that are integers, or (True) lists of them."""
+    fields = []
+    for name, schema in kind.model_json_schema()["properties"].items():
+        forms = schema.get("anyOf", [schema])
+        if any(form.get("type") == "integer" for form in forms):
+            fields.append((kind, name, False))
+        if any(form.get("items", {}).get("type") == "integer" for form in forms):
+            fields.append((kind, name, True))
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_list"), [each for kind in REQUIRED for each in integer_fields(kind)]
+)
+def test_an_integer_may_be_written_with_a_point(kind: type[Body], name: str, is_list: bool):
+    def read(number: Any) -> Any:
+        value = [1, number] if is_list else number
+        return getattr(kind.model_validate({**REQUIRED[kind], name: value}), name)
+
+    number = read(10.0)
+    assert repr(number) == ("[1, 10]" if is_list else "10")
+    for wrong in (10.5, float("inf"), float("nan"), "10", True):
+        with pytest.raises(ValidationError):
+            read(wrong)
+
+
+def test_prompts_may_have_token_ids_with_a_point():
+    body = CompletionBody.model_validate({"prompt": [[1.0, 2], [3]]})
+    assert body.prompts() == [[1, 2], [3]]
+    assert len(CompletionBody.model_validate({"prompt": [1.0] * MANY}).prompts()) == 1
+
+
+def test_the_effort_none_turns_reasoning_off():
+    user = {"role": "user", "content": "Hi"}
+
+    def variables(**fields: Any) -> dict[str, Any]:
+        body = ChatBody.model_validate({"messages": [user], "reasoning_effort": "none"} | fields)
+        return dict(body.conversation().template_kwargs)
+
+    assert variables() == {"reasoning_effort": "none", "enable_thinking": False}
+    assert variables(reasoning_effort="low") == {"reasoning_effort": "low"}
+    chosen = {"enable_thinking": True}
+    assert variables(chat_template_kwargs=chosen) == {"reasoning_effort": "none", **chosen}

@@ -16,19 +16,25 @@ from baton.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PromptTooLongError,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from router.http.anthropic_errors import anthropic_error
 from router.http.bodies import SamplingBody
 from router.http.completion_body import CompletionBody
 from router.http.config import HttpConfig
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import json_bytes
+from router.http.logprobs import LegacyLogprobs
 from router.http.params import stated_fields
 from router.http.sse import SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts
+from router.served_model import RequestLimits
+from router.text_stream import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
+from router.validation import check_prompt_characters, check_prompt_length
 from tests.support.tokenizer_folders import (
     CORPUS,
     write_byte_fallback_folder,
@@ -97,8 +103,28 @@ def test_the_field_of_a_message_is_found(message, param):
 
 
 def test_a_prompt_that_is_too_long_has_openais_code():
-    message = "prompt has 9 tokens; it must have fewer than 8, the model's context length"
-    assert problem_of(InvalidArgumentError(message), "r").code == "context_length_exceeded"
+    limits = RequestLimits(max_model_len=8, max_pool_tokens=9, vocab_size=99, max_candidates=1)
+    with pytest.raises(PromptTooLongError) as caught:
+        check_prompt_length(12, limits)
+    problem = problem_of(caught.value.within("prompts[1]"), "r")
+    assert (problem.code, problem.param) == ("context_length_exceeded", "prompt")
+    assert problem.message == (
+        "This model's maximum context length is 8 tokens. However, prompts[1]: prompt has 12 "
+        "tokens; it must have fewer than 8, the model's context length."
+    )
+    error = anthropic_error(problem)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: 12 tokens > 7 maximum (prompts[1]")
+
+
+def test_a_text_that_cannot_fit_is_refused_as_a_long_prompt():
+    with pytest.raises(PromptTooLongError) as caught:
+        check_prompt_characters("text", "x" * 100, 64, longest_token_chars=8, max_total_tokens=8)
+    problem = problem_of(caught.value, "r")
+    assert (problem.code, problem.param) == ("context_length_exceeded", "prompt")
+    assert "maximum context length is 8 tokens" in problem.message
+    message = anthropic_error(problem)["error"]["message"]
+    assert message.startswith("prompt is too long: 13 tokens > 7 maximum")
 
 
 def test_wrong_types_name_the_field():
@@ -184,6 +210,51 @@ def test_bytes_of_tokens_joined_are_the_text(tmp_path, write):
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         joined = b"".join(map(texts.bytes_of, token_ids)).decode()
         assert joined.removeprefix(" ") == tokenizer.decode(token_ids)
+
+
+def offsets(tokenizer, token_ids, prompt=None, **options):
+    """The places of tokens, and the text that they are places of."""
+    legacy = LegacyLogprobs(TokenTexts(tokenizer), as_ids=False, has_special=False)
+    if prompt is None:
+        found = [legacy.fields([token_id], [None])["text_offset"][0] for token_id in token_ids]
+        stream = IncrementalDetokenizer(tokenizer, tokenizer.encode("a", add_special_tokens=False))
+        return found, stream.push(token_ids) + stream.flush()
+    found = legacy.prompt_fields(token_ids, [None] * (len(token_ids) - 1), prompt)["text_offset"]
+    return found, prompt
+
+
+@pytest.mark.parametrize("write", [write_byte_level_folder, write_byte_fallback_folder])
+@pytest.mark.parametrize("as_prompt", [False, True])
+@pytest.mark.parametrize("text", [*CORPUS[:4], "a 🗾🗾 z", "日本", "🗾x</s>y", " two  spaces 🗾"])
+def test_offsets_are_places_in_the_text(tmp_path, write, as_prompt, text):
+    tokenizer = Tokenizer.load(write(tmp_path))
+    texts = TokenTexts(tokenizer)
+    token_ids = tokenizer.encode(f"x{text}", add_special_tokens=as_prompt)
+    if not as_prompt:
+        token_ids = token_ids[1:] if tokenizer.decode(token_ids[:1]) == "x" else token_ids
+    found, whole = offsets(tokenizer, token_ids, f"x{text}" if as_prompt else None)
+    assert found == sorted(found)
+    for token_id, place in zip(token_ids, found, strict=True):
+        token = texts.text(token_id)
+        if "\ufffd" not in token and token_id not in tokenizer.special_token_ids:
+            assert whole.startswith(token.lstrip(" ") if place == 0 else token, place)
+    parts = {}
+    for token_id, place in zip(token_ids, found, strict=True):
+        if "\ufffd" in texts.text(token_id) and texts.bytes_of(token_id)[:1] > b"\x7f":
+            parts[place] = parts.get(place, b"") + texts.bytes_of(token_id)
+    for place, data in parts.items():
+        assert whole.startswith(data.decode(errors="ignore"), place)
+
+
+@pytest.mark.parametrize("write", [write_byte_level_folder, write_byte_fallback_folder])
+def test_offsets_after_bytes_that_are_no_character(tmp_path, write):
+    tokenizer = Tokenizer.load(write(tmp_path))
+    wrong = tokenizer.encode("🗾", add_special_tokens=False)[-4:-1]
+    last = tokenizer.encode("x", add_special_tokens=False)
+    found, whole = offsets(tokenizer, [*last, *wrong, *last, *last])
+    assert found[-1] == len(whole) - 1
+    assert whole[found[-1 - len(last)] :].strip(" ").startswith("x")
+    assert not whole[: found[-1 - len(last)]].strip(" ").endswith("x")
 
 
 def test_unknown_tokens_have_no_text(tmp_path):

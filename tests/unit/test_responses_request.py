@@ -1,11 +1,15 @@
 """Bodies of the Responses API as chats."""
 
+import logging
+
 import pytest
 
 from baton.errors import InvalidArgumentError
 from router.http.responses_request import ResponsesBody, read_responses_request
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Patches."}
+NAMESPACE = {"type": "namespace", "name": "crm", "description": "d", "tools": [TOOL, CUSTOM]}
 OTHER = {"type": "function", "name": "sub", "description": "Subtracts."}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -113,7 +117,7 @@ def test_reasoning_known_by_its_summary_or_its_encrypted_form():
             "input[0].content[0].type is 'output_text'; it must be one of input_text",
         ),
         ([{"role": "user", "content": "\ud800"}], "input[0].content is not valid Unicode"),
-        ([{"type": "web_search_call", "id": "ws"}], "input[0].type is 'web_search_call'"),
+        ([{"type": "computer_call", "id": "cu"}], "input[0].type is 'computer_call'"),
         ([{"type": "item_reference", "id": "msg_1"}], "Baton stores no responses"),
         ([{}], "input[0].type is None"),
         (
@@ -208,6 +212,84 @@ def test_tools_are_those_of_the_chat_api():
     assert read(tools=[TOOL]).echo["tool_choice"] == "auto"
 
 
+HOSTED = (
+    *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell"),
+    *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+)
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
+def test_tools_that_a_server_would_run_are_left_out(choice, caplog):
+    caplog.set_level(logging.INFO, "baton.http")
+    hosted = [{"type": kind, "server_label": "x"} for kind in HOSTED]
+    request = read(tools=[hosted[0], TOOL, *hosted[1:]], tool_choice=choice)
+    names = [tool["function"]["name"] for tool in request.chat.conversation.tools]
+    assert names == ["add"]
+    assert request.echo["tools"][0] == hosted[0]
+    (record,) = caplog.records
+    assert all(kind in record.getMessage() for kind in HOSTED)
+    assert "request_id='id'" in record.getMessage()
+
+
+def test_hosted_tools_alone_leave_a_chat_without_tools():
+    request = read(tools=[{"type": "web_search"}])
+    assert request.chat.conversation.tools == ()
+
+
+def test_a_custom_tool_is_a_function_with_one_text():
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+    request = read(tools=[CUSTOM | {"format": grammar}], tool_choice={**CUSTOM})
+    ((function,),) = ([t["function"] for t in request.chat.conversation.tools],)
+    assert function["name"] == "patch"
+    assert function["description"].startswith("Patches.\n")
+    assert "grammar (lark):\nstart: /a+/" in function["description"]
+    assert function["parameters"]["required"] == ["input"]
+    assert request.chat.tool_choice == {"type": "function", "function": {"name": "patch"}}
+    assert request.tools["patch"].is_custom
+    assert request.echo["tools"] == [CUSTOM | {"format": grammar}]
+
+
+def test_tools_in_a_namespace_are_offered_by_their_whole_name():
+    others = NAMESPACE | {"name": "mcp__git__", "tools": [OTHER]}
+    request = read(tools=[NAMESPACE, others, TOOL])
+    names = [tool["function"]["name"] for tool in request.chat.conversation.tools]
+    assert names == ["crm__add", "crm__patch", "mcp__git__sub", "add"]
+    assert request.tools["crm__patch"].is_custom
+
+    def chosen(**choice):
+        return read(tools=[NAMESPACE, others, TOOL], tool_choice=choice).chat.tool_choice
+
+    assert chosen(type="function", name="sub")["function"]["name"] == "mcp__git__sub"
+    assert chosen(type="function", name="add")["function"]["name"] == "add"
+    assert chosen(type="function", name="add", namespace="crm")["function"]["name"] == "crm__add"
+
+
+def test_earlier_calls_of_custom_tools_and_servers():
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "q"}},
+        {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'x "y"\n'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {
+            "type": "function_call",
+            "call_id": "c2",
+            "name": "add",
+            "namespace": "crm",
+            "arguments": "{}",
+        },
+    ]
+    _, answer, result, last = messages(items)
+    assert answer["content"] == '[web_search_call {"action":{"query":"q"}}]'
+    assert answer["tool_calls"][0]["function"] == {
+        "name": "patch",
+        "arguments": {"input": 'x "y"\n'},
+    }
+    assert (result["role"], result["content"]) == ("tool", "done")
+    assert last["tool_calls"][0]["function"]["name"] == "crm__add"
+
+
 def test_allowed_tools_are_the_only_ones_that_the_model_reads():
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "sub"}]}
     request = read(tools=[TOOL, OTHER], tool_choice=allowed)
@@ -220,7 +302,25 @@ def test_allowed_tools_are_the_only_ones_that_the_model_reads():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"tools": [{"type": "functoin", "name": "f"}]}, "tools[0].type is 'functoin'"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice is 'required', but tools has no tool that Baton can offer",
+        ),
+        (
+            {"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type is 'web_search'",
+        ),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name is missing"),
+        (
+            {"tools": [CUSTOM | {"format": {"type": "grammar", "syntax": "lark"}}]},
+            "tools[0].format.definition is missing",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools is missing"),
+        (
+            {"tools": [NAMESPACE | {"tools": [{"type": "mcp", "name": "x"}]}]},
+            "tools[0].tools[0].type is 'mcp'",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name is missing"),
         ({"tools": [TOOL | {"parameters": 1}]}, "tools[0].parameters must be a JSON object"),
         ({"tool_choice": "required"}, "tools is empty"),
