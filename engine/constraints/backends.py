@@ -8,7 +8,7 @@ from functools import cache, partial
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.config import GRAMMAR_BACKENDS
-from engine.constraints.hints import change_hints, relax_schema, schema_of_part
+from engine.constraints.hints import change_hints, relax_schema, schemas_of_parts
 from engine.constraints.interface import MAX_WHITESPACE, Backend, RefusedError
 from engine.constraints.vocabulary import Vocabulary
 
@@ -120,10 +120,10 @@ def _check_parts(
     backends: Mapping[str, Backend], names: Sequence[str], outputs: StructuredOutputs
 ) -> None:
     """Refuses a part that is no hint and that no backend enforces, by the client's field."""
-    for part in outputs.parts:
+    for part, schema in schemas_of_parts(outputs):
         if part.is_hint:
             continue
-        schema, reasons = schema_of_part(outputs, part), []
+        reasons = []
         for name in names:
             try:
                 backends[name].check(schema)

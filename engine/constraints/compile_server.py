@@ -39,7 +39,7 @@ from engine.constraints.hints import (
     ANY_OBJECT,
     change_hints,
     repair_schema,
-    schema_of_part,
+    schemas_of_parts,
 )
 from engine.constraints.interface import Backend, RefusedError
 from engine.constraints.matcher import Constraint
@@ -149,8 +149,8 @@ def _check_ends(outputs: StructuredOutputs, field: str, backends: Mapping[str, B
         InvalidArgumentError: says why.
         RefusedError: a structural tag is malformed.
     """
-    for part in outputs.parts:
-        check_schema(schema_of_part(outputs, part), part.field)
+    for part, schema in schemas_of_parts(outputs):
+        check_schema(schema, part.field)
     if outputs.json is not None:
         check_schema(json.loads(str(outputs.json)), field)
     if outputs.structural_tag is not None:

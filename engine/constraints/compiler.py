@@ -197,12 +197,14 @@ class GrammarCompiler:
         field = outputs.client_field
         timeout_s = self._limits.timeout_s / len(self._choices)
         problem = ""
-        tries: list[tuple[str, int | None]] = [(choice, None) for choice in self._choices]
+        tries: list[tuple[str, int | None, float]]
+        tries = [(choice, None, timeout_s) for choice in self._choices]
         if any(part.is_hint for part in outputs.parts):
-            tries += [(self._choices[0], num_chars) for num_chars in (_LARGE_HINT_CHARS, 0)]
-        for choice, max_hint_chars in tries:
+            sizes = (_LARGE_HINT_CHARS, 0)
+            tries += [(self._choices[0], num_chars, timeout_s / 4) for num_chars in sizes]
+        for choice, max_hint_chars, limit_s in tries:
             try:
-                report, data = self._run_job(outputs, choice, max_hint_chars, timeout_s)
+                report, data = self._run_job(outputs, choice, max_hint_chars, limit_s)
             except JobTimeoutError:
                 problem = f"took more than {self._limits.timeout_s:g} s to compile"
             except JobLostError:

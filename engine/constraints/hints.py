@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 from baton.errors import InvalidArgumentError
 from baton.schema_parts import SchemaPart, rebase, references_of, replace_at, value_at
@@ -15,7 +16,7 @@ from baton.structured_outputs import StructuredOutputs
 from engine.constraints.interface import RefusedError
 from engine.constraints.schema import change_children, check_schema, without_problems
 
-__all__ = ["ANY_OBJECT", "change_hints", "relax_schema", "repair_schema", "schema_of_part"]
+__all__ = ["ANY_OBJECT", "change_hints", "relax_schema", "repair_schema", "schemas_of_parts"]
 
 ANY_OBJECT = {"type": "object"}
 """The schema that is left of a hint of which nothing can be enforced."""
@@ -28,19 +29,21 @@ _ORDER = (
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def schema_of_part(outputs: StructuredOutputs, part: SchemaPart) -> Any:
-    """Returns the schema of a part, with references that are relative to it."""
-    document = json.loads(str(getattr(outputs, outputs.form)))
-    return rebase(value_at(document, part.pointer), part.base, "#")
+def schemas_of_parts(outputs: StructuredOutputs) -> list[tuple[SchemaPart, Any]]:
+    """Returns the parts of a form and their schemas, with references that are relative to these."""
+    document = json.loads(str(getattr(outputs, outputs.form))) if outputs.parts else None
+    return [
+        (part, rebase(value_at(document, part.pointer), part.base, "#")) for part in outputs.parts
+    ]
 
 
 def change_hints(outputs: StructuredOutputs, change: Callable[[Any], Any]) -> StructuredOutputs:
     """Returns a form with other schemas of its parts that are hints."""
     document = json.loads(str(getattr(outputs, outputs.form)))
-    for part in outputs.parts:
+    for part, schema in schemas_of_parts(outputs):
         if part.is_hint:
-            schema = rebase(change(schema_of_part(outputs, part)), "#", part.base)
-            document = replace_at(document, part.pointer, schema)
+            changed = rebase(change(schema), "#", part.base)
+            document = replace_at(document, part.pointer, changed)
     return replace(outputs, **{outputs.form: document})
 
 
@@ -109,6 +112,8 @@ class _Relaxer:
             return relaxed
         kept = {name: relaxed[name] for name in _DEFINITIONS if name in relaxed}
         for keyword, value in _in_order(relaxed):
+            if keyword == "anyOf" and "oneOf" in kept:
+                continue
             if self.is_enforced(_without_references(kept | {keyword: value})):
                 kept[keyword] = value
         return kept
@@ -138,7 +143,7 @@ def _without_lost_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def is_lost(reference: str) -> bool:
         try:
-            target = value_at(schema, reference.removeprefix("#"))
+            target = value_at(schema, unquote(reference).removeprefix("#"))
         except (LookupError, TypeError):
             return True
         return not reference.startswith("#") or not isinstance(target, bool | Mapping)

@@ -42,7 +42,8 @@ def form_or_calls(
     stated = None if form.whitespace_pattern is not None else _format_of(form)
     if syntax is None or stated is None:
         return form
-    functions = list(read_tools(tools, schema_fields).values())
+    if not (functions := _functions(tools, schema_fields)):
+        return form
     calls = _Calls(syntax)
     call = _any_of([calls.write(function) for function in functions])
     if parallel_tool_calls:
@@ -70,7 +71,7 @@ def strict_calls(
     """
     if syntax is None or not syntax.has_json_arguments or not any(map(_is_strict, tools)):
         return None
-    functions = list(read_tools(tools, schema_fields).values())
+    functions = _functions(tools, schema_fields)
     calls, tags = _Calls(syntax), list[_Format]()
     if syntax.opener:
         triggers = [syntax.opener]
@@ -82,9 +83,23 @@ def strict_calls(
     return calls.tagged({"type": "triggered_tags", "triggers": triggers, "tags": tags})
 
 
+def _functions(
+    tools: Sequence[Mapping[str, Any]], schema_fields: Sequence[str]
+) -> list[ToolSchema]:
+    """Returns the functions among tools; those of other kinds have no calls that are known."""
+    places = [i for i, tool in enumerate(tools) if _is_function(tool)]
+    fields = schema_fields or [f"tools[{i}].function.parameters" for i in range(len(tools))]
+    if not places:
+        return []
+    return list(read_tools([tools[i] for i in places], [fields[i] for i in places]).values())
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
+
+
 def _is_strict(tool: Mapping[str, Any]) -> bool:
-    function = tool.get("function")
-    return isinstance(function, Mapping) and function.get("strict") is True
+    return _is_function(tool) and tool["function"].get("strict") is True
 
 
 def _format_of(form: StructuredOutputs) -> _Format | None:

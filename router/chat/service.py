@@ -240,6 +240,8 @@ class _Answers:
         if forced is not None or tool_parser is None:
             return forced or stated
         if stated is None:
+            if request.params.get("beam_width") is not None:
+                return None  # a beam search has no forms
             return strict_calls(tools, tool_parser.syntax, fields)
         return form_or_calls(
             stated,

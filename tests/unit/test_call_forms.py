@@ -133,6 +133,13 @@ def test_forms_of_other_kinds_exclude_calls(form):
     assert either(stated) is stated
 
 
+def test_tools_of_other_kinds_are_left_out():
+    stated, search = StructuredOutputs(json=PERSON), {"type": "web_search"}
+    assert either(stated, tools=[search]) is stated
+    outputs = either(stated, tools=[search, TOOLS[1]])
+    assert outputs.parts[1].field == "tools[1].function.parameters"
+
+
 def test_a_form_excludes_calls_whose_syntax_is_not_known():
     stated = StructuredOutputs(json=PERSON)
     assert form_or_calls(stated, TOOLS, None, parallel_tool_calls=True) is stated

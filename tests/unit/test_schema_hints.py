@@ -14,7 +14,7 @@ from engine.constraints.hints import (
     change_hints,
     relax_schema,
     repair_schema,
-    schema_of_part,
+    schemas_of_parts,
 )
 from engine.constraints.matcher import Constraint
 from engine.constraints.schema import check_schema
@@ -102,6 +102,13 @@ def test_a_sound_hint_that_a_backend_enforces_is_kept(hint):
     assert relax_schema(repair_schema(schema), backend_of("llguidance", KIND).check) == schema
 
 
+def test_a_reference_may_have_an_escape():
+    definitions = {"$defs": {"B C": NUMBER}}
+    schema = object_of(a={"not": {}}, b={"$ref": "#/$defs/B%20C"}) | definitions
+    relaxed = relax_schema(repair_schema(schema), backend_of("llguidance", KIND).check)
+    assert relaxed == object_of(a={}, b={"$ref": "#/$defs/B%20C"}) | definitions
+
+
 def tool(name, parameters, **function):
     return {
         "type": "function",
@@ -112,8 +119,8 @@ def tool(name, parameters, **function):
 def compile_tools(choice, *tools, tool_choice="required"):
     """Compiles the form of forced calls, as the compile process does."""
     outputs = change_hints(StructuredOutputs.of_tools(tools, tool_choice), repair_schema)
-    for part in outputs.parts:
-        check_schema(schema_of_part(outputs, part), part.field)
+    for part, schema in schemas_of_parts(outputs):
+        check_schema(schema, part.field)
     backends = {name: backend_of(name, KIND) for name in BACKENDS}
     compiled = compile_with(backends, choice, outputs)
     grammar = backends[compiled.backend].load(compiled.data)
