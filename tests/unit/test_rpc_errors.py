@@ -12,7 +12,7 @@ from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_e
 WIRE_ERRORS = [
     getattr(errors, name)
     for name in errors.__all__
-    if name not in ("BatonError", "ConfigurationError")
+    if name not in ("BatonError", "ConfigurationError", "PromptTooLongError")
 ]
 
 
@@ -34,6 +34,12 @@ def test_an_error_survives_a_round_trip_as_a_status(error_type):
 def test_an_error_survives_a_round_trip_as_a_worker_error(error_type):
     back = from_worker_error(to_worker_error(error_type("why")))
     assert (type(back), back.message) == (error_type, "why")
+
+
+def test_the_error_of_a_long_prompt_is_one_of_an_argument_on_the_wire():
+    status, message = to_status(errors.PromptTooLongError("why", num_tokens=9, max_total_tokens=8))
+    back = from_rpc_error(rpc_error(status, message))
+    assert (type(back), back.message) == (errors.InvalidArgumentError, "why")
 
 
 def test_unknown_statuses_become_internal_errors_with_their_message():
