@@ -6,17 +6,18 @@ Errors name the part that is malformed, such as `tools[0].function.name`.
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
+from baton.schema_parts import SchemaPart, change_references, rebase
 
-__all__ = ["fields_of_response_format", "fields_of_tools"]
+__all__ = ["ToolSchema", "fields_of_response_format", "fields_of_tools", "read_tools"]
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_DEFINITIONS = ("$defs", "definitions")
-"""Keywords of JSON Schema under which a schema keeps the parts that it refers to."""
 
 
 def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
@@ -44,7 +45,10 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
 
 
 def fields_of_tools(
-    tools: Any, tool_choice: Any, parallel_tool_calls: bool = True
+    tools: Any,
+    tool_choice: Any,
+    parallel_tool_calls: bool = True,
+    schema_fields: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Returns the fields that a choice of tools states, with the meaning that it has in vLLM,
     besides that the text has no optional whitespace.
@@ -56,6 +60,7 @@ def fields_of_tools(
             tool's `name` and its `parameters`. With the name of a function, the text is the
             JSON object of its parameters.
         parallel_tool_calls: False: the array has one call.
+        schema_fields: as for `read_tools`.
 
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
@@ -63,23 +68,90 @@ def fields_of_tools(
     if tool_choice in (None, "none", "auto"):
         return None
     name = None if tool_choice == "required" else _chosen_name(tool_choice)
-    functions = _functions(tools)
+    functions = read_tools(tools, schema_fields)
     if name is None:
-        schema = _schema_of_calls(functions)
-        if not parallel_tool_calls:
-            schema["maxItems"] = 1
-        return _form_of_call(schema)
+        return _form_of_calls(list(functions.values()), parallel_tool_calls)
     if name not in functions:
         limit = f"the name of one of tools: {', '.join(functions)}"
         raise _wrong_value("tool_choice.function.name", name, limit)
-    return _form_of_call(functions[name])
+    return _form_of_call(functions[name].schema, [functions[name].part("")])
 
 
-def _form_of_call(schema: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """The parameters of a tool.
+
+    Attributes:
+        name: the function's.
+        schema: a copy of the JSON schema of its parameters.
+        field: the client's field of the schema, for errors.
+        is_strict: whether calls must obey all of the schema; otherwise it is a hint.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    field: str
+    is_strict: bool
+
+    def part(self, pointer: str, root: str = "") -> SchemaPart:
+        """Returns what says whose schema the one at a JSON pointer is."""
+        return SchemaPart(pointer=pointer, field=self.field, is_hint=not self.is_strict, root=root)
+
+
+def read_tools(tools: Any, schema_fields: Sequence[str] = ()) -> dict[str, ToolSchema]:
+    """Returns the functions of tools as OpenAI's chat API describes them, by name.
+
+    Keys that say nothing of the form of calls are ignored, such as `cache_control`.
+
+    Args:
+        tools: the tools.
+        schema_fields: the client's fields of the tools' schemas, for errors; empty: those of the
+            chat API.
+
+    Raises:
+        InvalidArgumentError: a tool is malformed, or two have one name; names it.
+    """
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise InvalidArgumentError(f"tools must be a list of tools, not {type(tools).__name__}")
+    if not tools:
+        raise InvalidArgumentError("tools is empty; tool_choice forces a call")
+    functions: dict[str, ToolSchema] = {}
+    for i, tool in enumerate(tools):
+        schema_field = schema_fields[i] if schema_fields else f"tools[{i}].function.parameters"
+        function = _function_of(f"tools[{i}]", tool, schema_field)
+        if function.name in functions:
+            raise InvalidArgumentError(
+                f"tools[{i}].function.name is {function.name!r}, the name of an earlier tool"
+            )
+        functions[function.name] = function
+    return functions
+
+
+def _form_of_call(schema: dict[str, Any], parts: Sequence[SchemaPart]) -> dict[str, Any]:
     """The form of a forced call: JSON without optional whitespace, which small models may write
     until the limit cuts the call.
     """
-    return {"json": compact_json("tools", schema), "disable_any_whitespace": True}
+    json_schema = compact_json("tools", schema)
+    return {"json": json_schema, "disable_any_whitespace": True, "parts": parts}
+
+
+def _form_of_calls(functions: Sequence[ToolSchema], parallel_tool_calls: bool) -> dict[str, Any]:
+    """The form of an array of calls. The schema of each tool is a definition of its own, within
+    which its references point.
+    """
+    calls, parts = [], []
+    definitions: dict[str, Any] = {}
+    for i, function in enumerate(functions):
+        pointer = f"#/$defs/{i}"
+        definitions[str(i)] = rebase(function.schema, "#", pointer)
+        parts.append(function.part(pointer.removeprefix("#")))
+        name = {"type": "string", "enum": [function.name]}
+        call = {"name": name, "parameters": {"$ref": pointer}}
+        calls.append({"type": "object", "properties": call, "required": list(call)})
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel_tool_calls:
+        schema["maxItems"] = 1
+    return _form_of_call(schema | {"$defs": definitions}, parts)
 
 
 def _schema_of(field: str, value: Any) -> str:
@@ -107,83 +179,34 @@ def _chosen_name(tool_choice: Any) -> str:
     return _name_of("tool_choice.function", function)
 
 
-def _functions(tools: Any) -> dict[str, dict[str, Any]]:
-    """Returns copies of the schemas of the functions' parameters, by name."""
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise InvalidArgumentError(f"tools must be a list of tools, not {type(tools).__name__}")
-    if not tools:
-        raise InvalidArgumentError("tools is empty; tool_choice forces a call")
-    functions: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate(tools):
-        name, parameters = _function_of(f"tools[{i}]", tool)
-        if name in functions:
-            raise InvalidArgumentError(
-                f"tools[{i}].function.name is {name!r}, the name of an earlier tool"
-            )
-        functions[name] = parameters
-    return functions
-
-
-def _function_of(field: str, value: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a tool's function, and a copy of the schema of its parameters."""
+def _function_of(field: str, value: Any, schema_field: str) -> ToolSchema:
     tool = _object(field, value)
-    _check_names(field, tool, ("type", "function"))
     _check_is_function(field, tool)
     field = f"{field}.function"
     function = _object(field, tool.get("function"))
-    _check_names(field, function, ("name", "description", "parameters", "strict"))
-    parameters = compact_json(f"{field}.parameters", function.get("parameters") or {})
-    return _name_of(field, function), json.loads(parameters) or dict(_NO_PARAMETERS)
+    _check_kind(f"{field}.strict", function.get("strict"), bool)
+    parameters = json.loads(compact_json(schema_field, function.get("parameters") or {}))
+    return ToolSchema(
+        name=_name_of(field, function),
+        schema=_without_identity(parameters) or dict(_NO_PARAMETERS),
+        field=schema_field,
+        is_strict=bool(function.get("strict")),
+    )
 
 
-def _schema_of_calls(functions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the schema of an array of calls.
-
-    Definitions move to its root, because references like `#/$defs/NAME` start there.
-    """
-    calls = []
-    definitions: dict[str, dict[str, Any]] = {}
-    for i, (name, parameters) in enumerate(functions.items()):
-        field = f"tools[{i}].function.parameters"
-        for keyword in _DEFINITIONS:
-            own = parameters.pop(keyword, {})
-            _add_definitions(f"{field}.{keyword}", own, definitions.setdefault(keyword, {}))
-        _check_references(field, [parameters, definitions])
-        call = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
-        calls.append({"type": "object", "properties": call, "required": list(call)})
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | {keyword: own for keyword, own in definitions.items() if own}
+def _without_identity(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without its `$id`, which would have no meaning within another schema."""
+    identity = schema.pop("$id", None)
+    if not isinstance(identity, str):
+        return schema
+    own = identity.removesuffix("#")
+    return dict(change_references(schema, partial(_local, own)))
 
 
-def _add_definitions(field: str, own: Any, definitions: dict[str, Any]) -> None:
-    for name, schema in _object(field, own).items():
-        if definitions.setdefault(name, schema) != schema:
-            raise InvalidArgumentError(
-                f"{field}.{name} differs from the definition of that name in an earlier tool"
-            )
-
-
-def _check_references(field: str, value: Any) -> None:
-    """Refuses references into a tool's own schema, which is not the root of the whole schema."""
-    roots = tuple(f"#/{keyword}/" for keyword in _DEFINITIONS)
-    for reference in _references(value):
-        if reference.startswith("#") and not reference.startswith(roots):
-            raise InvalidArgumentError(
-                f"{field} has the reference {reference!r}; it must begin with one of "
-                f"{', '.join(roots)}"
-            )
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _references(item)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            if name == "$ref" and isinstance(item, str):
-                yield item
-            else:
-                yield from _references(item)
+def _local(identity: str, reference: str) -> str:
+    """Returns a reference into the schema of an identity as a local one."""
+    is_own = reference.removeprefix(identity)[:1] in ("", "#") and reference.startswith(identity)
+    return f"#{reference.removeprefix(identity).removeprefix('#')}" if is_own else reference
 
 
 def _name_of(field: str, function: Mapping[str, Any]) -> str:

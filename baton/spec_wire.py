@@ -8,6 +8,7 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
 from baton.sampling_params import SamplingParams, over_defaults
+from baton.schema_parts import SchemaPart
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 
@@ -57,7 +59,7 @@ _EXTRA_ARGS = "extra_args_json"
 _SAMPLING_FIELDS = tuple(
     name for name in _plain_fields(common_pb2.SamplingParams.DESCRIPTOR) if name != _EXTRA_ARGS
 )
-_OUTPUTS_FIELDS = tuple(StructuredOutputs.__slots__)
+_OUTPUTS_FIELDS = tuple(name for name in StructuredOutputs.__slots__ if name != "parts")
 _STOPPING_FIELDS = _plain_fields(common_pb2.StoppingParams.DESCRIPTOR)
 _TEXT_FIELDS = _plain_fields(common_pb2.TextParams.DESCRIPTOR)
 
@@ -79,7 +81,8 @@ def sampling_to_proto(
     outputs = params.structured_outputs
     if outputs is not None and "structured_outputs" in only:
         form = {name: getattr(outputs, name) or None for name in _OUTPUTS_FIELDS}
-        message.structured_outputs.MergeFrom(common_pb2.StructuredOutputs(**form))
+        parts = [common_pb2.SchemaPart(**asdict(part)) for part in outputs.parts]
+        message.structured_outputs.MergeFrom(common_pb2.StructuredOutputs(**form, parts=parts))
     if params.extra_args is not None and "extra_args" in only:
         # Without whitespace, as the receiver limits the text's bytes.
         message.extra_args_json = json.dumps(
@@ -135,6 +138,10 @@ def params_from_proto(
     outputs: common_pb2.StructuredOutputs | None = given.get("structured_outputs")
     if outputs is not None:
         form = {field.name: value for field, value in outputs.ListFields()}
+        form["parts"] = [
+            SchemaPart(pointer=part.pointer, field=part.field, is_hint=part.is_hint, root=part.root)
+            for part in outputs.parts
+        ]
         given["structured_outputs"] = StructuredOutputs(**form)
     if _EXTRA_ARGS in given:
         given["extra_args"] = given.pop(_EXTRA_ARGS)

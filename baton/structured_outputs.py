@@ -7,12 +7,13 @@ A leaf module like `baton.sampling_params`. Names and meanings are those of vLLM
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import MAX_JSON_BYTES, check_text, compact_json
 from baton.response_format import fields_of_response_format, fields_of_tools
+from baton.schema_parts import MAX_PARTS, SchemaPart, value_at
 
 __all__ = [
     "MAX_CHOICES",
@@ -47,6 +48,8 @@ class StructuredOutputs:
             arguments of a tool call: a JSON text or a dict. Kept as a compact JSON text.
         disable_any_whitespace: JSON has no whitespace between its tokens.
         whitespace_pattern: a regular expression for whitespace between the tokens of JSON.
+        parts: the schemas within `json` or `structural_tag` that the client sent in fields of
+            their own. `of_tools` sets them.
 
     Raises:
         InvalidArgumentError: a field is malformed, too large, or excludes another; names it.
@@ -60,6 +63,7 @@ class StructuredOutputs:
     structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    parts: Sequence[SchemaPart] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -72,6 +76,7 @@ class StructuredOutputs:
             )
         self._check_form()
         self._check_whitespace()
+        self._check_parts()
 
     @classmethod
     def of(cls, value: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
@@ -85,7 +90,7 @@ class StructuredOutputs:
         if not isinstance(value, Mapping):
             limit = "a StructuredOutputs or a mapping of its fields"
             raise InvalidArgumentError.for_field("structured_outputs", value, limit)
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls) if one.compare]
         for name in value:
             if name not in names:
                 raise InvalidArgumentError(
@@ -113,6 +118,7 @@ class StructuredOutputs:
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any] | None,
         parallel_tool_calls: bool = True,
+        schema_fields: Sequence[str] = (),
     ) -> "StructuredOutputs | None":
         """The form of the tool calls that OpenAI's `tool_choice` forces, as in vLLM.
 
@@ -122,6 +128,8 @@ class StructuredOutputs:
                 `parameters` of a tool. A named function: the text is the JSON object of its
                 parameters. "auto", "none" and None force nothing.
             parallel_tool_calls: False: the array of "required" has one call.
+            schema_fields: the client's fields of the tools' schemas, for errors; empty: those of
+                OpenAI's chat API.
 
         Returns:
             The form; None if no call is forced.
@@ -129,7 +137,7 @@ class StructuredOutputs:
         Raises:
             InvalidArgumentError: a part is unknown or malformed; names it.
         """
-        form = fields_of_tools(tools, tool_choice, parallel_tool_calls)
+        form = fields_of_tools(tools, tool_choice, parallel_tool_calls, schema_fields)
         return None if form is None else cls(**form)
 
     @property
@@ -140,7 +148,7 @@ class StructuredOutputs:
     @property
     def key(self) -> bytes:
         """A digest of the content: equal for equal constraints, in every process."""
-        content = [[field.name, getattr(self, field.name)] for field in fields(self)]
+        content = sorted(asdict(self).items())
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
     def _check_form(self) -> None:
@@ -168,6 +176,22 @@ class StructuredOutputs:
             limit = f"at most {MAX_SOURCE_BYTES} are allowed together"
             raise _error("choice", f"has {num_bytes} bytes of UTF-8; {limit}")
         object.__setattr__(self, "choice", tuple(dict.fromkeys(choices)))
+
+    def _check_parts(self) -> None:
+        if not self.parts:
+            return
+        if len(self.parts) > MAX_PARTS:
+            raise _error("parts", f"has {len(self.parts)} entries; at most {MAX_PARTS} are allowed")
+        if self.form not in ("json", "structural_tag"):
+            raise _error("parts", f"has no meaning for {self.form}; unset it")
+        document = json.loads(getattr(self, self.form))
+        for part in self.parts:
+            try:
+                value_at(document, part.pointer)
+            except LookupError:
+                limit = f"a JSON pointer into {self.form}"
+                raise _error("parts", f"has {part.pointer!r}; it must be {limit}") from None
+        object.__setattr__(self, "parts", tuple(self.parts))
 
     def _check_whitespace(self) -> None:
         if not isinstance(self.disable_any_whitespace, bool):

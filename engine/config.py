@@ -27,6 +27,7 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 EXECUTOR_BACKENDS = ("mp", "ray", "external_launcher", "uni")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
+_MAX_JSON_WHITESPACE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,11 @@ class EngineConfig:
         "enforces and llguidance for the rest",
         choices=("auto", *GRAMMAR_BACKENDS),
     )
+    structured_outputs_max_whitespace: int = flag(
+        12,
+        "most characters of whitespace between two tokens of JSON, equal on all workers: 0 for "
+        "none, -1 for any number",
+    )
     grammar_timeout_s: float = flag(
         10.0,
         "CPU seconds for compiling one grammar, or thrice that on the clock; a request with a "
@@ -293,6 +299,10 @@ class EngineConfig:
         for name in _NOT_NEGATIVE:
             if (getattr(self, name) or 0) < 0:
                 raise _bad_flag(name, getattr(self, name), ">= 0")
+        if not -1 <= self.structured_outputs_max_whitespace <= _MAX_JSON_WHITESPACE:
+            limit = f"from -1 to {_MAX_JSON_WHITESPACE}"
+            value = self.structured_outputs_max_whitespace
+            raise _bad_flag("structured_outputs_max_whitespace", value, limit)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
 

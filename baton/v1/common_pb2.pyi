@@ -378,6 +378,7 @@ class StructuredOutputs(google.protobuf.message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
     DISABLE_ANY_WHITESPACE_FIELD_NUMBER: builtins.int
     WHITESPACE_PATTERN_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     json: builtins.str
     """The text is JSON that this JSON schema accepts; its order of keys is the
     order of properties. At most 256 KiB.
@@ -396,11 +397,17 @@ class StructuredOutputs(google.protobuf.message.Message):
     """JSON has no whitespace between its tokens. Unset: false."""
     whitespace_pattern: builtins.str
     """A regular expression for whitespace between the tokens of JSON. At most 256
-    bytes. Unset: the backend's.
+    bytes. Unset: the worker's.
     """
     @property
     def choice(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The text is one of these. At most 4096, 256 KiB together."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SchemaPart]:
+        """Schemas within json or structural_tag that a client sent in fields of their
+        own, such as the parameters of tools. At most 1024.
+        """
 
     def __init__(
         self,
@@ -413,10 +420,11 @@ class StructuredOutputs(google.protobuf.message.Message):
         structural_tag: builtins.str | None = ...,
         disable_any_whitespace: builtins.bool | None = ...,
         whitespace_pattern: builtins.str | None = ...,
+        parts: collections.abc.Iterable[Global___SchemaPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace", "_grammar", b"_grammar", "_json", b"_json", "_json_object", b"_json_object", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace", "_grammar", b"_grammar", "_json", b"_json", "_json_object", b"_json_object", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace", "_grammar", b"_grammar", "_json", b"_json", "_json_object", b"_json_object", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "parts", b"parts", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disable_any_whitespace: typing_extensions.TypeAlias = typing.Literal["disable_any_whitespace"]
     _WhichOneofArgType__disable_any_whitespace: typing_extensions.TypeAlias = typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace"]
@@ -448,6 +456,37 @@ class StructuredOutputs(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
 
 Global___StructuredOutputs: typing_extensions.TypeAlias = StructuredOutputs
+
+@typing.final
+class SchemaPart(google.protobuf.message.Message):
+    """A JSON schema within a form."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POINTER_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    IS_HINT_FIELD_NUMBER: builtins.int
+    ROOT_FIELD_NUMBER: builtins.int
+    pointer: builtins.str
+    """JSON pointer of the schema in the form."""
+    field: builtins.str
+    """The client's field, for errors."""
+    is_hint: builtins.bool
+    """What no grammar library enforces of the schema is left out, and not refused."""
+    root: builtins.str
+    """JSON pointer of the schema around it, to which its references are relative."""
+    def __init__(
+        self,
+        *,
+        pointer: builtins.str = ...,
+        field: builtins.str = ...,
+        is_hint: builtins.bool = ...,
+        root: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["field", b"field", "is_hint", b"is_hint", "pointer", b"pointer", "root", b"root"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SchemaPart: typing_extensions.TypeAlias = SchemaPart
 
 @typing.final
 class BeamSearch(google.protobuf.message.Message):

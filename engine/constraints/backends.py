@@ -1,14 +1,15 @@
 """Which grammar backends are installed, and which of them compiles a constraint."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.config import GRAMMAR_BACKENDS
-from engine.constraints.interface import Backend, RefusedError
+from engine.constraints.hints import change_hints, relax_schema, schema_of_part
+from engine.constraints.interface import MAX_WHITESPACE, Backend, RefusedError
 from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["Compiled", "check_installed", "compile_with", "installed_backends", "load_backend"]
@@ -64,7 +65,10 @@ def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
 
 
 def compile_with(
-    backends: Mapping[str, Backend], choice: str, outputs: StructuredOutputs
+    backends: Mapping[str, Backend],
+    choice: str,
+    outputs: StructuredOutputs,
+    max_whitespace: int | None = MAX_WHITESPACE,
 ) -> Compiled:
     """Compiles a constraint with the first backend that enforces all of it.
 
@@ -72,18 +76,64 @@ def compile_with(
         backends: those that are loaded, by name.
         choice: a backend's name, or "auto".
         outputs: the constraint.
+        max_whitespace: as for `Backend.compile`.
 
     Raises:
         InvalidArgumentError: no backend does; has the reason of each.
     """
+    names = _candidates(backends, choice, outputs)
     reasons = []
-    for name in _candidates(backends, choice, outputs):
+    for name in names:
         try:
-            return Compiled(name, backends[name].compile(outputs))
+            return Compiled(name, backends[name].compile(outputs, max_whitespace))
         except RefusedError as error:
             reasons.append(f"{error} ({name})")
+    _check_parts(backends, names, outputs)
+    if any(part.is_hint for part in outputs.parts):
+        return _compile_relaxed(backends, names, outputs, max_whitespace)
     field = f"structured_outputs.{outputs.form}"
     raise InvalidArgumentError(f"{field} is not supported: {'; '.join(reasons)}")
+
+
+def _compile_relaxed(
+    backends: Mapping[str, Backend],
+    names: Sequence[str],
+    outputs: StructuredOutputs,
+    max_whitespace: int | None,
+) -> Compiled:
+    """Compiles a constraint without what a backend does not enforce of its hints.
+
+    Raises:
+        InvalidArgumentError: no backend compiles it; has the reason of each.
+    """
+    reasons = []
+    for name in reversed(names):  # llguidance enforces more
+        backend = backends[name]
+        relaxed = change_hints(outputs, partial(relax_schema, check=backend.check))
+        try:
+            return Compiled(name, backend.compile(relaxed, max_whitespace))
+        except RefusedError as error:
+            reasons.append(f"{error} ({name})")
+    fields = ", ".join(part.field for part in outputs.parts)
+    raise InvalidArgumentError(f"{fields} are not supported: {'; '.join(reasons)}")
+
+
+def _check_parts(
+    backends: Mapping[str, Backend], names: Sequence[str], outputs: StructuredOutputs
+) -> None:
+    """Refuses a part that is no hint and that no backend enforces, by the client's field."""
+    for part in outputs.parts:
+        if part.is_hint:
+            continue
+        schema, reasons = schema_of_part(outputs, part), []
+        for name in names:
+            try:
+                backends[name].check(schema)
+                break
+            except RefusedError as error:
+                reasons.append(f"{error} ({name})")
+        else:
+            raise InvalidArgumentError(f"{part.field} is not supported: {'; '.join(reasons)}")
 
 
 def _candidates(

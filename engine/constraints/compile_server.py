@@ -10,6 +10,7 @@ child reads its job and writes its answer. If the child dies, the parent reads a
 """
 
 import json
+import math
 import os
 import random
 import resource
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import InvalidArgumentError
+from baton.schema_parts import SchemaPart
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with, load_backend
 from engine.constraints.compile_process import (
@@ -32,6 +34,12 @@ from engine.constraints.compile_process import (
     WALL_TIMES,
     read_message,
     write_message,
+)
+from engine.constraints.hints import (
+    ANY_OBJECT,
+    change_hints,
+    repair_schema,
+    schema_of_part,
 )
 from engine.constraints.interface import Backend, RefusedError
 from engine.constraints.matcher import Constraint
@@ -87,11 +95,11 @@ def _run_child(fd: int, vocabulary: Vocabulary, backends: Mapping[str, Backend])
 def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, Backend]) -> bytes:
     """Returns a line of JSON, and after it the compiled grammar."""
     _limit(job["timeout_s"], job["memory_bytes"])
-    outputs = StructuredOutputs(**job["outputs"])
+    outputs = _outputs_of(job)
     field = f"structured_outputs.{outputs.form}"
     try:
         _check_ends(outputs, field, backends)
-        compiled = compile_with(backends, job["backend"], outputs)
+        compiled = compile_with(backends, job["backend"], outputs, job["max_whitespace"])
         grammar = backends[compiled.backend].load(compiled.data)
         try_out(Constraint(grammar, vocabulary, field))
     except InvalidArgumentError as error:
@@ -103,6 +111,20 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
     except Exception:
         return json.dumps({"bug": traceback.format_exc()}).encode()
     return json.dumps({"backend": compiled.backend}).encode() + b"\n" + compiled.data
+
+
+def _outputs_of(job: dict[str, Any]) -> StructuredOutputs:
+    """Returns the constraint of a job, with well-formed hints that are not too large."""
+    parts = [SchemaPart(**part) for part in job["outputs"]["parts"]]
+    outputs = StructuredOutputs(**job["outputs"] | {"parts": parts})
+    if not any(part.is_hint for part in parts):
+        return outputs
+    limit = math.inf if job["max_hint_chars"] is None else job["max_hint_chars"]
+
+    def change(schema: Any) -> Any:
+        return repair_schema(schema) if len(json.dumps(schema)) <= limit else ANY_OBJECT
+
+    return change_hints(outputs, change)
 
 
 def _limit(timeout_s: float, memory_bytes: int) -> None:
@@ -125,6 +147,8 @@ def _check_ends(outputs: StructuredOutputs, field: str, backends: Mapping[str, B
         InvalidArgumentError: says why.
         RefusedError: a structural tag is malformed.
     """
+    for part in outputs.parts:
+        check_schema(schema_of_part(outputs, part), part.field)
     if outputs.json is not None:
         check_schema(json.loads(str(outputs.json)), field)
     if outputs.structural_tag is not None:

@@ -22,14 +22,19 @@ from baton.errors import (
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
-from engine.constraints.interface import Backend
+from engine.constraints.fair_queue import FairQueue
+from engine.constraints.interface import MAX_WHITESPACE, Backend
 from engine.constraints.matcher import Constraint
+from engine.constraints.structural_tags import texts_of_tag
 from engine.constraints.vocabulary import Vocabulary
 from engine.metrics.counts import EngineMetrics
 
-__all__ = ["CompileLimits", "GrammarCompiler"]
+__all__ = ["CompileLimits", "GrammarCompiler", "marks_of"]
 
 _logger = logging.getLogger("baton.engine")
+
+_LARGE_HINT_CHARS = 2048
+_Waiting = tuple[bytes, StructuredOutputs]  # with its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,8 @@ class CompileLimits:
         max_waiting: grammars that may wait or compile; further ones are refused.
         refusal_s: how long a refusal is remembered, so that a grammar that timed out does not
             take the time again for each of its requests.
+        max_whitespace: the most characters of whitespace between two tokens of JSON; None for
+            any number.
     """
 
     timeout_s: float = 10.0
@@ -53,6 +60,7 @@ class CompileLimits:
     num_workers: int = 2
     max_waiting: int = 256
     refusal_s: float = 60.0
+    max_whitespace: int | None = MAX_WHITESPACE
 
 
 class GrammarCompiler:
@@ -93,6 +101,7 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
         self._pending: dict[bytes, list[Future[Constraint]]] = {}  # one future per call
+        self._waiting = FairQueue[_Waiting]()
         self._process = CompileProcess(self._loaded_vocabulary, names)
         self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
         self._load_vocabulary = load_vocabulary
@@ -101,8 +110,13 @@ class GrammarCompiler:
         self._backends: dict[str, Backend] = {}
         self._is_closed = False
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns the constraint's future; done already if it is cached.
+
+        Args:
+            outputs: the constraint.
+            owner: who needs it. Owners take turns, so that the many grammars of one do not delay
+                those of another, and take its place if too many wait.
 
         A grammar whose futures are all cancelled before it begins to compile is not compiled. The
         exception of a future is an InvalidArgumentError that names the field if the constraint is
@@ -112,6 +126,7 @@ class GrammarCompiler:
         InternalError for a bug.
         """
         key, future, found = outputs.key, Future[Constraint](), False
+        displaced: _Waiting | None = None
         with self._lock:
             if (pending := self._pending.get(key)) is not None:
                 pending.append(future)
@@ -125,16 +140,23 @@ class GrammarCompiler:
             elif (refusal := self._refusal_of(key)) is not None:
                 future.set_exception(refusal)
                 found = True
-            elif len(self._pending) >= self._limits.max_waiting:
-                limit = self._limits.max_waiting
-                future.set_exception(
-                    ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
-                )
+            elif (
+                len(self._pending) >= self._limits.max_waiting
+                and (displaced := self._waiting.make_room(owner)) is None
+            ):
+                future.set_exception(self._too_many())
             else:
                 self._pending[key] = [future]
-                self._workers.submit(self._compile, key, outputs)
+                self._waiting.add(owner, (key, outputs))
+                self._workers.submit(self._compile_next)
+        if displaced is not None:
+            self._end(displaced[0], self._too_many())
         self._metrics.grammar_looked_up(found=found)
         return future
+
+    def _too_many(self) -> ResourceExhaustedError:
+        limit = self._limits.max_waiting
+        return ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
 
     def close(self) -> None:
         """Ends the compile process; pending futures fail. Idempotent."""
@@ -143,9 +165,12 @@ class GrammarCompiler:
         self._process.close()
         self._workers.shutdown(wait=True)
 
-    def _compile(self, key: bytes, outputs: StructuredOutputs) -> None:
+    def _compile_next(self) -> None:
         """Runs in a worker thread; the futures always end."""
         with self._lock:
+            if (waiting := self._waiting.take()) is None:
+                return  # another owner's grammar took the place of this one
+            key, outputs = waiting
             if all(future.cancelled() for future in self._pending[key]):
                 del self._pending[key]
                 return
@@ -165,33 +190,39 @@ class GrammarCompiler:
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
         """Compiles with each choice of backend in turn until one has neither run out of time
-        nor of memory; together they have the time of one grammar.
+        nor of memory; together they have the time of one grammar. If all have, it compiles
+        without the schemas that are hints, at first without the large ones.
         """
         vocabulary = self._loaded_vocabulary()
         field = f"structured_outputs.{outputs.form}"
         timeout_s = self._limits.timeout_s / len(self._choices)
         problem = ""
-        for choice in self._choices:
+        tries: list[tuple[str, int | None]] = [(choice, None) for choice in self._choices]
+        if any(part.is_hint for part in outputs.parts):
+            tries += [(self._choices[0], num_chars) for num_chars in (_LARGE_HINT_CHARS, 0)]
+        for choice, max_hint_chars in tries:
             try:
-                report, data = self._run_job(outputs, choice, timeout_s)
+                report, data = self._run_job(outputs, choice, max_hint_chars, timeout_s)
             except JobTimeoutError:
                 problem = f"took more than {self._limits.timeout_s:g} s to compile"
             except JobLostError:
                 problem = "needs too much memory, or nests too deeply, to compile"
             else:
                 grammar = self._loaded_backend(report["backend"], vocabulary).load(data)
-                return Constraint(grammar, vocabulary, field)
+                return Constraint(grammar, vocabulary, field, marks_of(outputs, vocabulary))
         raise InvalidArgumentError(f"{field} {problem}; simplify it")
 
     def _run_job(
-        self, outputs: StructuredOutputs, choice: str, timeout_s: float
+        self, outputs: StructuredOutputs, choice: str, max_hint_chars: int | None, timeout_s: float
     ) -> tuple[dict[str, str], bytes]:
         """Returns the compile process's report on a grammar, and the compiled grammar."""
         job = {
             "outputs": asdict(outputs),
             "backend": choice,
+            "max_hint_chars": max_hint_chars,
             "timeout_s": timeout_s,
             "memory_bytes": self._limits.memory_bytes,
+            "max_whitespace": self._limits.max_whitespace,
         }
         answer = self._process.run_job(json.dumps(job).encode(), timeout_s)
         header, _, data = answer.partition(b"\n")
@@ -256,6 +287,18 @@ class GrammarCompiler:
             del self._refusals[key]
             return None
         return error
+
+
+def marks_of(outputs: StructuredOutputs, vocabulary: Vocabulary) -> dict[int, bytes]:
+    """Returns the special tokens that a structural tag names: models write calls with them."""
+    if outputs.structural_tag is None:
+        return {}
+    texts = set(texts_of_tag(json.loads(str(outputs.structural_tag))))
+    return {
+        token_id: name.encode()
+        for token_id, name in vocabulary.special_tokens.items()
+        if token_id not in vocabulary.eos_token_ids and any(name in text for text in texts)
+    }
 
 
 def _outcome_of(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:

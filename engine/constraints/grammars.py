@@ -41,8 +41,11 @@ class Grammars:
         self._config, self._info = config, info
         self._on_compiled = on_compiled
         self._retokenizer: Retokenizer | None = None
+        max_whitespace = config.structured_outputs_max_whitespace
         limits = CompileLimits(
-            timeout_s=config.grammar_timeout_s, cache_bytes=config.grammar_cache_bytes
+            timeout_s=config.grammar_timeout_s,
+            cache_bytes=config.grammar_cache_bytes,
+            max_whitespace=None if max_whitespace == -1 else max_whitespace,
         )
         self._compiler = GrammarCompiler(
             self._load_vocabulary,
@@ -68,9 +71,9 @@ class Grammars:
         except ConfigurationError as error:
             raise FailedPreconditionError(str(error)) from None
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns the future of a constraint that `check` allows: `GrammarCompiler.compile`'s."""
-        future = self._compiler.compile(outputs)
+        future = self._compiler.compile(outputs, owner)
         future.add_done_callback(lambda _: self._on_compiled())
         return future
 

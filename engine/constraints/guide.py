@@ -44,6 +44,7 @@ class ReasoningPart:
         self.opening = marks.start_token_ids if start is ReasoningStart.BEFORE else ()
         self._latest: list[int] = []  # tokens of the open part, at most as many as the end mark
         self._num_tokens = 0
+        self._is_closing = False
 
     @property
     def opened(self) -> tuple[int, ...]:
@@ -53,9 +54,22 @@ class ReasoningPart:
 
     @property
     def required_token(self) -> int | None:
-        """The token that must come next, of the end mark, as the budget is used up; else None."""
-        if self.is_over or self.opening or self._budget is None or self._num_tokens < self._budget:
+        """The token that must come next, of the end mark, as the budget is used up or the part is
+        closed; else None.
+        """
+        if self.is_over or self.opening:
             return None
+        is_used_up = self._budget is not None and self._num_tokens >= self._budget
+        return self._next_of_end if is_used_up or self._is_closing else None
+
+    def close(self) -> int:
+        """Makes the end mark come next; returns its first token. The part must be open."""
+        self._is_closing = True
+        return self._next_of_end
+
+    @property
+    def _next_of_end(self) -> int:
+        """The token that completes the end mark, or brings it nearest to that."""
         end = self._marks.end_token_ids
         width = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
         return end[width]
@@ -85,6 +99,7 @@ class ReasoningPart:
         twin = ReasoningPart(self._marks, self._budget, ())
         twin.is_over, twin.opening = self.is_over, self.opening
         twin._latest, twin._num_tokens = self._latest, self._num_tokens
+        twin._is_closing = self._is_closing
         return twin
 
     def _ends_with(self, token_ids: tuple[int, ...]) -> bool:
@@ -164,6 +179,18 @@ class Guide:
             InvalidArgumentError: the grammar takes too long.
         """
         return all(self._accept_text(self._text_of(token_id)) for token_id in token_ids)
+
+    def close_reasoning(self) -> int | None:
+        """Ends an open reasoning part where a text would end that has no constrained text yet.
+
+        Returns:
+            The token that takes the place of the stop token that was drawn: the first of the end
+            mark, whose other tokens follow. None if the text may end.
+        """
+        part, matcher = self._reasoning, self._matcher
+        if part is None or part.opening or matcher is None or matcher.may_stop:
+            return None
+        return part.close()
 
     def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Returns tokens that can be appended without drawing them ("jump-forward decoding").

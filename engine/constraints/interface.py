@@ -1,11 +1,25 @@
 """What a backend provides: `Backend`, the `Grammar` that it compiles, and positions in it."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.vocabulary import Mask
 
-__all__ = ["Backend", "Grammar", "GrammarState", "RefusedError", "TooComplexError", "first_line"]
+__all__ = [
+    "MAX_WHITESPACE",
+    "Backend",
+    "Grammar",
+    "GrammarState",
+    "RefusedError",
+    "TooComplexError",
+    "first_line",
+]
+
+MAX_WHITESPACE = 12
+"""Characters of whitespace between two tokens of JSON, unless the operator states another limit.
+
+Small models repeat whitespace until their limit of tokens cuts the answer.
+"""
 
 _MAX_REASON_CHARS = 300
 
@@ -55,11 +69,25 @@ class Grammar(Protocol):
 class Backend(Protocol):
     """A library that compiles grammars for one vocabulary."""
 
-    def compile(self, outputs: StructuredOutputs) -> bytes:
+    def compile(
+        self, outputs: StructuredOutputs, max_whitespace: int | None = MAX_WHITESPACE
+    ) -> bytes:
         """Returns a compiled grammar in a form that other processes can load.
+
+        Args:
+            outputs: the constraint.
+            max_whitespace: the most characters of whitespace between two tokens of JSON, unless
+                the constraint states its own whitespace; None for any number.
 
         Raises:
             RefusedError: says what cannot be expressed.
+        """
+
+    def check(self, schema: Any) -> None:
+        """Does nothing for a JSON schema that the backend enforces as a whole.
+
+        Raises:
+            RefusedError: says what it would not enforce.
         """
 
     def load(self, data: bytes) -> Grammar:

@@ -6,14 +6,16 @@ from typing import Any
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.interface import (
+    MAX_WHITESPACE,
     Grammar,
     GrammarState,
     RefusedError,
     TooComplexError,
     first_line,
 )
-from engine.constraints.schema import close_objects, subschemas
+from engine.constraints.schema import prepare, subschemas
 from engine.constraints.structural_tags import tag_with_format
+from engine.constraints.tag_grammar import lark_of_tag
 from engine.constraints.vocabulary import Mask, Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
@@ -46,14 +48,16 @@ class LLGuidanceBackend:
             max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
         )
 
-    def compile(self, outputs: StructuredOutputs) -> bytes:
+    def compile(
+        self, outputs: StructuredOutputs, max_whitespace: int | None = MAX_WHITESPACE
+    ) -> bytes:
         """Returns the source that llguidance compiles, which it has compiled once.
 
         Raises:
             RefusedError: llguidance refuses the constraint, or it is too complex.
         """
         try:
-            source = self._source_of(outputs).encode()
+            source = self._source_of(outputs, _options_of(outputs, max_whitespace)).encode()
         except RefusedError:
             raise
         except Exception as error:  # its converter of GBNF raises several types
@@ -62,6 +66,13 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise RefusedError(first_line(matcher.get_error()))
         return source
+
+    def check(self, schema: Any) -> None:
+        """Does nothing for a JSON schema that llguidance enforces as a whole."""
+        source = self._schema_source(schema, {"whitespace_flexible": True})
+        matcher = self._compile(source.encode())
+        if matcher.is_error():
+            raise RefusedError(first_line(matcher.get_error()))
 
     def load(self, data: bytes) -> Grammar:
         """Compiles the source that `compile` returned."""
@@ -72,12 +83,12 @@ class LLGuidanceBackend:
             self._tokenizer, source.decode(), log_level=0, limits=self._limits
         )
 
-    def _source_of(self, outputs: StructuredOutputs) -> str:
+    def _source_of(self, outputs: StructuredOutputs, options: dict[str, Any]) -> str:
         text, form = getattr(outputs, outputs.form), outputs.form
         if form == "json_object":
-            return self._schema_source({"type": "object"}, outputs)
+            return self._schema_source({"type": "object"}, options)
         if form == "json":
-            return self._schema_source(json.loads(text), outputs)
+            return self._schema_source(json.loads(text), options)
         if form == "choice":
             literals = [_literal(choice) for choice in text]
             return f"start: {' | '.join(literals)}\n{_OPTIONS}"
@@ -88,51 +99,38 @@ class LLGuidanceBackend:
             is_gbnf = "::=" in text
             lark = self._library.gbnf_to_lark.gbnf_to_lark(text) if is_gbnf else text
             return f"{lark}\n{_OPTIONS}"
-        return self._tag_source(json.loads(text), outputs)
+        return self._tag_source(json.loads(text), options)
 
-    def _schema_source(self, schema: Any, outputs: StructuredOutputs) -> str:
-        text = json.dumps(self._schema_with_options(schema, outputs), ensure_ascii=False)
+    def _schema_source(self, schema: Any, options: dict[str, Any]) -> str:
+        text = json.dumps(self._schema_with_options(schema, options), ensure_ascii=False)
         return f"start: %json {text}\n{_OPTIONS}"
 
-    def _schema_with_options(self, schema: Any, outputs: StructuredOutputs) -> dict[str, Any]:
-        options: dict[str, Any] = {"whitespace_flexible": not outputs.disable_any_whitespace}
-        if outputs.whitespace_pattern is not None:
-            options["whitespace_pattern"] = outputs.whitespace_pattern
-        for path, node in subschemas(schema):
+    def _schema_with_options(self, schema: Any, options: dict[str, Any]) -> dict[str, Any]:
+        prepared = prepare(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+        for path, node in subschemas(prepared):
             if _may_repeat_counted_keys(node):
                 raise RefusedError(f"minProperties at {path}, as keys may repeat")
         # Under this key a schema could turn its own enforcement off.
-        closed = close_objects(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-        return {**closed, "x-guidance": options}
+        return {**prepared, "x-guidance": options}
 
-    def _tag_source(self, tag: dict[str, Any], outputs: StructuredOutputs) -> str:
-        form = tag_with_format(tag)["format"]
-        tags = form.get("tags")
-        if form.get("type") != "triggered_tags" or not isinstance(tags, list) or not tags:
-            raise RefusedError("a structural tag other than triggered_tags")
-        triggers = form.get("triggers")
-        if not isinstance(triggers, list):
-            raise RefusedError("triggered_tags needs a list of triggers")
-        parts = [self._struct_tag(one, triggers, outputs) for one in tags]
-        source = str(self._library.StructTag.to_grammar(parts, assume_special=False))
-        return source.replace("%llguidance {}", _OPTIONS, 1)
+    def _tag_source(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
+        def schema_source(schema: Any) -> str:
+            prepared = self._schema_with_options(schema, options)
+            return f"%json {json.dumps(prepared, ensure_ascii=False)}"
 
-    def _struct_tag(self, tag: Any, triggers: list[Any], outputs: StructuredOutputs) -> Any:
-        content = tag.get("content") if isinstance(tag, dict) else None
-        if not isinstance(content, dict) or content.get("type") != "json_schema":
-            raise RefusedError("a tag whose content is not a json_schema")
-        begin, end = tag.get("begin"), tag.get("end")
-        if not isinstance(begin, str) or not isinstance(end, str):
-            raise RefusedError("a tag whose begin or end is not a text")
-        trigger = next((one for one in triggers if begin.startswith(str(one))), None)
-        if not trigger:
-            raise RefusedError(f"the tag {begin!r}, which begins with none of the triggers")
-        return self._library.StructTag(
-            trigger=trigger,
-            begin=begin,
-            grammar=self._schema_with_options(content["json_schema"], outputs),
-            end=end,
-        )
+        return f"{lark_of_tag(tag_with_format(tag)['format'], schema_source)}\n{_OPTIONS}"
+
+
+def _options_of(outputs: StructuredOutputs, max_whitespace: int | None) -> dict[str, Any]:
+    """Returns llguidance's options for the whitespace of a constraint's JSON."""
+    if outputs.whitespace_pattern is not None:
+        return {"whitespace_flexible": True, "whitespace_pattern": outputs.whitespace_pattern}
+    if outputs.disable_any_whitespace or max_whitespace == 0:
+        return {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_flexible": True}
+    if max_whitespace is not None:
+        options["whitespace_pattern"] = rf"[ \n\t\r]{{1,{max_whitespace}}}"
+    return options
 
 
 def _may_repeat_counted_keys(schema: Mapping[str, Any]) -> bool:

@@ -5,8 +5,8 @@ own. What differs between xgrammar and llguidance is behind `engine.constraints.
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,11 +33,13 @@ class Constraint:
         grammar: the backend's.
         vocabulary: the token table that it was compiled against.
         field: the user's field in error messages, such as `structured_outputs.json`.
+        marks: special tokens that count as their names in the text, with these.
     """
 
     grammar: Grammar
     vocabulary: Vocabulary
     field: str
+    marks: Mapping[int, bytes] = field(default_factory=dict)
 
     def new_matcher(self, stop_token_ids: Iterable[int]) -> "Matcher":
         """Returns a matcher at the start of a constrained text.
@@ -104,7 +106,7 @@ class Matcher:
         """
         started = time.thread_time()
         try:
-            is_accepted = self._has_text(token_id) and self._state.accept(token_id)
+            is_accepted = self._move(token_id)
         except TooComplexError as error:
             raise self._error(f"is too complex: {error}") from None
         if is_accepted:
@@ -157,7 +159,8 @@ class Matcher:
         bits = np.unpackbits(row[(words := np.flatnonzero(row))].view(np.uint8), bitorder="little")
         places = np.flatnonzero(bits)
         ids = words[places // 32] * 32 + places % 32
-        first = {tokens[token_id][0] for token_id in ids.tolist()}
+        marks = self._constraint.marks
+        first = {(tokens[token_id] or marks[token_id])[0] for token_id in ids.tolist()}
         return first.pop() if len(first) == 1 else None
 
     def _current_row(self) -> Mask:
@@ -172,13 +175,34 @@ class Matcher:
             raise self._error(f"is too complex: {error}") from None
         words, bits = vocabulary.meaningless_bits
         row[words] &= ~bits
+        words, bits = bits_of(i for i in self._constraint.marks if self._after_mark(i) is not None)
+        row[words] |= bits
         self._charge(started)
         self._row = row
         return row
 
-    def _has_text(self, token_id: int) -> bool:
+    def _move(self, token_id: int) -> bool:
+        """Moves the state on by a token; returns whether the token may come next."""
         tokens = self._constraint.vocabulary.tokens
-        return 0 <= token_id < len(tokens) and bool(tokens[token_id])
+        if not 0 <= token_id < len(tokens):
+            return False
+        if tokens[token_id]:
+            return self._state.accept(token_id)
+        if (state := self._after_mark(token_id)) is None:
+            return False
+        self._state = state
+        return True
+
+    def _after_mark(self, token_id: int) -> GrammarState | None:
+        """Returns the state after a special token that counts as its name; None if it is none, or
+        may not come next.
+        """
+        name = self._constraint.marks.get(token_id)
+        if name is None:
+            return None
+        state, byte_tokens = self._state.fork(), self._constraint.vocabulary.byte_tokens
+        is_text = all(byte in byte_tokens and state.accept(byte_tokens[byte]) for byte in name)
+        return state if is_text else None
 
     def _charge(self, started: float) -> None:
         """Takes the time of one call from the grammar's allowance."""

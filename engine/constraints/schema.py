@@ -1,13 +1,22 @@
 """JSON schemas before a backend reads them: which keywords they use, and whether they can end."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from baton.errors import InvalidArgumentError
+from baton.schema_parts import references_of
+from engine.constraints.schema_keywords import problems_of, without_annotations
 
-__all__ = ["BOUNDS", "check_schema", "close_objects", "endless_part", "subschemas"]
+__all__ = [
+    "change_children",
+    "check_schema",
+    "close_objects",
+    "endless_part",
+    "prepare",
+    "subschemas",
+    "without_problems",
+]
 
 _IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -17,32 +26,24 @@ _DIRECT = (
 )
 _OF_OBJECTS = ("properties", "required", "patternProperties", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems")
-_OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[0-3]/")
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def check_schema(schema: Any, field: str) -> None:
-    """Refuses a schema that a backend would compile to something else.
+    """Refuses a schema that is malformed, or that a backend would compile to something else.
 
     Args:
         schema: the schema.
         field: the user's field, for the error.
 
     Raises:
-        InvalidArgumentError: the schema has no finite instance, has bounds past 64 bits, is of a
-            draft before 4, or has no type at all in a `type`.
+        InvalidArgumentError: a keyword has a value that it does not take, the schema has no finite
+            instance, has bounds past 64 bits, or is of a draft before 4.
     """
     if not isinstance(schema, Mapping):
         return
     for path, node in subschemas(schema):
-        if _OLD_DRAFT.match(str(node.get("$schema"))):
-            raise InvalidArgumentError(f"{field} is of {node['$schema']}; use draft 4 or later")
-        if node.get("type") == []:
-            raise InvalidArgumentError(f"{field} has an empty type at {path}")
-        for keyword in BOUNDS:
-            bound = node.get(keyword)
-            if isinstance(bound, int) and not -(2**63) < bound < 2**63:
-                raise InvalidArgumentError(f"{field} has a {keyword} past 64 bits at {path}")
+        if (problem := next(problems_of(path, node), None)) is not None:
+            raise InvalidArgumentError(f"{field} {problem.text}")
     if part := endless_part(schema):
         raise InvalidArgumentError(f"{field} has no finite instance: {part} requires itself")
 
@@ -70,16 +71,62 @@ def _children(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]
             yield f"{path}/{keyword}", schema[keyword]
 
 
+def change_children(
+    schema: Mapping[str, Any],
+    change: Callable[[Any], Any],
+    keywords: Collection[str] = (*_IN_MAPPING, *_IN_LIST, *_DIRECT),
+) -> dict[str, Any]:
+    """Returns a copy of a schema with other schemas in it, or in some of its keywords.
+
+    `true` and `false` are schemas too.
+    """
+    changed = dict(schema)
+    for keyword, value in schema.items():
+        if keyword not in keywords:
+            continue
+        if keyword in _IN_MAPPING and isinstance(value, Mapping):
+            changed[keyword] = {name: change(child) for name, child in value.items()}
+        elif keyword in (*_IN_LIST, "items") and isinstance(value, list):
+            changed[keyword] = [change(child) for child in value]
+        elif keyword in _DIRECT and isinstance(value, Mapping):
+            changed[keyword] = change(value)
+    return changed
+
+
 def _pointer_step(name: str) -> str:
     """Returns a property's name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def without_problems(schema: Any) -> Any:
+    """Returns a schema without the keywords that have values they do not take."""
+    if not isinstance(schema, Mapping):
+        return schema if isinstance(schema, bool) else {}
+    wrong = {problem.keyword for problem in problems_of("#", schema)}
+    kept = {name: value for name, value in schema.items() if name not in wrong}
+    return change_children(kept, without_problems)
+
+
+def prepare(schema: Any) -> Any:
+    """Returns a schema as backends get it: without annotations, and with closed objects."""
+    # Schemas may lie under any keyword that a reference names.
+    referenced = {step for reference in references_of(schema) for step in reference.split("/")}
+
+    def change(node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        named = {name: value for name, value in node.items() if name in referenced}
+        return change_children(named | without_annotations(node), change)
+
+    return close_objects(change(schema))
 
 
 def close_objects(schema: Any) -> Any:
     """Returns a schema whose objects have only the properties that it lists.
 
     An object with `properties` that says nothing of others gets `additionalProperties: false`:
-    a model would otherwise add properties without end. Schemas that are combined with others by
+    a model would otherwise add properties without end. Those that it requires and does not list may
+    have any value. Schemas that are combined with others by
     `allOf` or `$ref` are left alone, since each lists only a part of the properties.
     """
     return _closed(schema, is_part=False)
@@ -110,6 +157,9 @@ def _closed(value: Any, *, is_part: bool) -> Any:
     )
     if is_listed and not is_part and not is_combined:
         closed["additionalProperties"] = False
+        if isinstance(required := value.get("required"), list):
+            unlisted = {name: True for name in required if name not in value["properties"]}
+            closed["properties"] = closed["properties"] | unlisted
     return closed
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.constraints.interface import RefusedError
 
-__all__ = ["schemas_of_tag", "tag_with_format"]
+__all__ = ["schemas_of_tag", "tag_with_format", "tag_with_whitespace", "texts_of_tag"]
 
 
 def tag_with_format(tag: dict[str, Any]) -> dict[str, Any]:
@@ -47,6 +47,36 @@ def schemas_of_tag(value: Any) -> Iterator[Any]:
                 yield item
             else:
                 yield from schemas_of_tag(item)
+
+
+def texts_of_tag(value: Any) -> Iterator[str]:
+    """Yields the texts in a structural tag, without those of its JSON schemas."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_of_tag(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name not in ("json_schema", "schema"):
+                yield from texts_of_tag(item)
+
+
+def tag_with_whitespace(value: Any, max_whitespace: int) -> Any:
+    """Returns a structural tag whose JSON has at most so many characters of whitespace between two
+    tokens, unless it states a limit of its own.
+    """
+    if isinstance(value, list):
+        return [tag_with_whitespace(item, max_whitespace) for item in value]
+    if not isinstance(value, dict):
+        return value
+    limited = {
+        name: item if name == "json_schema" else tag_with_whitespace(item, max_whitespace)
+        for name, item in value.items()
+    }
+    if value.get("type") == "json_schema" and limited.get("max_whitespace_cnt") is None:
+        limited["max_whitespace_cnt"] = max_whitespace
+    return limited
 
 
 def _text_of(structure: Any, name: str) -> str:

@@ -5,18 +5,31 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.ebnf import endless_rule
-from engine.constraints.interface import Grammar, GrammarState, RefusedError, first_line
-from engine.constraints.schema import close_objects, subschemas
-from engine.constraints.structural_tags import schemas_of_tag, tag_with_format
+from engine.constraints.interface import (
+    MAX_WHITESPACE,
+    Grammar,
+    GrammarState,
+    RefusedError,
+    first_line,
+)
+from engine.constraints.schema import change_children, prepare, subschemas
+from engine.constraints.structural_tags import (
+    schemas_of_tag,
+    tag_with_format,
+    tag_with_whitespace,
+)
 from engine.constraints.vocabulary import Mask, Vocabulary
 from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal
 
 __all__ = ["XGrammarBackend", "endless_rule_of"]
 
+_T = TypeVar("_T")
+_CONTENT_OF_OBJECTS = {"properties", "additionalProperties", "unevaluatedProperties"}
+_CONTENT_OF_ARRAYS = {"items", "prefixItems", "unevaluatedItems"}
 _NUM_COMPILER_THREADS = 2
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Warning: )?")
 
@@ -46,7 +59,9 @@ class XGrammarBackend:
             self._info, max_threads=_NUM_COMPILER_THREADS, cache_enabled=False
         )
 
-    def compile(self, outputs: StructuredOutputs) -> bytes:
+    def compile(
+        self, outputs: StructuredOutputs, max_whitespace: int | None = MAX_WHITESPACE
+    ) -> bytes:
         """Returns the serialized grammar. Not safe to call from two threads: it reads stderr.
 
         Raises:
@@ -54,28 +69,30 @@ class XGrammarBackend:
         """
         if outputs.whitespace_pattern is not None:
             raise RefusedError("whitespace_pattern")
-        source = self._prepare(outputs)
-        with _native_warnings() as warnings:
-            try:
-                data = str(source().serialize_json()).encode()
-            except Exception as error:  # its parsers raise several types
-                raise RefusedError(_reason(str(error))) from None
-            if warning := next((line for line in warnings() if "Warning" in line), None):
-                raise RefusedError(_reason(warning))
-        return data
+        source = self._prepare(outputs, max_whitespace)
+        return _refuse_warnings(lambda: str(source().serialize_json()).encode())
+
+    def check(self, schema: Any) -> None:
+        """Does nothing for a JSON schema that xgrammar enforces as a whole."""
+        text = _checked(schema)
+        _refuse_warnings(lambda: self._library.Grammar.from_json_schema(text))
 
     def load(self, data: bytes) -> Grammar:
         """Returns the grammar that `compile` serialized."""
         compiled = self._library.CompiledGrammar.deserialize_json(data.decode(), self._info)
         return _XGrammar(self._library, compiled)
 
-    def _prepare(self, outputs: StructuredOutputs) -> Callable[[], Any]:
+    def _prepare(self, outputs: StructuredOutputs, max_whitespace: int | None) -> Callable[[], Any]:
         """Returns the call that compiles the constraint; refuses what it would not enforce."""
         compiler, text = self._compiler, getattr(outputs, outputs.form)
         if outputs.form in ("json", "json_object"):
             schema = _checked(json.loads(text)) if outputs.form == "json" else '{"type":"object"}'
+            is_compact = outputs.disable_any_whitespace or max_whitespace == 0
             return lambda: compiler.compile_json_schema(
-                schema, any_whitespace=not outputs.disable_any_whitespace, separators=(",", ":")
+                schema,
+                any_whitespace=not is_compact,
+                separators=(",", ":"),
+                max_whitespace_cnt=None if is_compact else max_whitespace,
             )
         if outputs.form == "structural_tag":
             if outputs.disable_any_whitespace:
@@ -83,6 +100,8 @@ class XGrammarBackend:
             tag = tag_with_format(json.loads(text))
             for schema in schemas_of_tag(tag):
                 _checked(schema)
+            if max_whitespace is not None:
+                tag = tag_with_whitespace(tag, max(1, max_whitespace))  # it takes no 0
             return lambda: compiler.compile_structural_tag(json.dumps(tag))
         if outputs.form == "regex":
             if (refusal := regex_refusal(text)) is not None:
@@ -143,10 +162,43 @@ class _XGrammarState:
 
 def _checked(schema: Any) -> str:
     """Returns a schema's text; refuses what xgrammar would not enforce."""
-    for path, node in subschemas(schema):
+    prepared = prepare(schema)
+    for path, node in subschemas(prepared):
         if (refusal := schema_refusal(node)) is not None:
             raise RefusedError(f"{refusal} at {path}")
-    return json.dumps(close_objects(schema), ensure_ascii=False)
+    return json.dumps(_with_open_kinds(prepared), ensure_ascii=False)
+
+
+def _with_open_kinds(schema: Any) -> Any:
+    """Returns a schema that says which objects and arrays may have anything in them: behind a
+    reference, xgrammar takes those that say nothing for empty ones.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or ()
+    opened: dict[str, Any] = change_children(schema, _with_open_kinds)
+    if "object" in kinds and not schema.keys() & _CONTENT_OF_OBJECTS:
+        opened["additionalProperties"] = True
+    if "array" in kinds and not schema.keys() & _CONTENT_OF_ARRAYS:
+        opened["items"] = True
+    return opened
+
+
+def _refuse_warnings(call: Callable[[], _T]) -> _T:
+    """Returns what a call of xgrammar returns, unless it warns or fails.
+
+    Raises:
+        RefusedError: has the warning or the error.
+    """
+    with _native_warnings() as warnings:
+        try:
+            result = call()
+        except Exception as error:  # its parsers raise several types
+            raise RefusedError(_reason(str(error))) from None
+        if warning := next((line for line in warnings() if "Warning" in line), None):
+            raise RefusedError(_reason(warning))
+    return result
 
 
 def _literal(text: str) -> str:

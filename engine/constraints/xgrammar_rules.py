@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.constraints.schema import BOUNDS
+from engine.constraints.schema_keywords import BOUNDS
 
 __all__ = ["regex_refusal", "schema_refusal"]
 

@@ -26,7 +26,7 @@ class GrammarSource(Protocol):
     def retokenizer(self) -> Retokenizer:
         """The model's retokenizer; available once a constraint has been compiled."""
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         """Returns at once; the engine is woken when the future ends."""
 
 
@@ -51,7 +51,9 @@ class Guides:
     def start_compiling(self, group: SequenceGroup, outputs: StructuredOutputs) -> None:
         """Starts to compile the constraint of a new group, which waits for it."""
         group.state = GroupState.COMPILING
-        self._compiling[group] = self._grammars.compile(outputs)
+        # Each tenant's requests have a salt of their own.
+        salt = group.request.spec.cache_salt
+        self._compiling[group] = self._grammars.compile(outputs, salt)
 
     def forget(self, group: SequenceGroup) -> None:
         """Stops waiting for the grammar of a group that ends."""
@@ -112,6 +114,9 @@ class Guides:
     def advance(self, sequence: Sequence) -> tuple[int, ...]:
         """Moves a sequence's guide past the token that it has drawn.
 
+        A stop token within the reasoning part is no end as long as the text behind it is owed. The
+        part's end mark takes its place: models that do not reason end their text there.
+
         Returns:
             The tokens to send: that token, and those appended before and after it without a draw.
 
@@ -124,7 +129,9 @@ class Guides:
             return (drawn,)
         before, guide.unsent = guide.unsent, ()
         if drawn in sequence.stop_token_ids:
-            return (*before, drawn)
+            if (closing := guide.close_reasoning()) is None:
+                return (*before, drawn)
+            sequence.token_ids[-1] = drawn = closing
         with _typed_errors():
             if not guide.accept((drawn,)):
                 raise InternalError("a token was drawn that the grammar does not allow")

@@ -3,6 +3,7 @@
 import math
 from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -255,7 +256,8 @@ class OutputProcessor:
             num_known += len(result.token_ids)
             self._drafts.worked(sequence, chunk.draft_work, result.proposals, num_known)
         if group.hands_over and sequence.finish_reason is None:
-            return self._hand_over(group, result)
+            first = tuple(sequence.token_ids[-len(result.token_ids) :])
+            return self._hand_over(group, replace(result, token_ids=first))
         details = result.details[: len(token_ids)]
         outputs = self._end_if_over(sequence, token_ids, details) or self._go_on(
             sequence, token_ids, details
@@ -278,13 +280,14 @@ class OutputProcessor:
         """
         newest: tuple[int, ...] = ()
         for index, token_id in enumerate(drawn):
+            place = len(sequence.token_ids)
             sequence.token_ids.append(token_id)
             newest += self._guides.advance(sequence)
             if index:
                 sequence.num_computed += 1
                 sequence.num_scheduled += 1
-            if sequence.finish_reason is not None:
-                break
+            if sequence.finish_reason is not None or sequence.token_ids[place] != token_id:
+                break  # it has ended, or another token took the place of the drawn one
         return newest
 
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
@@ -305,7 +308,8 @@ class OutputProcessor:
         newest = [self._guides.advance(branch) for branch in branches]
         are_over = [branch.finish_reason is not None for branch in branches]
         if group.hands_over and not all(are_over):
-            return self._hand_over(group, result)
+            first = tuple([branch.token_ids[group.num_prompt] for branch in branches])
+            return self._hand_over(group, replace(result, token_ids=first))
         group.branches = list(branches)
         outputs: Outputs = []
         for index, branch in enumerate(branches):

@@ -24,6 +24,8 @@ class ChatRequest:
         tool_choice: as in OpenAI's chat API: none, auto, required, or an object that names a
             function. None: auto if there are tools.
         parallel_tool_calls: whether the answer may have several calls.
+        schema_fields: the client's fields of the tools' schemas, for errors; empty: those of
+            OpenAI's chat API.
         request_id: names the request; empty: it gets one.
         priority: lower is scheduled first.
         cache_salt: separates prefix caches.
@@ -35,6 +37,7 @@ class ChatRequest:
     params: Mapping[str, Any] = field(default_factory=dict)
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
+    schema_fields: Sequence[str] = ()
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""

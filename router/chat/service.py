@@ -8,6 +8,7 @@ from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
 from baton.wire import FINISH_REASONS, build_request, stated_stop
+from router.chat.call_forms import form_or_calls, strict_calls
 from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
 from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta
@@ -114,6 +115,7 @@ class _Answers:
         self._prompt = prompt
         self._outputs: dict[int, ChatOutput] = {}
         self._reasoning: list[str] = []
+        self._is_formed = False  # whether all of the text behind the reasoning part has a form
         self.params = self._params()
 
     def chunk(self, message: _Response) -> ChatChunk:
@@ -171,7 +173,7 @@ class _Answers:
             prefill = content_text(conversation.messages[-1].get("content"))
             return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
         is_open = kind.is_open_after(self._prompt)
-        if "structured_outputs" in self.params:
+        if self._is_formed:
             # The constraint holds from the first token on, unless the prompt or the text itself
             # opens a reasoning part with marks that the replicas know.
             is_open = bool(is_open) and self._model.reasoning_marks is not None
@@ -198,25 +200,40 @@ class _Answers:
         return self._model.tool_parser(tools)
 
     def _params(self) -> dict[str, Any]:
-        """The stated parameters, and what the parsers and forced calls need.
+        """The stated parameters, and what the parsers and calls need.
 
         Raises:
-            InvalidArgumentError: a forced call excludes another form of the text.
+            InvalidArgumentError: a tool is malformed; names it.
         """
         params = dict(self._request.params)
-        choice, tools = self._request.tool_choice, self._request.conversation.tools
-        forced = StructuredOutputs.of_tools(tools, choice, self._request.parallel_tool_calls)
-        if forced is not None:
-            if params.get("structured_outputs") is not None:
-                raise InvalidArgumentError(
-                    "tool_choice forces a call and response_format states another form; unset one"
-                )
-            params["structured_outputs"] = forced
         tool_parser = self._tool_parser()
+        form = self._form(params.get("structured_outputs"), tool_parser)
+        if form is not None:
+            params["structured_outputs"] = form
         kinds = (self._model.reasoning_parser, tool_parser)
         if any(kind is not None and kind.needs_special_tokens for kind in kinds):
             params["skip_special_tokens"] = False
         return params
+
+    def _form(
+        self, stated: StructuredOutputs | None, tool_parser: ToolParser | None
+    ) -> StructuredOutputs | None:
+        """Returns the form of the text: that of a forced call, else the stated form or calls."""
+        request, tools = self._request, self._request.conversation.tools
+        fields, is_parallel = request.schema_fields, request.parallel_tool_calls
+        forced = StructuredOutputs.of_tools(tools, request.tool_choice, is_parallel, fields)
+        self._is_formed = forced is not None or stated is not None
+        if forced is not None or tool_parser is None:
+            return forced or stated
+        if stated is None:
+            return strict_calls(tools, tool_parser.syntax, fields)
+        return form_or_calls(
+            stated,
+            tools,
+            tool_parser.syntax,
+            parallel_tool_calls=is_parallel,
+            schema_fields=fields,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,11 +73,13 @@ def read_messages_request(
         raise InvalidArgumentError("max_tokens is missing")
     if not 1 <= body.max_tokens <= _MAX_UINT32:
         raise InvalidArgumentError.for_field("max_tokens", body.max_tokens, "in [1, 2**32)")
+    tools = tools_of(body.tools)
     return ChatRequest(
         conversation=_conversation_of_body(body),
         params=_params(body, can_limit_thinking),
-        tool_choice=choice_of(body.tool_choice, tools_of(body.tools)),
+        tool_choice=choice_of(body.tool_choice, tools),
         parallel_tool_calls=allows_parallel_calls(body.tool_choice),
+        schema_fields=[f"tools[{i}].input_schema" for i in range(len(tools))],
         request_id=request_id,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

@@ -68,4 +68,6 @@ def _tool(tool: Fields) -> dict[str, Any]:
     function = {"name": tool.required_text("name"), "parameters": schema}
     if description := tool.text("description"):
         function["description"] = description
+    if (is_strict := tool.boolean("strict")) is not None:
+        function["strict"] = is_strict
     return {"type": "function", "function": function}

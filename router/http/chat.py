@@ -45,6 +45,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         params=body.stated(),
         tool_choice=body.forced_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        schema_fields=body.schema_fields,
         request_id=request_id,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

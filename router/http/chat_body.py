@@ -79,6 +79,13 @@ class ChatBody(SamplingBody):
         )
 
     @property
+    def schema_fields(self) -> list[str]:
+        """The fields that have the schemas of the tools of `conversation`, for errors."""
+        tools = self.tools or []
+        places = map(tools.index, self._allowed_tools() or [])
+        return [f"tools[{place}].function.parameters" for place in places]
+
+    @property
     def _allowed(self) -> Fields | None:
         """The field `tool_choice.allowed_tools`; None for other choices."""
         choice = self.tool_choice

@@ -130,6 +130,7 @@ def read_responses_request(
         params=_params(body),
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        schema_fields=tools.schema_fields,
         request_id=request_id,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

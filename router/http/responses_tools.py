@@ -8,7 +8,7 @@ the model may do without it.
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidArgumentError
@@ -54,12 +54,14 @@ class ClientTool:
         namespace: the namespace that it is in; None: none.
         is_custom: whether calls have a text and no arguments.
         function: what the chat API says of it, with the name that the model reads.
+        schema_field: the field of the body that has its schema, for errors.
     """
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    function: Mapping[str, Any] = field(default_factory=dict)
+    function: Mapping[str, Any]
+    schema_field: str
 
     @property
     def model_name(self) -> str:
@@ -74,6 +76,7 @@ class Tools:
     Attributes:
         tools: those that the model may call, as in the chat API.
         by_name: those of the client, by the names that the model reads.
+        schema_fields: the fields of the body that have their schemas, for errors.
         choice: the choice of a tool, as in the chat API.
         echoed: all tools, as the answer repeats them.
         echoed_choice: the choice, as the answer repeats it.
@@ -81,6 +84,7 @@ class Tools:
 
     tools: tuple[Mapping[str, Any], ...]
     by_name: Mapping[str, ClientTool]
+    schema_fields: tuple[str, ...]
     choice: str | Mapping[str, Any] | None
     echoed: list[Mapping[str, Any]]
     echoed_choice: str | Mapping[str, Any]
@@ -121,12 +125,10 @@ def tools_of(
         lack = "has no tool that Baton can offer" if fields else "is empty"
         raise InvalidArgumentError(f"tool_choice is 'required', but tools {lack}")
     _log_hosted(fields, request_id)
+    offered = [tool for name, tool in by_name.items() if name in names]
     return Tools(
-        tools=tuple(
-            {"type": "function", "function": tool.function}
-            for name, tool in by_name.items()
-            if name in names
-        ),
+        tools=tuple({"type": "function", "function": tool.function} for tool in offered),
+        schema_fields=tuple(tool.schema_field for tool in offered),
         by_name=by_name,
         choice=choice,
         echoed=[_echoed(entry) for entry in fields],
@@ -154,7 +156,13 @@ def _client_tool(tool: Fields, namespace: str | None) -> ClientTool:
     name, is_custom = tool.required_text("name"), tool.get("type") == "custom"
     function = _custom_function(tool) if is_custom else _function(tool)
     function["name"] = model_name(name, namespace)
-    return ClientTool(name=name, namespace=namespace, is_custom=is_custom, function=function)
+    return ClientTool(
+        name=name,
+        namespace=namespace,
+        is_custom=is_custom,
+        function=function,
+        schema_field=tool.path if is_custom else tool.path_of("parameters"),
+    )
 
 
 def _function(tool: Fields) -> dict[str, Any]:

@@ -298,7 +298,7 @@ class HeldGrammars:
     def __init__(self) -> None:
         self.futures: list[Future] = []
 
-    def compile(self, outputs: StructuredOutputs) -> Future:
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> Future:
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -351,6 +351,7 @@ def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
 
 
 MARKS = ReasoningMarks(tuple(b"<t>"), tuple(b"</t>"))
+ROLES = ("prefill", "decode")
 
 
 DIGITS = StructuredOutputs(regex="[0-9]{4}")
@@ -419,3 +420,101 @@ def test_a_generated_start_mark_opens_the_reasoning_part() -> None:
     with engine() as core:
         tokens = bytes(t % 256 for t in tokens_of(run_all(core, [request])["a"]))
         assert re.fullmatch(rb"<t>.{4,5}</t>[0-9]{4}", tokens, re.DOTALL)
+
+
+ENDS_AT_ONCE = {EOS_TOKEN_ID: 100.0}
+
+
+def ending_requests() -> list[EngineRequest]:
+    """Requests within a reasoning part to a model that ends every text as soon as it may."""
+    options: dict[str, dict[str, object]] = {
+        "plain": {},
+        "scored": {"logprobs": 1},
+        "two": {"n": 2},
+        "budget": {"thinking_token_budget": 20},
+        "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    }
+    return [
+        reasoning_request(
+            name, b"<t>", structured_outputs=DIGITS, logit_bias=ENDS_AT_ONCE, **fields
+        )
+        for name, fields in options.items()
+    ]
+
+
+def check_ended(request: EngineRequest, outputs: Sequence[EngineOutput]) -> None:
+    """Checks that each candidate closes its reasoning part and has its form."""
+    for index in range(request.spec.params.n):
+        tokens = tokens_of(outputs, index)
+        assert re.fullmatch(rb"</t>[0-9]{4}", bytes(token for token in tokens if token < 256))
+        (last,) = (o for o in outputs if o.index == index and o.finish_reason)
+        assert last.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_text_does_not_end_within_reasoning_while_a_form_is_owed(overlap: bool) -> None:
+    free = reasoning_request("free", b"<t>", logit_bias=ENDS_AT_ONCE, thinking_token_budget=9)
+    optional = changed(
+        free, request_id="optional", structured_outputs=StructuredOutputs(regex="a*")
+    )
+    with engine(async_scheduling=overlap) as core:
+        outputs = run_all(core, [*ending_requests(), free, optional])
+    for request in ending_requests():
+        check_ended(request, outputs[request.spec.request_id])
+    assert tokens_of(outputs["free"]) == tokens_of(outputs["optional"]) == [EOS_TOKEN_ID]
+
+
+def test_a_text_does_not_end_within_reasoning_on_another_tier(tmp_path) -> None:
+    flags = {"kv_connector": f"memory://{tmp_path.name}", "block_size": 8}
+    path = tiny_checkpoint("llama")
+    cores = [build_core(path, role, num_gpu_blocks_override=160, **flags) for role in ROLES]
+    try:
+        split = SplitRun(*cores)
+        split.run(ending_requests())
+        for request in ending_requests():
+            outputs = split.outputs[request.spec.request_id]
+            (first,) = (o for o in split.prefilled[request.spec.request_id] if o.token_ids)
+            assert set(first.token_ids) == {ord("<")}
+            rest = bytes(token for token in tokens_of(outputs) if token < 256)
+            assert re.fullmatch(rb"/t>[0-9]{4}", rest)
+    finally:
+        for core in cores:
+            core.close()
+
+
+def test_a_guessed_end_within_reasoning_is_none() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    request = reasoning_request("a", b"ab<t>", structured_outputs=DIGITS, logit_bias=ENDS_AT_ONCE)
+    prompt = (*b"xy", ord(">"), EOS_TOKEN_ID, ord("<"), ord("/"), *request.spec.prompt_token_ids)
+    with engine(speculative_config=ngram) as core:
+        request = changed(request, prompt_token_ids=prompt)
+        check_ended(request, run_all(core, [request])["a"])
+
+
+WHITESPACE = dict.fromkeys(map(ord, " \n\t\r"), 100.0)
+ONE_INTEGER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_model_that_prefers_whitespace_ends_its_json(backend: str) -> None:
+    forms = {
+        "any": StructuredOutputs(json=ONE_INTEGER),
+        "compact": StructuredOutputs(json=ONE_INTEGER, disable_any_whitespace=True),
+    }
+    requests = [
+        engine_request(
+            name,
+            tuple(prompt_of(5)),
+            structured_outputs=form,
+            logit_bias=WHITESPACE,
+            max_tokens=90,
+            stop_token_ids=frozenset([EOS_TOKEN_ID]),
+        )
+        for name, form in forms.items()
+    ]
+    with engine(structured_outputs_backend=backend) as core:
+        outputs = run_all(core, requests)
+    texts = {name: text_of(tokens_of(outputs[name], 0)) for name in forms}
+    assert texts["compact"] == '{"a":1}'
+    assert "".join(texts["any"].split()) == '{"a":1}'
+    assert len(texts["any"]) > 20

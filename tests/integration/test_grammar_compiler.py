@@ -232,7 +232,6 @@ REFUSED = {
     "bounds that exclude each other": "json is not supported: .*minimum",
     "unsupported keywords": r"json is not supported: uniqueItems at # \(xgrammar\); .*uniqueItems",
     "lookahead in a pattern": "json is not supported: pattern",
-    "an unknown format": "json is not supported: format",
     "a broken expression": "regex is not supported",
     "a backreference": "regex is not supported",
     "invalid JSON": "json is not JSON",
@@ -303,6 +302,38 @@ def test_a_hostile_constraint_is_bounded_and_delays_no_other(compiler, hostile):
     if error is not None:
         assert error.message.startswith("structured_outputs.")
         assert len(error.message) < 1000
+
+
+def forced_calls(**schemas):
+    """The form of calls of tools, by their names."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in schemas.items()
+    ]
+    return StructuredOutputs.of_tools(tools, "required")
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "unsupported keywords",
+        "a missing reference",
+        "a reference to itself",
+        "bounds past 64 bits",
+        pytest.param("thousands of optional properties", marks=pytest.mark.slow),
+    ],
+)
+def test_a_tool_that_cannot_be_enforced_refuses_no_other(compiler, hint):
+    outputs = forced_calls(fine=FINE, odd=HOSTILE[hint]["json"])
+    vocabulary = load_vocabulary()
+    for text, is_accepted in (
+        ('[{"name":"fine","parameters":{"a":1}}]', True),
+        ('[{"name":"fine","parameters":{"a":null}}]', False),
+        ('[{"name":"odd","parameters":', True),
+    ):
+        matcher = compiler.compile(outputs).result(RESULT_S).new_matcher(())
+        tokens = [vocabulary.byte_tokens[byte] for byte in text.encode()]
+        assert matcher.replay(tokens) == is_accepted
 
 
 @pytest.mark.slow

@@ -250,3 +250,23 @@ async def test_an_error_within_a_stream_is_an_event():
         with pytest.raises(anthropic.APIStatusError) as caught:
             await read()
     assert check_type(ErrorResponse, caught.value.body).error.type == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "kind"),
+    [
+        ("auto", CALL, "tool_use"),
+        ("auto", '{"x": 1}', "text"),
+        ("any", '[{"name": "add", "parameters": {"a": 1}}]', "tool_use"),
+    ],
+)
+async def test_a_message_with_tools_and_a_form_is_a_call_or_has_the_form(choice, text, kind):
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    async with running(answering(text), tool_call_parser="hermes") as api:
+        message = await api.anthropic.messages.create(
+            **REQUEST,
+            tools=[TOOL],
+            tool_choice={"type": choice},
+            extra_body={"output_config": {"format": form}},
+        )
+    assert [block.type for block in message.content] == [kind]

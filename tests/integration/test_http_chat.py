@@ -354,9 +354,10 @@ async def test_only_allowed_tools_are_rendered_and_called():
             tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
         )
     assert "[tools 1]" in prompt_text(decode)
-    schema = decode.starts[0].spec.sampling.structured_outputs.json
-    assert '"add"' in schema
-    assert '"sub"' not in schema
+    outputs = decode.starts[0].spec.sampling.structured_outputs
+    assert '"add"' in outputs.json
+    assert '"sub"' not in outputs.json
+    assert [part.field for part in outputs.parts] == ["tools[1].function.parameters"]
     assert answer.choices[0].message.tool_calls[0].function.name == "add"
 
 
@@ -406,3 +407,51 @@ async def test_a_model_without_a_template_says_which_flag_sets_one():
     async with running_http(answering("a")) as api:
         with pytest.raises(openai.BadRequestError, match="--chat-template"):
             await api.openai.chat.completions.create(model=MODEL, messages=USER)
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+@pytest.mark.parametrize("text", [CALL, '{"name": "Bob"}'])
+async def test_an_answer_with_tools_and_a_form_is_a_call_or_has_the_form(text):
+    decode = answering(text)
+    async with running_chat(decode, tool_call_parser="hermes") as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL, messages=USER, tools=[TOOL], response_format=FORM
+        )
+    form = decode.starts[0].spec.sampling.structured_outputs
+    assert "<tool_call>" in form.structural_tag
+    assert [part.field for part in form.parts if part.is_hint] == ["tools[0].function.parameters"]
+    choice = answer.choices[0]
+    if text == CALL:
+        assert choice.message.tool_calls[0].function.name == "add"
+        assert choice.finish_reason == "tool_calls"
+    else:
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
+
+
+async def test_a_forced_call_outweighs_a_form():
+    decode = answering('[{"name": "add", "parameters": {"a": 1}}]')
+    async with running_chat(decode) as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL, messages=USER, tools=[TOOL], tool_choice="required", response_format=FORM
+        )
+    assert answer.choices[0].message.tool_calls[0].function.name == "add"
+    assert '"add"' in decode.starts[0].spec.sampling.structured_outputs.json
+
+
+async def test_calls_of_strict_tools_are_enforced_under_auto():
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    decode = answering("Hm.")
+    async with running_chat(
+        decode, tool_call_parser="hermes", reasoning_parser="deepseek_r1"
+    ) as api:
+        create = api.openai.chat.completions.create
+        answer = await create(model=MODEL, messages=USER, tools=[strict])
+        await create(model=MODEL, messages=USER, tools=[TOOL])
+    form, free = (start.spec.sampling.structured_outputs for start in decode.starts)
+    assert json.loads(form.structural_tag)["format"]["type"] == "triggered_tags"
+    assert not any(part.is_hint for part in form.parts)
+    assert not free.structural_tag
+    assert answer.choices[0].message.reasoning == "Hm."  # the text is not all of a form

@@ -268,3 +268,30 @@ async def test_the_tokens_of_an_input_are_counted():
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == response.usage.input_tokens
     assert alone.input_tokens == len(script_of("[system]Be brief.[assistant]"))
+
+
+@pytest.mark.parametrize("text", [CALL, '{"x": 1}'])
+async def test_a_response_with_tools_and_a_form_is_a_call_or_has_the_form(text):
+    form = {"type": "json_schema", "name": "point", "schema": Point.model_json_schema()}
+    decode = answering(text)
+    async with running(decode, tool_call_parser="hermes") as api:
+        response = await api.openai.responses.create(
+            model=MODEL, input="Hi", tools=[TOOL], text={"format": form}
+        )
+    assert decode.starts[0].spec.sampling.structured_outputs.structural_tag
+    (item,) = response.output
+    assert item.type == ("function_call" if text == CALL else "message")
+
+
+async def test_a_forced_call_outweighs_a_form():
+    decode = answering('{"a": 1}')
+    async with running(decode) as api:
+        response = await api.openai.responses.create(
+            model=MODEL,
+            input="Hi",
+            tools=[TOOL],
+            tool_choice={"type": "function", "name": "add"},
+            text={"format": {"type": "json_object"}},
+        )
+    assert response.output[0].type == "function_call"
+    assert decode.starts[0].spec.sampling.structured_outputs.json

@@ -86,7 +86,7 @@ class FakeGrammars:
     def __init__(self) -> None:
         self._pending: list[tuple[StructuredOutputs, Future[Constraint]]] = []
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+    def compile(self, outputs: StructuredOutputs, owner: str = "") -> "Future[Constraint]":
         self._pending.append((outputs, Future()))
         return self._pending[-1][1]
 

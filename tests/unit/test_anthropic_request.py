@@ -344,3 +344,9 @@ def test_what_baton_lacks_is_refused_by_name(fields, message):
 def test_no_messages_are_refused():
     with pytest.raises(InvalidArgumentError, match="messages is empty"):
         read([])
+
+
+def test_schemas_of_tools_are_named_as_the_client_sent_them():
+    request = read(tools=[TOOL, TOOL | {"name": "sub", "strict": True}])
+    assert request.schema_fields == ["tools[0].input_schema", "tools[1].input_schema"]
+    assert [tool["function"].get("strict") for tool in request.conversation.tools] == [None, True]

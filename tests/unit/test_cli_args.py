@@ -87,6 +87,7 @@ def test_every_field_can_be_given(tmp_path):
         logprobs_mode="processed_logprobs",
         logits_processors=("first", "module:Second"),
         structured_outputs_backend="llguidance",
+        structured_outputs_max_whitespace=-1,
         grammar_timeout_s=2.5,
         grammar_cache_bytes=12345,
     )

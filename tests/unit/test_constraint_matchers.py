@@ -9,12 +9,14 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import load_backend
-from engine.constraints.interface import RefusedError
+from engine.constraints.compiler import marks_of
+from engine.constraints.interface import MAX_WHITESPACE, RefusedError
 from engine.constraints.matcher import Constraint
 from engine.constraints.vocabulary import Vocabulary
 from tests.support.constraints import (
     BACKENDS,
     KINDS,
+    backend_of,
     constraint_of,
     new_matcher,
     vocabulary_of,
@@ -177,17 +179,50 @@ def test_structural_tags_constrain_only_what_follows_a_trigger(name, kind):
     assert matcher.may_stop
 
 
-def test_the_newer_form_of_structural_tags():
+@each_backend
+def test_the_newer_form_of_structural_tags(name):
     vocabulary = vocabulary_of("byte_level")
     tag = {
         "format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
     }
-    matcher = new_matcher("xgrammar", "byte_level", structural_tag=tag)
+    matcher = new_matcher(name, "byte_level", structural_tag=tag)
     assert matcher.forced_text() == b"<a>"
     type_text(matcher, vocabulary, "<a>free</a>")
     assert matcher.is_terminated
-    with pytest.raises(RefusedError, match="other than triggered_tags"):
-        new_matcher("llguidance", "byte_level", structural_tag=tag)
+
+
+def test_llguidance_refuses_structural_tags_that_it_cannot_write():
+    for form in {"type": "regex", "pattern": "a"}, {"type": "any_text", "excludes": ["a"]}:
+        with pytest.raises(RefusedError, match="in a structural tag"):
+            new_matcher("llguidance", "byte_level", structural_tag={"format": form})
+
+
+@each_backend
+def test_a_special_token_counts_as_its_name_where_a_tag_has_it(name):
+    special = {1: "<s>", 2: "[CALL]"}
+    tokens = (b"", b"", b"", *(bytes([byte]) for byte in range(256)))
+    vocabulary = Vocabulary(tokens, {0: "</s>", **special}, (0,))
+    backend = load_backend(name, vocabulary)
+    elements = [
+        {"type": "const_string", "value": "[CALL]"},
+        {"type": "json_schema", "json_schema": INTEGERS},
+    ]
+    outputs = StructuredOutputs(
+        structural_tag={"format": {"type": "sequence", "elements": elements}}
+    )
+    grammar = backend.load(backend.compile(outputs))
+    marks = marks_of(outputs, vocabulary)
+    assert marks == {2: b"[CALL]"}
+    matcher = Constraint(grammar, vocabulary, "f", marks).new_matcher((0,))
+    assert allowed_tokens(matcher, vocabulary) == [2, 3 + ord("[")]
+    assert not matcher.accept(1)
+    assert matcher.forced_text().startswith(b"[CALL]{")
+    spelled = matcher.fork()
+    assert spelled.replay([3 + byte for byte in b'[CALL]{"a":1}'])
+    assert matcher.replay([2, *(3 + byte for byte in b'{"a":1}')])
+    assert spelled.may_stop
+    assert matcher.may_stop
+    assert not matcher.accept(2)
 
 
 def test_whitespace_patterns_are_llguidances_alone():
@@ -259,3 +294,60 @@ def test_forced_text_is_bounded(name, kind, regex):
         num_calls += 1
     assert num_calls == -(-len(text) // 128)
     assert text == (b"a" * 2000 if regex[0] == "a" else b"The quick " * 90)
+
+
+def num_accepted(matcher, vocabulary, text, char):
+    """How many of a character are accepted after a text, up to 100."""
+    type_text(matcher, vocabulary, text)
+    (token,) = [i for i, piece in enumerate(vocabulary.tokens) if piece == char.encode()][:1]
+    return next((count for count in range(100) if not matcher.accept(token)), 100)
+
+
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGGED = {"structures": [{"begin": "<f>", "schema": INTEGERS, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"json": INTEGERS}, ""),
+        ({"json_object": True}, ""),
+        ({"structural_tag": TAGGED}, "<f>"),
+    ],
+)
+@pytest.mark.parametrize("text", ["{", '{"a"', '{"a":', '{"a":1', '{ "a"\n: \r\n\t1'])
+def test_whitespace_between_the_tokens_of_json_ends(name, fields, start, text):
+    vocabulary = vocabulary_of("byte_level")
+    for char in " \n\t":
+        matcher = new_matcher(name, "byte_level", **fields)
+        assert num_accepted(matcher, vocabulary, start + text, char) == MAX_WHITESPACE
+
+
+@each_backend
+@pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0, 0), (None, 100)])
+def test_the_operator_may_state_another_amount_of_whitespace(name, limit, expected):
+    vocabulary, backend = vocabulary_of("byte_level"), backend_of(name, "byte_level")
+    for outputs in (StructuredOutputs(json=INTEGERS), StructuredOutputs(json_object=True)):
+        grammar = backend.load(backend.compile(outputs, limit))
+        matcher = Constraint(grammar, vocabulary, "f").new_matcher(())
+        assert num_accepted(matcher, vocabulary, '{"a":', " ") == expected
+
+
+def test_a_stated_pattern_of_whitespace_outweighs_the_limit():
+    vocabulary = vocabulary_of("byte_level")
+    matcher = new_matcher("llguidance", "byte_level", json=INTEGERS, whitespace_pattern=" {1,40}")
+    assert num_accepted(matcher, vocabulary, '{"a":', " ") == 40
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["object", "array"])
+def test_objects_and_arrays_behind_references_may_have_anything_in_them(name, kind):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/Any"}},
+        "$defs": {"Any": {"type": kind}},
+    }
+    matcher, vocabulary = new_matcher(name, "byte_level", json=schema), vocabulary_of("byte_level")
+    type_text(matcher, vocabulary, '{"a":{"b":[1]}}' if kind == "object" else '{"a":[{"b":1}]}')
+    assert matcher.may_stop

@@ -82,6 +82,20 @@ def test_a_used_up_budget_completes_the_end_mark(generated):
     assert len(appended) <= 3
 
 
+@pytest.mark.parametrize("generated", [(), (1,), (9,), (9, 9), (9, 9, 9)])
+def test_a_closed_part_completes_its_end_mark(generated):
+    tracked = part((7, 8))
+    for token in generated:
+        tracked.accept(token)
+    appended = [tracked.close()]
+    tracked.accept(appended[0])
+    while not tracked.is_over:
+        appended.append(tracked.fork().required_token)
+        tracked.accept(appended[-1])
+    assert (*generated, *appended)[-3:] == (9, 9, 5)
+    assert len(appended) <= 3
+
+
 def constrained_scheduler(**config):
     driven = DrivenScheduler(**config)
     grammars = FakeGrammars()

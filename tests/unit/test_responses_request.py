@@ -295,6 +295,7 @@ def test_allowed_tools_are_the_only_ones_that_the_model_reads():
     request = read(tools=[TOOL, OTHER], tool_choice=allowed)
     assert request.chat.tool_choice == "required"
     assert [tool["function"]["name"] for tool in request.chat.conversation.tools] == ["sub"]
+    assert request.chat.schema_fields == ("tools[1].parameters",)
     assert len(request.echo["tools"]) == 2
 
 

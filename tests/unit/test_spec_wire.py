@@ -295,3 +295,15 @@ def test_request_ids_are_unique_and_contain_the_id_of_the_client():
     assert len(ids) == 9
     assert {client_id_of(each) for each in ids} == {"c/d"}
     assert client_id_of("c/d") == "c/d"
+
+
+def test_parts_of_a_form_survive_the_wire():
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": is_strict}}
+        for name, is_strict in (("a", True), ("b", False))
+    ]
+    outputs = StructuredOutputs.of_tools(tools, "required")
+    params = SamplingParams(structured_outputs=outputs)
+    received = params_from_proto(*messages_of(params)).structured_outputs
+    assert received.parts == outputs.parts
+    assert received.key == outputs.key

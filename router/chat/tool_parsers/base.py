@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from router.chat.answer_builder import AnswerBuilder
 from router.chat.delta import ChatDelta
 from router.chat.text_input import Steps, TextInput
+from router.chat.tool_parsers.call_syntax import CallSyntax
 
 __all__ = ["MAX_NAME_LENGTH", "GeneratorToolParser", "ToolParser"]
 
@@ -28,9 +29,12 @@ class ToolParser(ABC):
     Attributes:
         needs_special_tokens: whether the marks of calls are special tokens, which the text lacks
             unless the request is run with `skip_special_tokens=False`.
+        syntax: how the model writes calls. None: it is not known, so that a form of the text
+            excludes calls, and no form constrains the calls of strict tools.
     """
 
     needs_special_tokens: ClassVar[bool] = False
+    syntax: ClassVar[CallSyntax | None] = None
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools

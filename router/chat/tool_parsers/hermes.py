@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 
 __all__ = ["HermesToolParser"]
@@ -21,6 +22,13 @@ class HermesToolParser(GeneratorToolParser):
     """Reads calls between marks, with text before, between and after them."""
 
     needs_special_tokens: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=json_heads((f"{_START}\n", _START), "arguments"),
+        tail="}",
+        closers=(f"\n{_END}", _END),
+        separators=("\n",),
+        opener=_START,
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

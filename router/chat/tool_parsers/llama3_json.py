@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 
 __all__ = ["Llama3JsonToolParser"]
@@ -24,6 +25,13 @@ class Llama3JsonToolParser(GeneratorToolParser):
     """
 
     needs_special_tokens: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=json_heads(("", _TAG), "parameters"),
+        tail="}",
+        separators=("; ", ";"),
+        prefixes=(_TAG,),
+        argument_keys=("parameters",),
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.json_values import copy_value
 
@@ -30,6 +31,15 @@ class MistralToolParser(GeneratorToolParser):
     """Reads the calls behind each mark."""
 
     needs_special_tokens: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(
+            *(f"{_START}NAME{_ARGUMENTS}", f"{_START}NAME"),
+            *json_heads((f"{_START}[", f"{_START} ["), "arguments"),
+        ),
+        tail="",
+        closers=("}]",),
+        opener=_START,
+    )
 
     @staticmethod
     def _new_call_id() -> str:

@@ -1,7 +1,10 @@
 """`JsonToolParser`: an answer that is a JSON array of calls, or one call."""
 
+from typing import ClassVar
+
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 
 __all__ = ["JsonToolParser"]
@@ -13,6 +16,15 @@ class JsonToolParser(GeneratorToolParser):
     Calls are objects with `name` and `arguments` or `parameters`. The array of calls that
     `tool_choice: required` forces has this form, for every model.
     """
+
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(*json_heads(("[", ""), "arguments"), *json_heads(("[", ""), "parameters")),
+        tail="}",
+        closers=("]",),
+        separators=(", ", ","),
+        prefixes=("[",),
+        argument_keys=("arguments", "parameters"),
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

@@ -6,9 +6,11 @@ JSON.
 
 import json
 import re
+from typing import ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax
 from router.chat.tool_parsers.python_values import convert_value
 
 __all__ = ["PythonicToolParser"]
@@ -22,6 +24,10 @@ class PythonicToolParser(GeneratorToolParser):
 
     A call is reported when its name and the name of its first argument, or its end, are read.
     """
+
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=("[NAME(",), tail=")]", has_json_arguments=False
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
+from router.chat.tool_parsers.call_syntax import CallSyntax
 from router.chat.tool_parsers.parameter_types import is_text, json_of, parameter_schema
 
 __all__ = ["Qwen3CoderToolParser"]
@@ -35,6 +36,14 @@ class Qwen3CoderToolParser(GeneratorToolParser):
     """
 
     needs_special_tokens: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(f"{_START}\n<function=NAME>\n", f"{_START}<function=NAME>"),
+        tail="</function>",
+        closers=(f"\n{_END}", _END),
+        separators=("\n",),
+        opener=_START,
+        has_json_arguments=False,
+    )
 
     def read(self) -> Steps[None]:
         """Reads the text."""
