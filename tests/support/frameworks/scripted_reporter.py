@@ -47,5 +47,6 @@ def _answer(prompt: str, spec: request_pb2.RequestSpec) -> str:
     if name is not None:
         call = json.dumps({"name": name, "arguments": values})
         return f"<tool_call>\n{call}\n</tool_call>"
-    has_form = spec.sampling.HasField("structured_outputs") or "schema" in prompt.lower()
+    # A tag may constrain the calls of tools alone.
+    has_form = form.json_object or "sky" in f"{form.json}{form.structural_tag}{prompt}"
     return json.dumps(REPORT) if has_form else TEXT
