@@ -15,6 +15,7 @@ from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
@@ -27,7 +28,7 @@ from router.http.usage import usage_fields
 
 __all__ = ["ENDPOINTS", "ChatJob"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -40,16 +41,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat_request = ChatRequest(
-        conversation=body.conversation(),
-        params=body.stated(),
-        tool_choice=body.forced_choice,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        request_id=request_id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    chat_request = await convert_body(request, _chat_request, body, request_id)
     job = ChatJob(
         body,
         chat_request,
@@ -59,6 +51,24 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         timeout_s=timeout_of(request),
     )
     return await job_response(job, request, request_id, streams=body.stream)
+
+
+def _chat_request(body: ChatBody, request_id: str) -> ChatRequest:
+    """The chat that a body states.
+
+    Raises:
+        InvalidArgumentError: a field is malformed; names it.
+    """
+    return ChatRequest(
+        conversation=body.conversation(),
+        params=body.stated(),
+        tool_choice=body.forced_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        add_special_tokens=bool(body.add_special_tokens),
+    )
 
 
 class ChatJob:

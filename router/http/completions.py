@@ -11,6 +11,7 @@ from starlette.responses import Response
 from baton.v1 import generation_pb2
 from baton.wire import FINISH_REASONS, stated_stop
 from router.http.answering import job_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
@@ -27,7 +28,7 @@ __all__ = ["ENDPOINTS", "CompletionJob"]
 
 _Response = generation_pb2.GenerateStreamResponse
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -40,10 +41,36 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    job = await CompletionJob.prepare(
-        body, model, context.token_texts(model), request_id, timeout_s=timeout_of(request)
+    timeout_s = timeout_of(request)
+    prompt_ids = await _prompt_ids(body, model, timeout_s)
+    texts = context.token_texts(model)
+    job = await convert_body(
+        request, CompletionJob, body, model, texts, request_id, prompt_ids, timeout_s=timeout_s
     )
     return await job_response(job, request, request_id, streams=body.stream)
+
+
+async def _prompt_ids(
+    body: CompletionBody, model: Model, timeout_s: float | None
+) -> Sequence[Sequence[int]] | None:
+    """The tokens of the prompts; None if the answer does not need them.
+
+    Raises:
+        BatonError: a prompt is wrong, or the model is not ready.
+    """
+    if not body.return_token_ids and not (body.stream and body.counts_continuously):
+        return None
+    limits = await model.wait_for_limits(body.priority or 0, timeout_s)
+    return [
+        await tokenize_prompt(
+            prompt,
+            model.tokenizer,
+            limits,
+            body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        for prompt in body.prompts()
+    ]
 
 
 class CompletionJob:
@@ -100,36 +127,6 @@ class CompletionJob:
             "created": int(time.time()),
             "model": body.model or model.name,
         }
-
-    @classmethod
-    async def prepare(
-        cls,
-        body: CompletionBody,
-        model: Model,
-        texts: TokenTexts,
-        request_id: str,
-        *,
-        timeout_s: float | None,
-    ) -> "CompletionJob":
-        """Checks a request; encodes its prompts if the answer needs their tokens.
-
-        Raises:
-            BatonError: a field is wrong, or the model is not ready.
-        """
-        prompt_ids = None
-        if body.return_token_ids or (body.stream and body.counts_continuously):
-            limits = await model.wait_for_limits(body.priority or 0, timeout_s)
-            prompt_ids = [
-                await tokenize_prompt(
-                    prompt,
-                    model.tokenizer,
-                    limits,
-                    body.truncate_prompt_tokens,
-                    add_special_tokens=body.add_special_tokens is not False,
-                )
-                for prompt in body.prompts()
-            ]
-        return cls(body, model, texts, request_id, prompt_ids, timeout_s=timeout_s)
 
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk
 from router.http.answering import stream_response, whole_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.logprobs import chat_logprobs
@@ -17,7 +18,7 @@ from router.http.responses_request import ResponsesBody, read_responses_request
 
 __all__ = ["ENDPOINTS"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -32,7 +33,9 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    asked = read_responses_request(body, request_id, model.default_params)
+    asked = await convert_body(
+        request, read_responses_request, body, request_id, model.default_params
+    )
     texts = context.token_texts(model)
 
     def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:
