@@ -71,8 +71,9 @@ def parse_json(field: str, text: bytes | str, budget: JsonBudget | None = None) 
     try:
         _take(budget or JsonBudget(), data)
     except _TooLargeError as error:
-        name = _field_at(data, error.position) or field
-        raise InvalidArgumentError(f"{name} is too large: {field} has more than {error}") from None
+        name = _field_at(data, error.position)
+        place = f"{name} is too large: " if name else ""
+        raise InvalidArgumentError(f"{place}{field} has more than {error}") from None
     try:
         # Some clients begin with a byte order mark, which is no JSON.
         whole = text if isinstance(text, str) else str(data, "utf-8-sig", "surrogatepass")
