@@ -36,9 +36,9 @@ class RefusedRequestError(Exception):
 class LimitedProtocol(HttpToolsProtocol):
     """A connection of a client, which gets an end if it costs too much.
 
-    Reasons: there are `max_connections` others; its headers do not arrive within
-    `header_timeout_s` or are too large; a message has far more bytes than a body may have; the
-    client does not read for `send_timeout_s`; too many requests wait.
+    Reasons: its headers do not arrive within `header_timeout_s` or are too large; a message has
+    far more bytes than a body may have, or its end is unclear; the client does not read for
+    `send_timeout_s`; too many requests wait.
 
     Attributes:
         limits: the limits.
@@ -62,10 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
     @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            transport.abort()
-        else:
-            self._start_header_timer()
+        self._start_header_timer()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:

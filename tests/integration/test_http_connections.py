@@ -350,7 +350,7 @@ async def test_fields_behind_a_body_are_no_headers_of_the_request():
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(head + b"2\r\n{}\r\n0\r\nAuthorization: Bearer k\r\n\r\n")
-        assert (await rest_of(reader)).endswith(b"\r\n\r\nconnection,transfer-encoding")
+        assert b"\r\nconnection,transfer-encoding\r\n" in await rest_of(reader)
         writer.close()
     finally:
         await server.stop(0)
