@@ -113,6 +113,7 @@ class RouterService(Service):
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
+        self._tasks.append(asyncio.create_task(security.tenants.follow_changes()))
         process = ProcessMetrics(
             {"clients": security.certificates, "cluster": security.cluster.certificates}
         )

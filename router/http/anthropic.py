@@ -55,6 +55,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         request_id,
         can_limit_thinking=model.reasoning_marks is not None,
     )
+    body.drop_ignored()
     message = MessageAnswer(body.model or model.name)
     chunks = context.chat(model).stream(chat, timeout_of(request))
     if body.stream:
@@ -71,4 +72,5 @@ async def count_tokens(body: MessagesBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     conversation = await convert_body(request, counted_conversation, body)
+    body.drop_ignored()
     return json_response({"input_tokens": await context.chat(model).count_tokens(conversation)})

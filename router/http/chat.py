@@ -42,6 +42,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
     chat_request = await convert_body(request, _chat_request, body, request_id)
+    body.drop_ignored()
     job = ChatJob(
         body,
         chat_request,

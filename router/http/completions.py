@@ -47,6 +47,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     job = await convert_body(
         request, CompletionJob, body, model, texts, request_id, prompt_ids, timeout_s=timeout_s
     )
+    body.drop_ignored()
     return await job_response(job, request, request_id, streams=body.stream)
 
 

@@ -36,6 +36,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     asked = await convert_body(
         request, read_responses_request, body, request_id, model.default_params
     )
+    body.drop_ignored()
     texts = context.token_texts(model)
 
     def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:

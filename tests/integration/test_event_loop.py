@@ -175,6 +175,25 @@ async def test_no_body_blocks_the_event_loop(shape: str):
         assert (error.get("param") or error["message"]).startswith(field), answer
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, MESSAGES, RESPONSES])
+async def test_neither_a_body_nor_its_ignored_fields_are_kept_while_an_answer_runs(path: str):
+    ignored = {f"x{i}": ["a" * 2**20] for i in range(15)}
+    prompt = {COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, CHAT)
+    body = json.dumps({"max_tokens": 2} | prompt | ignored).encode()
+    decode = FakeDecode(script_of("ab"), pause_after=1)
+    async with running_http(decode, chat_template=template()) as api:
+        tracemalloc.start()
+        try:
+            answer = asyncio.ensure_future(in_thread(posted, api, path, body))
+            await decode.changes.until(lambda: decode.running)
+            kept_bytes = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        decode.resume()
+        assert (await answer)[0] == 200
+    assert kept_bytes < len(body) / 4
+
+
 @pytest.mark.parametrize("text", ["[" + "[]," * 5_500_000 + "[]]", "[" * (MAX_BYTES - 100)])
 async def test_a_large_chat_over_grpc_does_not_block_the_event_loop(text: str):
     chat_message = generation_pb2.Chat(messages_json=text[: MAX_BYTES - 100])
