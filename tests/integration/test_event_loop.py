@@ -8,18 +8,20 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
-from baton.v1 import generation_pb2
+from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
+from rpc.channels import open_blocking_channel
 from tests.support.fake_workers import FakeDecode
 from tests.support.loop_watch import watched_loops
 from tests.support.running_http import RunningHttp, running_http
-from tests.support.running_router import failed_call, request, script_of
+from tests.support.running_router import request, script_of
 
 MAX_BYTES = 16 * 2**20
 MAX_MULTIPLE = 12
@@ -103,6 +105,17 @@ LARGE_REPLICA = {
     "block_size": 16,
     "pool_block_size": 16,
 }
+FAST = (
+    "parts",
+    "ignored field",
+    "token ids",
+    "escapes",
+    "calls",
+    "blocks",
+    "arrays",
+    "prompts over gRPC",
+)
+"""The other shapes are slow tests."""
 BUSY_SHAPES = ("parts", "ignored field", "escapes", "large blocks", "digits")
 
 
@@ -123,6 +136,15 @@ def posted(api: RunningHttp, path: str, body: bytes) -> tuple[int, Any]:
         return response.status, json.loads(response.read())
     finally:
         connection.close()
+
+
+def called(
+    api: RunningHttp, message: generation_pb2.GenerateRequest
+) -> list[generation_pb2.GenerateStreamResponse]:
+    """Sends a message over gRPC; returns the messages of the answer. Blocks."""
+    with open_blocking_channel(api.router.server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        return list(stub.GenerateStream(message, timeout=60))
 
 
 def time_of_health(api: RunningHttp) -> float:
@@ -158,7 +180,10 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     return await future
 
 
-@pytest.mark.parametrize("shape", BODIES)
+@pytest.mark.parametrize(
+    "shape",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in BODIES],
+)
 async def test_no_body_blocks_the_event_loop(shape: str):
     path, make, status, field = BODIES[shape]
     body = make()
@@ -194,25 +219,52 @@ async def test_neither_a_body_nor_its_ignored_fields_are_kept_while_an_answer_ru
     assert kept_bytes < len(body) / 4
 
 
-@pytest.mark.parametrize("text", ["[" + "[]," * 5_500_000 + "[]]", "[" * (MAX_BYTES - 100)])
-async def test_a_large_chat_over_grpc_does_not_block_the_event_loop(text: str):
-    chat_message = generation_pb2.Chat(messages_json=text[: MAX_BYTES - 100])
+def of_messages(unit: str) -> generation_pb2.GenerateRequest:
+    text = unit * ((MAX_BYTES - 100) // len(unit))
+    return generation_pb2.GenerateRequest(chat=generation_pb2.Chat(messages_json=text))
+
+
+def of_empty_prompts() -> generation_pb2.GenerateRequest:
+    prompts = generation_pb2.Prompts.FromString(b"\x0a\x00" * (MAX_BYTES // 2 - 100))
+    return generation_pb2.GenerateRequest(prompts=prompts)
+
+
+def of_empty_stops() -> generation_pb2.GenerateRequest:
+    stopping = common_pb2.StoppingParams(stop=[""] * (MAX_BYTES // 2 - 100))
+    return generation_pb2.GenerateRequest(text="a", stopping=stopping)
+
+
+OVER_GRPC: dict[str, tuple[Callable[[], generation_pb2.GenerateRequest], str]] = {
+    "arrays": (partial(of_messages, "[],"), "messages_json has more than 131072 objects"),
+    "nested": (partial(of_messages, "["), "messages_json has more than 131072 objects"),
+    "prompts over gRPC": (of_empty_prompts, "prompts has 8388508 entries"),
+    "token ids over gRPC": (lambda: request([7] * (MAX_BYTES - 100)), "prompt has 16777116"),
+    "stops over gRPC": (of_empty_stops, "stop has 8388508 entries"),
+}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OVER_GRPC],
+)
+async def test_no_message_over_grpc_blocks_the_event_loop(shape: str):
+    make, error = OVER_GRPC[shape]
+    message = make()
     async with running() as api:
-        with watched_loops() as watch:
-            message = generation_pb2.GenerateRequest(chat=chat_message)
-            error = await failed_call(api.router.generate(message))
+        with watched_loops() as watch, pytest.raises(grpc.RpcError) as caught:
+            await in_thread(called, api, message)
     watch.assert_never_blocked()
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert (error.details() or "").startswith("messages_json has more than 131072 objects")
+    assert error in str(caught.value)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "grpc"])
 async def test_many_token_ids_do_not_block_the_event_loop(path: str):
     ids = [7 + i % 900 for i in range(2**17)]
+    message = request(ids, max_tokens=2)
     async with running(**LARGE_REPLICA) as api:
         with watched_loops() as watch:
             if path == "grpc":
-                responses = await api.router.generate(request(ids, max_tokens=2))
+                responses = await in_thread(called, api, message)
                 assert responses[-1].usage.prompt_tokens == 2**17
             else:
                 body = json.dumps({"prompt": ids, "max_tokens": 2}).encode()
