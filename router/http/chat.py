@@ -20,11 +20,12 @@ from router.http.chat_body import ChatBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
-from router.http.logprobs import chat_logprobs
+from router.http.logprobs import chat_logprobs, num_logprob_bytes
 from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
+from router.input_threads import convert_input
 
 __all__ = ["ENDPOINTS", "ChatJob"]
 
@@ -82,6 +83,9 @@ class ChatJob:
         texts: the texts of the model's tokens.
         model_name: as the client wrote it.
         timeout_s: seconds until the client's deadline; None if it states none.
+
+    Attributes:
+        num_logprob_bytes: about how many bytes the log-probabilities of a whole answer take.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class ChatJob:
         model_name: str,
         timeout_s: float | None,
     ) -> None:
+        self.num_logprob_bytes = 0
         self._body = body
         self._request = request
         self._service = service
@@ -112,8 +117,13 @@ class ChatJob:
         await self._encode_prompt(is_needed=bool(self._body.return_token_ids))
         async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
             chat = await whole_chat(chunks)
+        logprobs = (num_logprob_bytes(candidate.logprobs) for candidate in chat.candidates)
+        self.num_logprob_bytes = sum(logprobs)
+        choices = await convert_input(
+            self.num_logprob_bytes, lambda: list(map(self._choice, chat.candidates))
+        )
         fields = self._head("chat.completion") | {
-            "choices": [self._choice(candidate) for candidate in chat.candidates],
+            "choices": choices,
             "usage": _usage(chat.usage),
         }
         return fields | self._prompt_fields()

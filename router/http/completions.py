@@ -16,11 +16,12 @@ from router.http.completion_body import CompletionBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
-from router.http.logprobs import LegacyLogprobs, prompt_logprobs
+from router.http.logprobs import LegacyLogprobs, num_logprob_bytes, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
+from router.input_threads import convert_input
 from router.models import Model
 from router.request import tokenize_prompt
 
@@ -84,6 +85,9 @@ class CompletionJob:
         request_id: names the request.
         prompt_ids: the prompts' tokens; None if no answer needs them.
         timeout_s: seconds until the client's deadline; None if it states none.
+
+    Attributes:
+        num_logprob_bytes: about how many bytes its log-probabilities take that are not sent.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class CompletionJob:
         *,
         timeout_s: float | None,
     ) -> None:
+        self.num_logprob_bytes = 0
         self._timeout_s = timeout_s
         self._body = body
         self._model = model
@@ -134,7 +139,7 @@ class CompletionJob:
         choices: dict[int, dict[str, Any]] = {}
         async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
-                part = self._part(message)
+                part = await self._part_of(message)
                 _join(choices.setdefault(part["index"], {}), part)
         ordered = [choices[index] for index in sorted(choices)]
         return {**self._head, "choices": ordered, "usage": self._usage.fields()}
@@ -145,9 +150,11 @@ class CompletionJob:
         async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
                 if not self._is_plain:
-                    part = self._part(message)
+                    part = await self._part_of(message)
                     usage = self._usage_so_far()
-                    await emit(event({**self._head, "choices": [part], **usage}))
+                    value = {**self._head, "choices": [part], **usage}
+                    await emit(await convert_input(self.num_logprob_bytes, event, value))
+                    self.num_logprob_bytes = 0
                 elif message.finish_reason or message.text:
                     plain = self._plain_part(message)
                     await emit(f"{before}{plain}{after}".encode())
@@ -171,6 +178,12 @@ class CompletionJob:
             self._usage.add(message.usage)
         end = text_json({"logprobs": None, **self._end(message)})
         return f'{{"index":{index},"text":{text},{end[1:]}'
+
+    async def _part_of(self, message: _Response) -> dict[str, Any]:
+        """What a message adds to its choice; a thread makes many log-probabilities."""
+        num_bytes = num_logprob_bytes(message.logprobs) + num_logprob_bytes(message.prompt_logprobs)
+        self.num_logprob_bytes += num_bytes
+        return await convert_input(num_bytes, self._part, message)
 
     def _part(self, message: _Response) -> dict[str, Any]:
         """What a message adds to its choice."""

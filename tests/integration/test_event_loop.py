@@ -128,12 +128,18 @@ def running(**fields: Any):
 
 
 def posted(api: RunningHttp, path: str, body: bytes) -> tuple[int, Any]:
+    """Sends a body; returns the status and the answer's JSON. Blocks."""
+    status, answer = answer_of(api, path, body)
+    return status, json.loads(answer)
+
+
+def answer_of(api: RunningHttp, path: str, body: bytes) -> tuple[int, bytes]:
     """Sends a body; returns the status and the answer. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", api.server.port, timeout=60)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        return response.status, response.read()
     finally:
         connection.close()
 
@@ -272,6 +278,19 @@ async def test_many_token_ids_do_not_block_the_event_loop(path: str):
                 assert status == 200, answer
                 assert answer["usage"]["prompt_tokens"] == 2**17
     watch.assert_never_blocked()
+
+
+@pytest.mark.parametrize("options", [{}, {"echo": True, "logprobs": 5}, {"stream": True}], ids=str)
+async def test_many_log_probabilities_do_not_block_the_event_loop(options: dict[str, Any]):
+    prompt = {"prompt": [7 + i % 900 for i in range(2**13)], "prompt_logprobs": 5}
+    body = json.dumps(prompt | {"max_tokens": 2} | options).encode()
+    async with running(**LARGE_REPLICA) as api:
+        await in_thread(answer_of, api, COMPLETIONS, SMALL.encode())
+        with watched_loops() as watch:
+            status, answer = await in_thread(answer_of, api, COMPLETIONS, body)
+    watch.assert_never_blocked()
+    assert status == 200
+    assert answer.count(b'"decoded_token"') >= 5 * 2**13
 
 
 @pytest.mark.slow
