@@ -1,5 +1,6 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,10 @@ class ChatService:
         """
         request = _without_unused_tools(request)
         prompt = await self._model.render(request.conversation)
-        answers = _Answers(self._model, request, prompt)
+        # A thread reads the schemas of tools, which are as large as a client likes.
+        args = self._model, request, prompt
+        has_tools = bool(request.conversation.tools)
+        answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:

@@ -8,6 +8,7 @@ from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
+from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import OF_CLIENTS, EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
@@ -22,7 +23,7 @@ __all__ = ["ENDPOINTS", "DetokenizeBody", "TokenizeBody"]
 
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """The class in transformers that a checkpoint without one has."""
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -88,8 +89,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
+        conversation = await convert_body(request, body.conversation)
         token_ids = await context.chat(model).encode(
-            body.conversation(), add_special_tokens=bool(body.add_special_tokens)
+            conversation, add_special_tokens=bool(body.add_special_tokens)
         )
     texts = context.token_texts(model)
     return json_response(
