@@ -1,5 +1,5 @@
 """`/v1/models`: the served models and their aliases, for clients of OpenAI and of Anthropic.
-`/v1/embeddings`: not served.
+`/tokenizer_info`: a model's tokenizer, as vLLM describes it. `/v1/embeddings`: not served.
 """
 
 from datetime import UTC, datetime
@@ -23,6 +23,8 @@ from router.models import Model
 
 __all__ = ["ENDPOINTS"]
 
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""The class in transformers that a checkpoint without one has."""
 _ROUTER = APIRouter()
 ENDPOINTS = EndpointGroup(_ROUTER)
 
@@ -50,6 +52,21 @@ async def list_models(request: Request) -> Response:
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""
     return json_response(_fields(context_of(request).models.find(model_id), model_id))
+
+
+@_ROUTER.get(
+    "/tokenizer_info",
+    responses=declared_responses(
+        "The settings of the tokenizer.", "tokenizer_class", errors=(400, 403, 404, *OF_CLIENTS)
+    ),
+)
+async def tokenizer_info(request: Request, model: str = "") -> Response:
+    """Describes a model's tokenizer: its tokenizer_config.json, with the chat template in use."""
+    found = context_of(request).models.find(model)
+    settings = {"tokenizer_class": _TOKENIZER_CLASS, **found.tokenizer_settings}
+    if found.chat_template is not None:
+        settings["chat_template"] = found.chat_template.text
+    return json_response(settings)
 
 
 @_ROUTER.post(

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with the bodies that vLLM has."""
+"""`/tokenize` and `/detokenize`, with the bodies that vLLM has."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,7 +10,7 @@ from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
 from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of, max_model_len
-from router.http.endpoints import OF_CLIENTS, EndpointGroup, declared_responses
+from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
 from router.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
@@ -21,8 +21,6 @@ from router.validation import (
 
 __all__ = ["ENDPOINTS", "DetokenizeBody", "TokenizeBody"]
 
-_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""The class in transformers that a checkpoint without one has."""
 _ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
@@ -102,21 +100,6 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             "token_strs": list(map(texts.text, token_ids)) if body.return_token_strs else None,
         }
     )
-
-
-@_ROUTER.get(
-    "/tokenizer_info",
-    responses=declared_responses(
-        "The settings of the tokenizer.", "tokenizer_class", errors=(400, 403, 404, *OF_CLIENTS)
-    ),
-)
-async def tokenizer_info(request: Request, model: str = "") -> Response:
-    """Describes a model's tokenizer: its tokenizer_config.json, with the chat template in use."""
-    found = context_of(request).models.find(model)
-    settings = {"tokenizer_class": _TOKENIZER_CLASS, **found.tokenizer_settings}
-    if found.chat_template is not None:
-        settings["chat_template"] = found.chat_template.text
-    return json_response(settings)
 
 
 @_ROUTER.post("/detokenize", responses=declared_responses("The text.", "prompt"))
