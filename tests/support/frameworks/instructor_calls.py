@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from tests.support.frameworks.cases import QUESTION, Report, Server, report_of, run
 
 CHAT_MODES = (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON, Mode.MD_JSON, Mode.JSON_SCHEMA)
+RESPONSES_MODES = (Mode.RESPONSES_TOOLS, Mode.RESPONSES_TOOLS_WITH_INBUILT_TOOLS)
 MESSAGES_MODES = (Mode.ANTHROPIC_TOOLS, Mode.ANTHROPIC_JSON)
 ASKED = [{"role": "user", "content": QUESTION}]
 
@@ -50,6 +51,8 @@ def cases():
         found[f"streamed {mode.value}"] = lambda server, mode=mode: partial(
             openai_client(server, mode), server, max_tokens=server.max_tokens
         )
+    for mode in RESPONSES_MODES:
+        found[mode.value] = lambda server, mode=mode: create(openai_client(server, mode), server)
     for mode in MESSAGES_MODES:
         found[mode.value] = lambda server, mode=mode: create(
             anthropic_client(server, mode), server, max_tokens=server.max_tokens

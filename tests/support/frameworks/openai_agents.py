@@ -25,7 +25,7 @@ def agent_of(server: Server, api: str, **options) -> Agent:
         name="Reporter",
         instructions="Use the tool.",
         model=APIS[api](model=server.model, openai_client=client),
-        model_settings=ModelSettings(max_tokens=server.max_tokens),
+        model_settings=ModelSettings(max_tokens=server.max_tokens, **options.pop("settings", {})),
         tools=[weather],
         **options,
     )
@@ -49,6 +49,9 @@ def cases_of(api: str):
         f"{api}: tools and a form": lambda server: whole(agent_of(server, api, output_type=Report)),
         f"{api}: streamed tools and a form": lambda server: streamed(
             agent_of(server, api, output_type=Report)
+        ),
+        f"{api}: a forced call and a form": lambda server: whole(
+            agent_of(server, api, output_type=Report, settings={"tool_choice": "required"})
         ),
     }
 
