@@ -6,9 +6,12 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 `structured_outputs`, which have messages of their own, and `extra_args`, which is a JSON text.
 """
 
+import asyncio
 import json
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +29,7 @@ from baton.v1 import common_pb2, request_pb2
 __all__ = [
     "params_from_proto",
     "reasoning_start_of",
+    "receive_spec",
     "sampling_to_proto",
     "spec_from_proto",
     "spec_to_proto",
@@ -38,6 +42,7 @@ _EARLY_STOPPING = {
     True: common_pb2.EARLY_STOPPING_FIRST_FINISHED,
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
+_MAX_INLINE_BYTES = 16 * 1024
 _ALL_FIELDS = frozenset(SamplingParams.__slots__)
 _DEFAULTS = SamplingParams()
 _ALWAYS_SENT = ("max_tokens", "seed")
@@ -219,6 +224,16 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         traceparent=message.traceparent,
         prediction_token_ids=tuple(message.prediction_token_ids),
     )
+
+
+async def receive_spec(message: request_pb2.RequestSpec) -> RequestSpec:
+    """`spec_from_proto`, now. A thread reads large specs: a schema of 256 KiB would keep the event
+    loop from other streams for 0.2 s.
+    """
+    read = partial(spec_from_proto, message, now=time.monotonic())
+    if message.ByteSize() <= _MAX_INLINE_BYTES:
+        return read()
+    return await asyncio.to_thread(read)
 
 
 def _unknown_fields(message: Message, name: str) -> Iterator[str]:

@@ -7,13 +7,12 @@ response per engine step; one that lags gets the tokens of several steps in one.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from baton.errors import BatonError, InternalError, InvalidArgumentError
 from baton.sampling_params import MAX_LOGPROBS
-from baton.spec_wire import spec_from_proto
+from baton.spec_wire import receive_spec
 from baton.traceparent import parse_traceparent
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
@@ -99,7 +98,7 @@ class RouterSession:
         async for command in commands:
             match command.WhichOneof("command"):
                 case "start":
-                    self._start(command.start)
+                    await self._start(command.start)
                 case "cancel":
                     self._cancel(command.cancel)
                 case "prefetch":
@@ -116,7 +115,7 @@ class RouterSession:
                 self._has_room.clear()
                 await self._has_room.wait()
 
-    def _start(self, start: decode_pb2.StartDecode) -> None:
+    async def _start(self, start: decode_pb2.StartDecode) -> None:
         request_id = start.spec.request_id
         if any(request_id in known for known in (self._live, self._pending, self._moved)):
             self._end_duplicate(request_id)
@@ -124,7 +123,7 @@ class RouterSession:
         try:
             check_namespace(start.namespace, self._engine.namespace)
             request = EngineRequest(
-                spec=spec_from_proto(start.spec, now=time.monotonic()),
+                spec=await receive_spec(start.spec),
                 progress=progress_from_proto(start.candidates),
                 first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
                 handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,

@@ -21,6 +21,9 @@ from kvstore.handoff import KvHandoff, handoff_to_proto
 
 __all__ = ["PromptEvents"]
 
+_MAX_INLINE_LOGPROBS = 512
+"""The most tokens whose log-probabilities the event loop writes itself."""
+
 
 class PromptEvents:
     """The outputs of one request of a prefill engine.
@@ -68,12 +71,18 @@ class PromptEvents:
             self._changed.clear()
             if not self._has_sent_result and self._drawn:
                 self._has_sent_result = True
-                yield prefill_pb2.PrefillResponse(result=_first_tokens(self._params, self._drawn))
+                yield prefill_pb2.PrefillResponse(result=await self._result(tuple(self._drawn)))
             if self.last is not None:
                 yield self._end(self.last)
             elif self._saved is not None:
                 saved, self._saved = self._saved, None
                 yield prefill_pb2.PrefillResponse(saved=handoff_to_proto(saved))
+
+    async def _result(self, drawn: Sequence[EngineOutput]) -> prefill_pb2.PrefillResult:
+        """The first tokens; a thread writes the log-probabilities of a long prompt."""
+        if len(drawn[0].prompt_logprobs) <= _MAX_INLINE_LOGPROBS:
+            return _first_tokens(self._params, drawn)
+        return await asyncio.to_thread(_first_tokens, self._params, drawn)
 
     def _end(self, last: EngineOutput) -> prefill_pb2.PrefillResponse:
         """The last message. Saved blocks that no message listed are in its handoff, or useless."""

@@ -1,6 +1,5 @@
 """`PrefillServicer`: PrefillService over an engine."""
 
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -8,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.spec_wire import spec_from_proto
+from baton.spec_wire import receive_spec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest
@@ -41,7 +40,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Frees the request if the caller leaves."""
         check_namespace(request.namespace, self._engine.namespace)
-        spec = spec_from_proto(request.spec, now=time.monotonic())
+        spec = await receive_spec(request.spec)
         events = PromptEvents(spec.params)
         self._engine.submit(EngineRequest(spec=spec, hands_over=True), events.add)
         try:

@@ -29,6 +29,7 @@ from router.config import RouterConfig, ServedModelConfig
 from router.entrance import Entrance
 from router.fleet import Fleet
 from router.generation_config import load_default_params
+from router.input_threads import convert_input
 from router.pace import Pace
 from router.pipeline import Pipeline
 from router.policy import PrefixIndex
@@ -330,7 +331,8 @@ class Model:
     async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
         """Replaces a message's chat by its prompt."""
         if message.WhichOneof("prompt") == "chat":
-            conversation = conversation_of_chat(message.chat)
+            chat = message.chat
+            conversation = await convert_input(chat.ByteSize(), conversation_of_chat, chat)
             prompt = await self.render(conversation)
             start = self.reasoning_start(conversation, prompt)
             message.text = prompt

@@ -1,8 +1,10 @@
 """`RoutedRequest`: a request ready for the tiers, and how it is made from a client's message."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from baton.request_spec import ReasoningMarks, RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
@@ -28,6 +30,8 @@ from router.validation import (
 )
 
 __all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,8 @@ async def prepare_request(
         params.truncate_prompt_tokens,
         add_special_tokens=message.add_special_tokens or not message.HasField("add_special_tokens"),
     )
-    check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
+    check = partial(check_token_ids, "prompt token_ids", token_ids, limits.vocab_size)
+    await _in_thread_if_long(token_ids, check)
     num_prompts = max(len(message.prompts.prompts), 1)
     is_stated = message.stopping.HasField("max_tokens")
     params = _checked(params, len(token_ids), limits, num_prompts, is_stated)
@@ -196,7 +201,22 @@ async def tokenize_prompt(
         added_by = tokenizer if isinstance(prompt, str) and add_special_tokens else None
         token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, added_by)
     check_prompt_length(len(token_ids), limits)
-    return tuple(token_ids)
+    return await _in_thread_if_long(token_ids, partial(_copied, token_ids))
+
+
+async def _in_thread_if_long(token_ids: Sequence[int], function: Callable[[], _Result]) -> _Result:
+    """Calls a function of a prompt's tokens; a thread does if they would delay other requests."""
+    if len(token_ids) <= MAX_INLINE_LENGTH:
+        return function()
+    return await asyncio.to_thread(function)
+
+
+def _copied(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Copies token ids in pieces, between which other threads run."""
+    copied: list[int] = []
+    for start in range(0, len(token_ids), MAX_INLINE_LENGTH):
+        copied += token_ids[start : start + MAX_INLINE_LENGTH]
+    return tuple(copied)
 
 
 async def _tokenize_prediction(
@@ -239,6 +259,4 @@ async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...
     """The keys of the prompt's full blocks; those of a long prompt are computed in a thread."""
     chain = BlockKeyChain(model.namespace, model.block_size, cache_salt=spec.cache_salt)
     token_ids = spec.prompt_token_ids
-    if len(token_ids) <= MAX_INLINE_LENGTH:
-        return tuple(chain.extend(token_ids))
-    return tuple(await asyncio.to_thread(chain.extend, token_ids))
+    return tuple(await _in_thread_if_long(token_ids, partial(chain.extend, token_ids)))

@@ -23,6 +23,7 @@ from router.pace import Pace
 from router.request_log import RequestLog
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
+from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 from rpc.interceptors import CountCall
 from rpc.metrics_access import MetricsAccess
 from rpc.metrics_server import serving_metrics
@@ -33,7 +34,15 @@ from rpc.tracing import open_tracer
 if TYPE_CHECKING:
     from router.http.server import HttpServer
 
-__all__ = ["SERVICE_NAMES", "RouterService", "access_of", "add_args", "main", "run"]
+__all__ = [
+    "SERVICE_NAMES",
+    "RouterService",
+    "access_of",
+    "add_args",
+    "connection_limits",
+    "main",
+    "run",
+]
 
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -105,6 +114,7 @@ class RouterService(Service):
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
         self._tasks.append(asyncio.create_task(pace.run()))
+        self._tasks.append(asyncio.create_task(security.tenants.follow_changes()))
         process = ProcessMetrics(
             {"clients": security.certificates, "cluster": security.cluster.certificates}
         )
@@ -181,15 +191,16 @@ def _http_server(
     from router.http.app import build_app
     from router.http.server import HttpServer
 
+    http = replace(config.http, max_connections=connection_limits(config)[0])
     app = build_app(
         service.models,
-        config.http,
+        http,
         security.tenants,
         service.metrics,
         service.metrics_access.admits,
         partial(service.count_call, "http"),
     )
-    return HttpServer(app, config.http, security.http_context())
+    return HttpServer(app, http, security.http_context())
 
 
 def access_of(
@@ -201,7 +212,19 @@ def access_of(
         count_call=count_call,
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,
+        max_connections=connection_limits(config)[1],
     )
+
+
+def connection_limits(config: RouterConfig) -> tuple[int, int]:
+    """The most connections over HTTP and over gRPC, which share the process's open files."""
+    budget = connection_budget()
+    if config.http.port is None:
+        return 0, min(MAX_CONNECTIONS, budget)
+    if config.grpc.port is None:
+        return min(config.http.max_connections, budget), 1
+    most_http = min(config.http.max_connections, budget * 2 // 3)
+    return most_http, min(MAX_CONNECTIONS, budget - most_http)
 
 
 async def run(config: RouterConfig) -> None:

@@ -29,6 +29,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
 from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import Authorize, CallInterceptor, CountCall
 from rpc.logs import start_logging
@@ -121,6 +122,8 @@ class ServerAccess:
         max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read, health
             apart; None for no limit.
         max_message_bytes: the most bytes of a message that a caller sends.
+        max_connections: further ones are closed at once; None: as many as open files allow, but
+            at most `rpc.descriptors.MAX_CONNECTIONS`.
     """
 
     authorize: Authorize | None = None
@@ -128,6 +131,7 @@ class ServerAccess:
     credentials: grpc.ServerCredentials | None = None
     max_concurrent_calls: int | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_connections: int | None = None
 
 
 class RpcServer:
@@ -157,6 +161,9 @@ class RpcServer:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         options = dict(SERVER_OPTIONS)
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
+        options["grpc.max_allowed_incoming_connections"] = self._access.max_connections or min(
+            MAX_CONNECTIONS, connection_budget()
+        )
         interceptor = CallInterceptor(
             self._access.authorize,
             self._access.count_call,
@@ -361,6 +368,7 @@ def run_process(
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
     start_logging(log_level, log_format)
+    raise_descriptor_limit()
     try:
         asyncio.run(_exit_if_interrupted(run()))
     except ConfigurationError as error:

@@ -125,6 +125,12 @@ VARIABLES = (
         "commit to write into results, for sources that were copied without .git",
     ),
     Variable(
+        "BATON_RESULTS_FOLDER",
+        "`make test-gpu`, `make bench-gpu`",
+        "benchmarks/results",
+        "folder for the reports of a GPU",
+    ),
+    Variable(
         "BATON_GRPC_PORT", "docker-compose.yml", "50051", "the router's gRPC port on the host"
     ),
     Variable(

@@ -3,20 +3,29 @@
 The result is a `Conversation`, from which a `ChatTemplate` renders a prompt.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
 from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
+from router.json_input import InvalidJsonError, JsonBudget, parse_json
 
-__all__ = ["MAX_MESSAGES", "MAX_PARTS", "MAX_TOOLS", "conversation_of", "conversation_of_chat"]
+__all__ = [
+    "MAX_ALL_PARTS",
+    "MAX_MESSAGES",
+    "MAX_PARTS",
+    "MAX_TOOLS",
+    "conversation_of",
+    "conversation_of_chat",
+]
 
 MAX_MESSAGES = 4096
 """The most messages of a chat."""
 MAX_PARTS = 4096
 """The most parts of a message's content, and the most tool calls of a message."""
+MAX_ALL_PARTS = 2**15
+"""The most parts and tool calls of all messages of a chat together."""
 MAX_TOOLS = 1024
 """The most tools and the most documents of a chat."""
 
@@ -54,9 +63,10 @@ def conversation_of(
         InvalidArgumentError: a field has a wrong type, role or number of elements, or is no text;
             names it by its path, such as `messages[2].content[0].type`.
     """
+    budget = JsonBudget()
+    _check_number_of_parts(_array("messages", messages, MAX_MESSAGES))
     checked = tuple(
-        _message(f"messages[{i}]", message)
-        for i, message in enumerate(_array("messages", messages, MAX_MESSAGES))
+        _message(f"messages[{i}]", message, budget) for i, message in enumerate(messages)
     )
     if not checked:
         raise InvalidArgumentError("messages is empty; a chat has at least one message")
@@ -97,17 +107,23 @@ def conversation_of_chat(chat: generation_pb2.Chat) -> Conversation:
 
 def _parsed(field: str, text: str) -> Any:
     """The value of a JSON text; None for an empty one."""
-    try:
-        return json.loads(text) if text else None
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
+    return parse_json(field, text) if text else None
 
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _message(path: str, message: Any) -> Mapping[str, Any]:
+def _check_number_of_parts(messages: Sequence[Any]) -> None:
+    objects = [message for message in messages if isinstance(message, Mapping)]
+    arrays = [m.get(name) for m in objects for name in ("content", "tool_calls")]
+    num_parts = sum(len(array) for array in arrays if isinstance(array, list | tuple))
+    if num_parts > MAX_ALL_PARTS:
+        limit = f"at most {MAX_ALL_PARTS} are allowed"
+        raise InvalidArgumentError(f"messages has {num_parts} parts and tool calls; {limit}")
+
+
+def _message(path: str, message: Any, budget: JsonBudget) -> Mapping[str, Any]:
     fields = {name: value for name, value in _object(path, message).items() if value is not None}
     role = _text(f"{path}.role", fields.get("role"))
     if role not in _ROLES:
@@ -120,7 +136,7 @@ def _message(path: str, message: Any) -> Mapping[str, Any]:
     if "content" in fields:
         fields["content"] = _content(f"{path}.content", fields["content"])
     if role == "assistant":
-        calls = _tool_calls(f"{path}.tool_calls", fields.pop("tool_calls", ()))
+        calls = _tool_calls(f"{path}.tool_calls", fields.pop("tool_calls", ()), budget)
         fields |= {"tool_calls": calls} if calls else {}
         fields |= _reasoning(fields)
     return fields
@@ -152,22 +168,25 @@ def _part_text(path: str, part: Any) -> str:
     return _text(f"{path}.{name}", fields.get(name))
 
 
-def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
+def _tool_calls(path: str, calls: Any, budget: JsonBudget) -> list[dict[str, Any]]:
     return [
-        _tool_call(f"{path}[{i}]", call) for i, call in enumerate(_array(path, calls, MAX_PARTS))
+        _tool_call(f"{path}[{i}]", call, budget)
+        for i, call in enumerate(_array(path, calls, MAX_PARTS))
     ]
 
 
-def _tool_call(path: str, call: Any) -> dict[str, Any]:
+def _tool_call(path: str, call: Any, budget: JsonBudget) -> dict[str, Any]:
     fields = dict(_object(path, call))
     _function_type(path, fields)
     function = dict(_object(f"{path}.function", fields.get("function")))
     _text(f"{path}.function.name", function.get("name"))
-    function["arguments"] = _arguments(f"{path}.function.arguments", function.get("arguments"))
+    function["arguments"] = _arguments(
+        f"{path}.function.arguments", function.get("arguments"), budget
+    )
     return {**fields, "type": "function", "function": function}
 
 
-def _arguments(path: str, arguments: Any) -> dict[str, Any]:
+def _arguments(path: str, arguments: Any, budget: JsonBudget) -> dict[str, Any]:
     """The arguments of a call as an object; templates write them in a format of their own.
 
     A text that is no JSON object stands for no arguments, as in vLLM: a model wrote it in an
@@ -175,8 +194,8 @@ def _arguments(path: str, arguments: Any) -> dict[str, Any]:
     """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(path, arguments, budget)
+        except InvalidJsonError:
             return {}
         return arguments if isinstance(arguments, dict) else {}
     return dict(_object(path, arguments or {}))

@@ -52,10 +52,10 @@ class ChatService:
         """
         request = _without_unused_tools(request)
         prompt = await self._model.render(request.conversation)
-        if request.conversation.tools:  # many tools take tens of milliseconds
-            answers = await asyncio.to_thread(_Answers, self._model, request, prompt)
-        else:
-            answers = _Answers(self._model, request, prompt)
+        # A thread reads the schemas of tools, which are as large as a client likes.
+        args = self._model, request, prompt
+        has_tools = bool(request.conversation.tools)
+        answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
         message = self._message(request, prompt, answers.params)
         async with self._model.responses(message, timeout_s, "chat") as responses:
             async for response in responses:

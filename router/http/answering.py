@@ -11,7 +11,9 @@ from router.chat.chat_request import ChatChunk
 from router.http.context import context_of
 from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
+from router.http.logprobs import num_logprob_bytes
 from router.http.sse import Emit, SseResponse, error_event, unless_client_leaves
+from router.input_threads import convert_input
 
 __all__ = ["Answer", "AnswerStream", "Job", "job_response", "stream_response", "whole_response"]
 
@@ -20,7 +22,13 @@ _Event = dict[str, Any]
 
 
 class Job(Protocol):
-    """One request of OpenAI's completions APIs."""
+    """One request of OpenAI's completions APIs.
+
+    Attributes:
+        num_logprob_bytes: about how many bytes its log-probabilities take.
+    """
+
+    num_logprob_bytes: int
 
     async def whole(self) -> dict[str, Any]:
         """Returns the JSON body of the whole answer."""
@@ -38,7 +46,8 @@ async def job_response(
         BatonError: the job failed before its answer began, or the client has left.
     """
     if not streams:
-        return json_response(await unless_client_leaves(request.receive, job.whole()))
+        answer = await unless_client_leaves(request.receive, job.whole())
+        return await convert_input(job.num_logprob_bytes, json_response, answer)
     return SseResponse(
         job.stream,
         error_event=error_event,
@@ -79,15 +88,19 @@ async def whole_response(chunks: Chunks, answer: Answer, request: Request) -> Re
     Raises:
         BatonError: the chat failed, or the client has left.
     """
+    num_bytes = 0
 
     async def collect() -> dict[str, Any]:
+        nonlocal num_bytes
         async with aclosing(chunks):
             async for chunk in chunks:
+                num_bytes += num_logprob_bytes(chunk.logprobs)
                 answer.push(chunk)
         answer.finish()
         return answer.body()
 
-    return json_response(await unless_client_leaves(request.receive, collect()))
+    body = await unless_client_leaves(request.receive, collect())
+    return await convert_input(num_bytes, json_response, body)
 
 
 def stream_response(

@@ -14,6 +14,7 @@ from router.http.anthropic_request import (
     counted_conversation,
     read_messages_request,
 )
+from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
@@ -21,7 +22,7 @@ from router.http.params import request_id_of, timeout_of
 
 __all__ = ["ENDPOINTS"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER, anthropic_error, "/v1/messages")
 
 
@@ -47,9 +48,14 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat = read_messages_request(
-        body, request_id, can_limit_thinking=model.reasoning_marks is not None
+    chat = await convert_body(
+        request,
+        read_messages_request,
+        body,
+        request_id,
+        can_limit_thinking=model.reasoning_marks is not None,
     )
+    body.drop_ignored()
     message = MessageAnswer(body.model or model.name)
     chunks = context.chat(model).stream(chat, timeout_of(request))
     if body.stream:
@@ -65,5 +71,6 @@ async def count_tokens(body: MessagesBody, request: Request) -> Response:
     """Counts the tokens of a conversation, as the chat template writes it."""
     context = context_of(request)
     model = context.models.find(body.model or "")
-    conversation = counted_conversation(body)
+    conversation = await convert_body(request, counted_conversation, body)
+    body.drop_ignored()
     return json_response({"input_tokens": await context.chat(model).count_tokens(conversation)})

@@ -77,6 +77,9 @@ def build_app(
         version=__version__,
         description="LLM serving with OpenAI's API",
         openapi_url="/openapi.json",
+        # FastAPI's pages load scripts from a public server.
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.context = HttpContext(served, config, metrics or CollectorRegistry(), admits_reader)
     for group in _GROUPS:

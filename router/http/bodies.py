@@ -210,6 +210,12 @@ class SamplingBody(Body):
         options = self.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
+    def drop_ignored(self) -> None:
+        """Frees the values of fields without a meaning here. Called once all others are read: a
+        body lives as long as its answer.
+        """
+        (self.model_extra or {}).clear()
+
 
 def refuse_lacking(body: SamplingBody) -> None:
     """Refuses fields of features that this server lacks; logs the names that it ignores.

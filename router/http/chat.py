@@ -15,19 +15,21 @@ from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat.service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.chat_body import ChatBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
-from router.http.logprobs import chat_logprobs
+from router.http.logprobs import chat_logprobs, num_logprob_bytes
 from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
+from router.input_threads import convert_input
 
 __all__ = ["ENDPOINTS", "ChatJob"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -40,7 +42,26 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat_request = ChatRequest(
+    chat_request = await convert_body(request, _chat_request, body, request_id)
+    body.drop_ignored()
+    job = ChatJob(
+        body,
+        chat_request,
+        context.chat(model),
+        context.token_texts(model),
+        model_name=body.model or model.name,
+        timeout_s=timeout_of(request),
+    )
+    return await job_response(job, request, request_id, streams=body.stream)
+
+
+def _chat_request(body: ChatBody, request_id: str) -> ChatRequest:
+    """The chat that a body states.
+
+    Raises:
+        InvalidArgumentError: a field is malformed; names it.
+    """
+    return ChatRequest(
         conversation=body.conversation(),
         params=body.stated(),
         tool_choice=body.forced_choice,
@@ -51,15 +72,6 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         cache_salt=body.cache_salt or "",
         add_special_tokens=bool(body.add_special_tokens),
     )
-    job = ChatJob(
-        body,
-        chat_request,
-        context.chat(model),
-        context.token_texts(model),
-        model_name=body.model or model.name,
-        timeout_s=timeout_of(request),
-    )
-    return await job_response(job, request, request_id, streams=body.stream)
 
 
 class ChatJob:
@@ -72,6 +84,9 @@ class ChatJob:
         texts: the texts of the model's tokens.
         model_name: as the client wrote it.
         timeout_s: seconds until the client's deadline; None if it states none.
+
+    Attributes:
+        num_logprob_bytes: about how many bytes the log-probabilities of a whole answer take.
     """
 
     def __init__(
@@ -84,6 +99,7 @@ class ChatJob:
         model_name: str,
         timeout_s: float | None,
     ) -> None:
+        self.num_logprob_bytes = 0
         self._body = body
         self._request = request
         self._service = service
@@ -102,8 +118,13 @@ class ChatJob:
         await self._encode_prompt(is_needed=bool(self._body.return_token_ids))
         async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
             chat = await whole_chat(chunks)
+        logprobs = (num_logprob_bytes(candidate.logprobs) for candidate in chat.candidates)
+        self.num_logprob_bytes = sum(logprobs)
+        choices = await convert_input(
+            self.num_logprob_bytes, lambda: list(map(self._choice, chat.candidates))
+        )
         fields = self._head("chat.completion") | {
-            "choices": [self._choice(candidate) for candidate in chat.candidates],
+            "choices": choices,
             "usage": _usage(chat.usage),
         }
         return fields | self._prompt_fields()

@@ -11,15 +11,17 @@ from starlette.responses import Response
 from baton.v1 import generation_pb2
 from baton.wire import FINISH_REASONS, stated_stop
 from router.http.answering import job_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.completion_body import CompletionBody
 from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
-from router.http.logprobs import LegacyLogprobs, prompt_logprobs
+from router.http.logprobs import LegacyLogprobs, num_logprob_bytes, prompt_logprobs
 from router.http.params import generate_request, request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
+from router.input_threads import convert_input
 from router.models import Model
 from router.request import tokenize_prompt
 
@@ -27,7 +29,7 @@ __all__ = ["ENDPOINTS", "CompletionJob"]
 
 _Response = generation_pb2.GenerateStreamResponse
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -40,10 +42,37 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    job = await CompletionJob.prepare(
-        body, model, context.token_texts(model), request_id, timeout_s=timeout_of(request)
+    timeout_s = timeout_of(request)
+    prompt_ids = await _prompt_ids(body, model, timeout_s)
+    texts = context.token_texts(model)
+    job = await convert_body(
+        request, CompletionJob, body, model, texts, request_id, prompt_ids, timeout_s=timeout_s
     )
+    body.drop_ignored()
     return await job_response(job, request, request_id, streams=body.stream)
+
+
+async def _prompt_ids(
+    body: CompletionBody, model: Model, timeout_s: float | None
+) -> Sequence[Sequence[int]] | None:
+    """The tokens of the prompts; None if the answer does not need them.
+
+    Raises:
+        BatonError: a prompt is wrong, or the model is not ready.
+    """
+    if not body.return_token_ids and not (body.stream and body.counts_continuously):
+        return None
+    limits = await model.wait_for_limits(body.priority or 0, timeout_s)
+    return [
+        await tokenize_prompt(
+            prompt,
+            model.tokenizer,
+            limits,
+            body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        for prompt in body.prompts()
+    ]
 
 
 class CompletionJob:
@@ -56,6 +85,9 @@ class CompletionJob:
         request_id: names the request.
         prompt_ids: the prompts' tokens; None if no answer needs them.
         timeout_s: seconds until the client's deadline; None if it states none.
+
+    Attributes:
+        num_logprob_bytes: about how many bytes its log-probabilities take that are not sent.
     """
 
     def __init__(
@@ -68,6 +100,7 @@ class CompletionJob:
         *,
         timeout_s: float | None,
     ) -> None:
+        self.num_logprob_bytes = 0
         self._timeout_s = timeout_s
         self._body = body
         self._model = model
@@ -101,42 +134,12 @@ class CompletionJob:
             "model": body.model or model.name,
         }
 
-    @classmethod
-    async def prepare(
-        cls,
-        body: CompletionBody,
-        model: Model,
-        texts: TokenTexts,
-        request_id: str,
-        *,
-        timeout_s: float | None,
-    ) -> "CompletionJob":
-        """Checks a request; encodes its prompts if the answer needs their tokens.
-
-        Raises:
-            BatonError: a field is wrong, or the model is not ready.
-        """
-        prompt_ids = None
-        if body.return_token_ids or (body.stream and body.counts_continuously):
-            limits = await model.wait_for_limits(body.priority or 0, timeout_s)
-            prompt_ids = [
-                await tokenize_prompt(
-                    prompt,
-                    model.tokenizer,
-                    limits,
-                    body.truncate_prompt_tokens,
-                    add_special_tokens=body.add_special_tokens is not False,
-                )
-                for prompt in body.prompts()
-            ]
-        return cls(body, model, texts, request_id, prompt_ids, timeout_s=timeout_s)
-
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         choices: dict[int, dict[str, Any]] = {}
         async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
-                part = self._part(message)
+                part = await self._part_of(message)
                 _join(choices.setdefault(part["index"], {}), part)
         ordered = [choices[index] for index in sorted(choices)]
         return {**self._head, "choices": ordered, "usage": self._usage.fields()}
@@ -147,9 +150,11 @@ class CompletionJob:
         async with self._model.responses(self._message, self._timeout_s) as responses:
             async for message in responses:
                 if not self._is_plain:
-                    part = self._part(message)
+                    part = await self._part_of(message)
                     usage = self._usage_so_far()
-                    await emit(event({**self._head, "choices": [part], **usage}))
+                    value = {**self._head, "choices": [part], **usage}
+                    await emit(await convert_input(self.num_logprob_bytes, event, value))
+                    self.num_logprob_bytes = 0
                 elif message.finish_reason or message.text:
                     plain = self._plain_part(message)
                     await emit(f"{before}{plain}{after}".encode())
@@ -173,6 +178,12 @@ class CompletionJob:
             self._usage.add(message.usage)
         end = text_json({"logprobs": None, **self._end(message)})
         return f'{{"index":{index},"text":{text},{end[1:]}'
+
+    async def _part_of(self, message: _Response) -> dict[str, Any]:
+        """What a message adds to its choice; a thread makes many log-probabilities."""
+        num_bytes = num_logprob_bytes(message.logprobs) + num_logprob_bytes(message.prompt_logprobs)
+        self.num_logprob_bytes += num_bytes
+        return await convert_input(num_bytes, self._part, message)
 
     def _part(self, message: _Response) -> dict[str, Any]:
         """What a message adds to its choice."""

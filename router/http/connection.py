@@ -6,6 +6,7 @@ requests when the client leaves.
 """
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -28,12 +29,16 @@ _TOO_LARGE_HEAD = (
 )
 
 
+class RefusedRequestError(Exception):
+    """A request must not be read to its end."""
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """A connection of a client, which gets an end if it costs too much.
 
-    Reasons: there are `max_connections` others; its headers do not arrive within
-    `header_timeout_s` or are too large; a message has far more bytes than a body may have; the
-    client does not read for `send_timeout_s`; too many requests wait.
+    Reasons: its headers do not arrive within `header_timeout_s` or are too large; a message has
+    far more bytes than a body may have, or its end is unclear; the client does not read for
+    `send_timeout_s`; too many requests wait.
 
     Attributes:
         limits: the limits.
@@ -57,10 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
     @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            transport.abort()
-        else:
-            self._start_header_timer()
+        self._start_header_timer()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,13 +105,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @override
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.parser.is_silent:
+        # Fields behind a body would become headers of a request that runs already.
+        if not self.parser.is_silent and not self._is_in_body:
             super().on_header(name, value)
 
     @override
     def on_headers_complete(self) -> None:
         if self.parser.is_silent or self.transport.is_closing():
             return
+        _check_coding(self.headers, self.parser.get_http_version())
         self._has_parsed, self._is_in_body = True, True
         self._stop_header_timer()
         super().on_headers_complete()
@@ -117,6 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cycles = (*running, self.cycle)
         if len(self._cycles) > MAX_PIPELINED:
             self.transport.abort()
+            raise RefusedRequestError  # the parser reads no further
 
     @override
     def on_message_complete(self) -> None:
@@ -124,6 +129,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._has_parsed, self._is_in_body = True, False
         super().on_message_complete()
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        if self._is_idle:
+            super().send_400_response(msg)
+        else:  # it would become a part of the answer that is under way
+            self.transport.abort()
 
     @override
     def pause_writing(self) -> None:
@@ -182,6 +194,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+def _check_coding(headers: Iterable[tuple[bytes, bytes]], version: str) -> None:
+    """Refuses codings of a body that a proxy in front may understand otherwise, so that its end
+    is not where the proxy sees it: a client could hide a request of its own behind it.
+
+    Raises:
+        RefusedRequestError: the coding is not one `chunked` of HTTP/1.1. The parser has refused
+            what else makes the end of a body unclear.
+    """
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (codings != [b"chunked"] or version != "1.1"):
+        raise RefusedRequestError
 
 
 def limited_protocol(config: HttpConfig) -> type[LimitedProtocol]:

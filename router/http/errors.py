@@ -8,7 +8,6 @@ with the request's id; the client gets the id alone.
 import logging
 import math
 import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from baton.errors import BatonError, PromptTooLongError
+from router.http.fields import short_repr
 from router.http.json_bytes import json_response
 
 __all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]
@@ -194,8 +194,6 @@ def _field_of(message: str) -> str | None:
 def _of_validation_error(error: RequestValidationError) -> Problem:
     """Names the first field that has a wrong type. A field of several types has an error each."""
     first, *others = error.errors()
-    if first["type"] == "json_invalid":
-        return Problem(status=400, message="the body is not JSON")
     if len(first["loc"]) < 2:
         return Problem(status=400, message=f"the body must be a JSON object: {first['msg']}")
     param = str(first["loc"][1])
@@ -203,5 +201,5 @@ def _of_validation_error(error: RequestValidationError) -> Problem:
     reasons = dict.fromkeys(str(each["msg"]) for each in own)
     message = f"{param}: {', or: '.join(reasons)}"[:_MOST_MESSAGE_CHARS]
     if first["type"] != "missing":
-        message += f"; it is {reprlib.repr(first['input'])}"
+        message += f"; it is {short_repr(first['input'])}"
     return Problem(status=400, message=message, param=param)

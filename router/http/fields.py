@@ -2,12 +2,15 @@
 
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any
+
+from typing_extensions import override
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import utf8_of
 
-__all__ = ["Fields", "wrong_value"]
+__all__ = ["Fields", "short_repr", "wrong_value"]
 
 
 class Fields:
@@ -25,7 +28,7 @@ class Fields:
     def __init__(self, value: Any, path: str = "") -> None:
         if not isinstance(value, Mapping):
             what = path or "the body"
-            raise InvalidArgumentError(f"{what} is {_cut(value)}; it must be a JSON object")
+            raise InvalidArgumentError(f"{what} is {short_repr(value)}; it must be a JSON object")
         self.raw: Mapping[str, Any] = value
         self.path = path
 
@@ -106,7 +109,7 @@ class Fields:
 
 def wrong_value(path: str, value: Any, limit: str) -> InvalidArgumentError:
     """The standard wording, with a value of any size cut short."""
-    return InvalidArgumentError(f"{path} is {_cut(value)}; it must be {limit}")
+    return InvalidArgumentError(f"{path} is {short_repr(value)}; it must be {limit}")
 
 
 def _text(path: str, value: Any) -> str:
@@ -116,8 +119,19 @@ def _text(path: str, value: Any) -> str:
     return value
 
 
-def _cut(value: Any) -> str:
-    """A short text of a value; `repr` of a huge integer would raise ValueError."""
+def short_repr(value: Any) -> str:
+    """A short text of a value of any size; `repr` of a huge integer would raise ValueError."""
     if isinstance(value, int) and not -(10**20) < value < 10**20:
         return "an integer of more than 20 digits"
-    return reprlib.repr(value)
+    return _SHORT.repr(value)
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shows the first entries of objects; the base class would sort the keys of them all."""
+
+    @override
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT = _ShortRepr()

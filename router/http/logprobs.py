@@ -7,10 +7,12 @@ from baton.v1 import common_pb2
 from router.http.text_places import TextPlaces
 from router.http.token_texts import TokenTexts
 
-__all__ = ["LegacyLogprobs", "chat_logprobs", "prompt_logprobs"]
+__all__ = ["LegacyLogprobs", "chat_logprobs", "num_logprob_bytes", "prompt_logprobs"]
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks; as in vLLM."""
+_LOGPROB_BYTES = 128
+"""About how many bytes of an answer the log-probabilities of a token take, for each one."""
 
 
 class LegacyLogprobs:
@@ -153,3 +155,12 @@ def _by_token(
         }
         for each, logprob, rank in entries
     }
+
+
+def num_logprob_bytes(logprobs: Sequence[common_pb2.TokenLogprobs]) -> int:
+    """About how many bytes of an answer log-probabilities take: those of the first token for all,
+    since all tokens have as many.
+    """
+    if not logprobs:
+        return 0
+    return len(logprobs) * (1 + len(logprobs[0].top_token_ids)) * _LOGPROB_BYTES

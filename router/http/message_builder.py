@@ -1,6 +1,7 @@
 """`MessageBuilder`: collects a conversation's turns as messages of OpenAI's chat API."""
 
 from collections.abc import Mapping
+from itertools import dropwhile
 from typing import Any
 
 __all__ = ["MessageBuilder"]
@@ -21,7 +22,10 @@ class MessageBuilder:
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
         """The messages so far."""
-        return tuple(self._messages)
+        return tuple(
+            {name: str(value) if isinstance(value, _Text) else value for name, value in m.items()}
+            for m in self._messages
+        )
 
     @property
     def ends_with_assistant(self) -> bool:
@@ -34,7 +38,7 @@ class MessageBuilder:
         if is_joined and self._messages[-1]["role"] == "user":
             self._append(self._messages[-1], "content", text)
         else:
-            self._messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": _Text([text])})
 
     def add_tool_result(self, call_id: str, text: str) -> None:
         """Adds the result of a tool call."""
@@ -62,4 +66,15 @@ class MessageBuilder:
     @staticmethod
     def _append(message: dict[str, Any], name: str, text: str) -> None:
         before = message.get(name)
-        message[name] = text if not before else f"{before}\n{text}"
+        if before is None:
+            before = message[name] = _Text()
+        before.append(text)
+
+
+class _Text(list[str]):
+    """The pieces of a text, one a line. They are joined once: a text of many pieces would
+    otherwise be copied for each of them.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(dropwhile(lambda piece: not piece, self))

@@ -3,7 +3,8 @@
 - the client that it comes from, which must have a credential if the router asks for one, and
   whose limits are checked before the body is read
 - an id: the client's `X-Request-Id`, if it is fit for one, or a new one; echoed in the answer
-- its body read whole, up to a limit of bytes and time; all bodies that arrive have a limit too
+- its body read whole, up to a limit of bytes and time; all bodies that arrive or are not parsed yet
+  have a limit too
 - a line in the log; an answer 500 without the cause if a bug raises
 """
 
@@ -35,7 +36,7 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 _OPEN_PATHS = _QUIET_PATHS
 """Paths without a client. `/metrics` asks for a credential of its own."""
 _MOST_BODIES = 16
-"""How many bodies of the largest size may arrive at once."""
+"""How many bodies of the largest size may arrive, or wait to be parsed, at once."""
 _MOST_BODIES_OF_TENANT = 4
 """The same of one client, if there are several."""
 _LARGE_BODY_BYTES = 64 * 1024
@@ -134,42 +135,55 @@ class RequestMiddleware:
         if scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, call.send)
             return None
+        problem = self._problem_of_head(scope)
+        if problem is not None:
+            return problem
+        with _CountedBytes(self._arriving_bytes, client) as counted:
+            body = await self._body(receive, counted)
+            if isinstance(body, Problem):
+                return body
+            call.is_body_read = True
+            if body and not _is_json(dict(scope["headers"]).get(b"content-type", b"")):
+                return http_problem(415, "the body must have the content type application/json")
+            scope["state"]["release_body"] = counted.release
+            receive = _replaying(body, receive)
+            del body  # the endpoint drops it once it is parsed
+            await self._app(scope, receive, call.send)
+            return None
+
+    def _problem_of_head(self, scope: Scope) -> Problem | None:
+        """Why the body need not be read; None if it must be."""
         headers = dict(scope["headers"])
-        declared = headers.get(b"content-length", b"0")
-        if int(declared) > self._max_request_bytes:
+        if int(headers.get(b"content-length", b"0")) > self._max_request_bytes:
             return self._too_large()
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                body = await self._read(receive, client)
-        except TimeoutError:
-            return _closing(408, f"the body did not arrive within {self._body_timeout_s:g} s")
-        if isinstance(body, Problem):
-            return body
-        call.is_body_read = True
-        if body and not _is_json(headers.get(b"content-type", b"")):
-            return http_problem(415, "the body must have the content type application/json")
-        await self._app(scope, _replaying(body, receive), call.send)
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in (b"", b"identity"):
+            shown = ascii(coding[:64].decode("latin-1"))
+            return _closing(415, f"Content-Encoding is {shown}; the body must not be compressed")
         return None
 
-    async def _read(self, receive: Receive, client: str) -> bytes | Problem:
+    async def _body(self, receive: Receive, counted: "_CountedBytes") -> bytes | Problem:
+        """The body, or why it is not read to its end."""
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await self._read(receive, counted)
+        except TimeoutError:
+            return _closing(408, f"the body did not arrive within {self._body_timeout_s:g} s")
+
+    async def _read(self, receive: Receive, counted: "_CountedBytes") -> bytes | Problem:
         """The body, or why it is not read to its end. It ends early if the client leaves."""
         body, more = bytearray(), True
-        try:
-            while more:
-                message = await receive()
-                part = message.get("body", b"")
-                more = message.get("more_body", False)
-                body += part
-                self._arriving_bytes[client] += len(part)
-                if len(body) > self._max_request_bytes:
-                    return self._too_large()
-                if self._has_too_much(client):
-                    return _closing(503, "too many large bodies arrive at once; try again")
-            return bytes(body)
-        finally:
-            self._arriving_bytes[client] -= len(body)
-            if not self._arriving_bytes[client]:
-                del self._arriving_bytes[client]
+        while more:
+            message = await receive()
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            body += part
+            counted.add(len(part))
+            if len(body) > self._max_request_bytes:
+                return self._too_large()
+            if self._has_too_much(counted.client):
+                return _closing(503, "too many large bodies arrive at once; try again")
+        return bytes(body)
 
     def _has_too_much(self, client: str) -> bool:
         """Whether the bodies that arrive are too large together, all or those of a client."""
@@ -200,21 +214,54 @@ def _has_large_body(scope: Scope) -> bool:
 
 def _is_json(content_type: bytes) -> bool:
     kind = content_type.partition(b";")[0].strip().lower()
-    return kind == b"application/json" or kind.endswith(b"+json")
+    is_derived = kind.startswith(b"application/") and kind.endswith(b"+json")
+    return kind == b"application/json" or is_derived
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body, then what the server gives."""
-    is_given = False
+    """Returns a `receive` that gives the body, which it does not keep, then what the server
+    gives.
+    """
+    bodies = [body]
 
     async def replay() -> Message:
-        nonlocal is_given
-        if is_given:
+        if not bodies:
             return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     return replay
+
+
+class _CountedBytes:
+    """The bytes of a body, which count for its client until they are parsed.
+
+    Args:
+        counts: the bytes by client.
+        client: the client's name.
+    """
+
+    def __init__(self, counts: Counter[str], client: str) -> None:
+        self.client = client
+        self._counts = counts
+        self._num_bytes = 0
+
+    def __enter__(self) -> "_CountedBytes":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts further bytes."""
+        self._num_bytes += num_bytes
+        self._counts[self.client] += num_bytes
+
+    def release(self) -> None:
+        """Ends the count. Idempotent."""
+        self._counts[self.client] -= self._num_bytes
+        self._num_bytes = 0
+        if not self._counts[self.client]:
+            del self._counts[self.client]
 
 
 class _Call:

@@ -48,16 +48,19 @@ class PlainParser:
         """Parses bytes.
 
         Raises:
-            HttpParserError: they are no request.
+            HttpParserError: they are no request, or an event has raised.
         """
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._parser = _new_parser(self._events)
-            self.is_silent = True
-            self._parser.feed_data(_head_of_body(self._events.headers))
-            self.is_silent = False
-            self.feed_data(data[upgrade.args[0] :])
+        while True:  # each round is a request that offers another protocol
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._parser = _new_parser(self._events)
+                self.is_silent = True
+                self._parser.feed_data(_head_of_body(self._events.headers))
+                self.is_silent = False
+                data = data[upgrade.args[0] :]
+            else:
+                return
 
     def should_upgrade(self) -> bool:
         """Returns False: another protocol is never taken."""

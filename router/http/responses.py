@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from router.chat.chat_request import ChatChunk
 from router.http.answering import stream_response, whole_response
+from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
@@ -25,7 +26,7 @@ from router.http.responses_request import (
 
 __all__ = ["ENDPOINTS"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -40,7 +41,10 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    asked = read_responses_request(body, request_id, model.default_params)
+    asked = await convert_body(
+        request, read_responses_request, body, request_id, model.default_params
+    )
+    body.drop_ignored()
     texts = context.token_texts(model)
 
     def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:
@@ -64,6 +68,7 @@ async def count_input_tokens(body: CountedResponsesBody, request: Request) -> Re
     """Counts the tokens of a conversation, as the chat template writes it."""
     context = context_of(request)
     model = context.models.find(body.model or "")
-    conversation = counted_conversation(body, request_id_of(request, body))
+    request_id = request_id_of(request, body)
+    conversation = await convert_body(request, counted_conversation, body, request_id)
     num_tokens = await context.chat(model).count_tokens(conversation)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})

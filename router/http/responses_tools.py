@@ -8,7 +8,7 @@ the model may do without it.
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidArgumentError
@@ -60,8 +60,8 @@ class ClientTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    function: Mapping[str, Any] = field(default_factory=dict)
-    schema_field: str = ""
+    function: Mapping[str, Any]
+    schema_field: str
 
     @property
     def model_name(self) -> str:
@@ -75,16 +75,16 @@ class Tools:
 
     Attributes:
         tools: those that the model may call, as in the chat API.
-        schema_fields: the fields of the body that have their schemas, for errors.
         by_name: those of the client, by the names that the model reads.
+        schema_fields: the fields of the body that have their schemas, for errors.
         choice: the choice of a tool, as in the chat API.
         echoed: all tools, as the answer repeats them.
         echoed_choice: the choice, as the answer repeats it.
     """
 
     tools: tuple[Mapping[str, Any], ...]
-    schema_fields: tuple[str, ...]
     by_name: Mapping[str, ClientTool]
+    schema_fields: tuple[str, ...]
     choice: str | Mapping[str, Any] | None
     echoed: list[Mapping[str, Any]]
     echoed_choice: str | Mapping[str, Any]
@@ -161,7 +161,7 @@ def _client_tool(tool: Fields, namespace: str | None) -> ClientTool:
         namespace=namespace,
         is_custom=is_custom,
         function=function,
-        schema_field=tool.path_of("parameters"),
+        schema_field=tool.path if is_custom else tool.path_of("parameters"),
     )
 
 

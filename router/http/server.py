@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
+from router.http.acceptor import Acceptor
 from router.http.config import HttpConfig
 from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.listeners import open_listeners
@@ -87,7 +88,7 @@ class HttpServer:
         self.port = self._sockets[0].getsockname()[1]
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
-        await self._server.begin(self._sockets, self._context, self._config.header_timeout_s)
+        self._server.begin(self._sockets, self._context, self._config)
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)
 
@@ -116,22 +117,23 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """A server whose process handles signals itself."""
 
-    async def begin(
+    def begin(
         self,
         listeners: Sequence[socket.socket],
         context: ssl.SSLContext | None,
-        handshake_timeout_s: float,
+        limits: HttpConfig,
     ) -> None:
-        """Begins to answer, in place of uvicorn's `startup`, which cannot limit handshakes."""
+        """Begins to answer, in place of uvicorn's `startup`, which has none of these limits."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         self.servers = [
-            await asyncio.get_running_loop().create_server(
+            Acceptor(  # type: ignore[misc]
+                listener,
                 self._make_protocol,
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=context,
-                ssl_handshake_timeout=handshake_timeout_s if context else None,
+                lambda: len(self.server_state.connections),
+                max_connections=limits.max_connections,
+                context=context,
+                handshake_timeout_s=limits.header_timeout_s,
             )
             for listener in listeners
         ]

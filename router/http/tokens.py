@@ -8,6 +8,7 @@ from baton.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
+from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
@@ -20,7 +21,7 @@ from router.validation import (
 
 __all__ = ["ENDPOINTS", "DetokenizeBody", "TokenizeBody"]
 
-_ROUTER = APIRouter()
+_ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
 
 
@@ -86,8 +87,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
+        conversation = await convert_body(request, body.conversation)
         token_ids = await context.chat(model).encode(
-            body.conversation(), add_special_tokens=bool(body.add_special_tokens)
+            conversation, add_special_tokens=bool(body.add_special_tokens)
         )
     texts = context.token_texts(model)
     return json_response(

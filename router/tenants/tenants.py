@@ -1,5 +1,6 @@
 """`Tenants`: finds the tenant that a call's credentials belong to."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ FLAG_TENANT = "default"
 """The tenant of the keys of `--api-key`. No token can name it."""
 _SCHEME = "bearer "
 _MAX_CREDENTIAL_CHARS = 8192
+_CHECK_INTERVAL_S = 0.25
 _MOST_TENANTS = 10_000
 """Tenants that nothing counts against are forgotten beyond this number."""
 
@@ -74,13 +76,24 @@ class Tenants:
         """
         if self.is_open:
             return OPEN_TENANT
-        file = TenantsFile() if self._file is None else self._file.current()
+        file = TenantsFile() if self._file is None else self._file.last
         for credential in credentials:
             name = self._name_of(credential, file)
             if name is not None:
                 return self._tenant(name, file)
         self._count_refusal("credentials")
         raise UnauthenticatedError("the call lacks a valid credential")
+
+    def read_changes(self) -> None:
+        """Reads a changed file of tenants again. May run in any thread."""
+        if self._file is not None:
+            self._file.current()
+
+    async def follow_changes(self) -> None:
+        """Reads a changed file again within half a second, off the event loop; never returns."""
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            await asyncio.to_thread(self.read_changes)
 
     def _name_of(self, credential: str, file: TenantsFile) -> str | None:
         if len(credential) > _MAX_CREDENTIAL_CHARS:

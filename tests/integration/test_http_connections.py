@@ -3,11 +3,15 @@
 import asyncio
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from router.http import connection
+from router.http.config import HttpConfig
+from router.http.server import HttpServer
 from tests.support.fake_workers import FakeDecode, FakePrefill
+from tests.support.loop_watch import watched_loops
 from tests.support.running_http import RunningHttp, running_http
 from tests.support.running_router import script_of
 
@@ -288,3 +292,104 @@ async def test_a_thousand_idle_connections_leave_room_for_others():
         for _, writer in (*idle, (late, late_writer)):
             writer.close()
     assert answer.json()["choices"][0]["text"] == "ab"
+
+
+UNCLEAR_ENDS = (
+    "Transfer-Encoding: gzip, chunked",
+    "Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+    "Transfer-Encoding: chunked, identity",
+    "Transfer-Encoding: identity",
+    "Transfer-Encoding:\r\n chunked",
+    "Transfer-Encoding : chunked",
+    "Transfer-Encoding: \x0bchunked",
+    "Transfer-Encoding: chunked\r\nContent-Length: 2",
+    "Content-Length: 2\r\nTransfer-Encoding: chunked",
+    "Content-Length: 2\r\nContent-Length: 2",
+    "Content-Length: 2, 2",
+    "Content-Length: +2",
+    "Content-Length: 2\r\nX: a\r\n b",
+    "X: a\nContent-Length: 2",
+)
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("is_offer", [False, True])
+async def test_a_body_whose_end_is_unclear_ends_the_connection(version: str, is_offer: bool):
+    offer = "Connection: Upgrade\r\nUpgrade: h2c\r\n" if is_offer else ""
+    async with running_http(FakeDecode([50])) as api:
+        for headers in (*UNCLEAR_ENDS, *("Transfer-Encoding: chunked",) * (version == "1.0")):
+            reader, writer = await opened(api)
+            head = f"POST /tokenize HTTP/{version}\r\nHost: x\r\n{offer}{headers}\r\n\r\n"
+            writer.write(head.encode() + b"2\r\n{}\r\n0\r\n\r\n" + GET)
+            answer = await rest_of(reader)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 400 "), (headers, answer)
+            assert answer.count(b"HTTP/1.1 ") == 1, (headers, answer)
+
+
+class HeadersSeen:
+    """An application that answers with the names of a request's headers, behind its body."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(context=SimpleNamespace())
+
+    async def __call__(self, scope, receive, send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        names = b",".join(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": names})
+
+
+async def test_fields_behind_a_body_are_no_headers_of_the_request():
+    server = HttpServer(HeadersSeen(), HttpConfig())  # type: ignore[arg-type]
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"2\r\n{}\r\n0\r\nAuthorization: Bearer k\r\n\r\n")
+        assert b"\r\nconnection,transfer-encoding\r\n" in await rest_of(reader)
+        writer.close()
+    finally:
+        await server.stop(0)
+
+
+async def test_many_offers_of_another_protocol_on_one_connection_end_it():
+    offer = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with running_http(FakeDecode([50])) as api:
+        few, few_writer = await opened(api)
+        few_writer.write(offer * 20 + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert (await rest_of(few)).count(b'{"status":"ok"}') == 21
+        few_writer.close()
+        with watched_loops() as watch:
+            many, many_writer = await opened(api)
+            many_writer.write(offer * 2500)
+            await rest_of(many)
+            many_writer.close()
+        watch.assert_never_blocked()
+        assert (await api.http.get("/health")).status_code == 200
+
+
+async def test_garbage_behind_a_request_does_not_become_part_of_its_answer():
+    decode = FakeDecode(ENDLESS, pause_after=3)
+    async with running_http(decode) as api:
+        reader, writer = await opened(api)
+        writer.write(post(LONG))
+        await reader.readuntil(b"data: ")
+        writer.write(b"\x00\r\n\r\n")
+        assert b"400" not in await rest_of(reader)
+        writer.close()
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "x"])
+async def test_compressed_bodies_are_refused(coding: str):
+    async with running_http(FakeDecode([50])) as api:
+        headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+        for path in ("/v1/completions", "/v1/messages"):
+            answer = await api.http.post(path, content=b"\x1f\x8b", headers=headers)
+            assert answer.status_code == 415
+            assert answer.json()["error"]["message"] == (
+                f"Content-Encoding is {coding!r}; the body must not be compressed"
+            )

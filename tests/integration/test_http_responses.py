@@ -255,6 +255,21 @@ async def test_a_wrong_field_is_named(fields, param, stream):
     assert caught.value.param.startswith(param)
 
 
+async def test_the_tokens_of_an_input_are_counted():
+    decode = answering("a")
+    async with running(decode) as api:
+        fields = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
+        counted = await api.openai.responses.input_tokens.count(**fields)
+        response = await api.openai.responses.create(**fields)
+        alone = await api.openai.responses.input_tokens.count(instructions="Be brief.")
+        for wrong in ({}, {"previous_response_id": "r"}, {"input": "Hi", "personality": "x"}):
+            with pytest.raises(openai.BadRequestError):
+                await api.openai.responses.input_tokens.count(**wrong)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    assert alone.input_tokens == len(script_of("[system]Be brief.[assistant]"))
+
+
 @pytest.mark.parametrize("text", [CALL, '{"x": 1}'])
 async def test_a_response_with_tools_and_a_form_is_a_call_or_has_the_form(text):
     form = {"type": "json_schema", "name": "point", "schema": Point.model_json_schema()}
@@ -280,18 +295,3 @@ async def test_a_forced_call_outweighs_a_form():
         )
     assert response.output[0].type == "function_call"
     assert decode.starts[0].spec.sampling.structured_outputs.json
-
-
-async def test_the_tokens_of_an_input_are_counted():
-    decode = answering("a")
-    async with running(decode) as api:
-        fields = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
-        counted = await api.openai.responses.input_tokens.count(**fields)
-        response = await api.openai.responses.create(**fields)
-        alone = await api.openai.responses.input_tokens.count(instructions="Be brief.")
-        for wrong in ({}, {"previous_response_id": "r"}, {"input": "Hi", "personality": "x"}):
-            with pytest.raises(openai.BadRequestError):
-                await api.openai.responses.input_tokens.count(**wrong)
-    assert counted.object == "response.input_tokens"
-    assert counted.input_tokens == response.usage.input_tokens
-    assert alone.input_tokens == len(script_of("[system]Be brief.[assistant]"))

@@ -146,6 +146,11 @@ def assistant(*calls):
             [USER, USER, USER, assistant(call(), call([1]))],
             r"messages\[3\].tool_calls\[1\].function.arguments must be an object, not list",
         ),
+        (
+            [USER | {"content": ["x"] * 9}] * MAX_MESSAGES,
+            "messages has 36864 parts and tool calls; at most 32768 are allowed",
+        ),
+        ([assistant(*[call("[" + "[]," * 999 + "[]]")] * 200)], "arguments has more than 131072"),
         ([USER] * (MAX_MESSAGES + 1), f"messages has {MAX_MESSAGES + 1} elements; at most"),
         ([USER | {"content": ["x"] * (MAX_PARTS + 1)}], r"messages\[0\].content has"),
         ([assistant(*[call()] * (MAX_PARTS + 1))], r"messages\[0\].tool_calls has"),

@@ -1,5 +1,6 @@
 """Conversion of specs and sampling parameters to protobuf messages and back."""
 
+import asyncio
 import time
 from dataclasses import fields, replace
 
@@ -12,6 +13,7 @@ from baton.request_spec import ReasoningMarks, RequestSpec, client_id_of, unique
 from baton.sampling_params import SamplingParams
 from baton.spec_wire import (
     params_from_proto,
+    receive_spec,
     sampling_to_proto,
     spec_from_proto,
     spec_to_proto,
@@ -20,6 +22,7 @@ from baton.spec_wire import (
 )
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
+from tests.support.loop_watch import watched_loops
 from tests.support.rpc_servers import spec_message
 
 TOKEN_ID = st.integers(0, 2**32 - 1)
@@ -219,6 +222,20 @@ def test_every_field_of_a_spec_is_on_the_wire():
 def test_a_passed_deadline_is_an_error():
     with pytest.raises(DeadlineExceededError, match="request r exceeded its deadline"):
         spec_to_proto(replace(SPEC, deadline=time.monotonic() - 1))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ['{"a": [' + "{}," * 80_000 + "{}]}", '{"enum": [' + "1," * 120_000 + "1]}"],
+    ids=["objects", "integers"],
+)
+async def test_a_large_schema_does_not_block_the_event_loop(schema: str):
+    message = spec_message("r")
+    message.sampling.structured_outputs.json = schema
+    with watched_loops() as watch:
+        spec = await asyncio.create_task(receive_spec(message))
+    watch.assert_never_blocked()
+    assert spec.params.structured_outputs is not None
 
 
 @pytest.mark.parametrize(

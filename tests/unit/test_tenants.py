@@ -1,5 +1,6 @@
 """Who may call the router: keys, the file of tenants, and limits."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from router.tenants.config import TenantPolicy, TenantsConfig
 from router.tenants.file import read_tenants
 from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of
+from tests.support.loop_watch import watched_loops
 from tests.support.tenants import KEY, OTHER_KEY, Clock, entry_of, write_tenants
 
 
@@ -239,10 +241,12 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     with tenant.running():
         pass
     write_tenants(tmp_path, "{name: a, keys: [oops]}")
+    tenants.read_changes()
     assert tenants.find([KEY]).policy.requests_per_minute == 2
     assert "the last good tenants stay in use: --tenants" in caplog.text
     assert "entry 0: keys must have hashes" in caplog.text
     write_tenants(tmp_path, entry_of("a", OTHER_KEY, requests_per_minute=1))
+    tenants.read_changes()
     with pytest.raises(UnauthenticatedError):
         tenants.find([KEY])
     assert tenants.find([OTHER_KEY]) is tenant
@@ -251,7 +255,25 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(ResourceExhaustedError, match="1 requests per minute"):
         tenant.running().__enter__()
     Path(path).unlink()
+    tenants.read_changes()
     assert tenants.find([OTHER_KEY]) is tenant
+
+
+async def test_a_large_changed_file_does_not_block_the_event_loop(tmp_path: Path):
+    path = write_tenants(tmp_path, entry_of("a", KEY))
+    tenants = Tenants(TenantsConfig(tenants=path), Clock())
+    others = [entry_of(f"t{i}", f"sk-baton-{i:040}", requests_per_minute=5) for i in range(1000)]
+    with watched_loops() as watch:
+        following = asyncio.create_task(tenants.follow_changes())
+        await asyncio.sleep(0)
+        write_tenants(tmp_path, entry_of("b", KEY), *others)
+        for _ in range(2000):
+            if tenants.find([KEY]).name == "b":
+                break
+            await asyncio.sleep(0.01)
+        following.cancel()
+    assert tenants.find([KEY]).name == "b"
+    watch.assert_never_blocked()
 
 
 @pytest.mark.parametrize(
@@ -295,6 +317,7 @@ def test_keys_of_the_flag_have_the_limits_of_their_entry(tmp_path: Path):
     assert tenants.find([KEY]) is tenants.find([OTHER_KEY])
     assert tenants.find([KEY]).priority(0) == 7
     write_tenants(tmp_path, entry_of("other", OTHER_KEY))
+    tenants.read_changes()
     assert tenants.find([KEY]).priority(0) == 0
 
 

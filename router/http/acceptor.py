@@ -1,0 +1,119 @@
+"""`Acceptor`: accepts the connections of a listening socket, as many as the process can hold.
+
+asyncio's own server accepts whatever comes, and while the process has no free descriptor, it logs
+an error with a traceback for each place of the backlog, every second.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+__all__ = ["Acceptor"]
+
+_LOGGER = logging.getLogger("baton.http")
+_MAX_ACCEPTED = 64
+"""The most connections that are accepted before the event loop does something else."""
+_PAUSE_S = 0.25
+_LOG_INTERVAL_S = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Acceptor:
+    """Accepts connections while it is open. Uvicorn takes it for an `asyncio.Server`.
+
+    Args:
+        listener: the socket, which listens.
+        make_protocol: makes the protocol of a connection.
+        num_connections: the number of connections that have a protocol.
+        max_connections: further connections are closed at once.
+        context: for TLS; None for plain text.
+        handshake_timeout_s: how long a handshake of TLS may take.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        num_connections: Callable[[], int],
+        *,
+        max_connections: int,
+        context: ssl.SSLContext | None = None,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._num_connections = num_connections
+        self._max_connections = max_connections
+        self._context = context
+        self._handshake_timeout_s = handshake_timeout_s if context else None
+        self._starting: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._logged_at = -_LOG_INTERVAL_S
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Closes the socket. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """Ends the connections that have no protocol yet."""
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._pause_accepting(error)
+                return
+            if self._num_connections() + len(self._starting) >= self._max_connections:
+                connection.close()
+            else:
+                self._start(connection)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Tries again later: the socket stays readable, and would call at once."""
+        now = self._loop.time()
+        if now - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now
+            _LOGGER.error("cannot accept connections, trying again: %s", error.strerror)
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _start(self, connection: socket.socket) -> None:
+        task = self._loop.create_task(self._connect(connection))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+        except (OSError, asyncio.CancelledError) as error:  # TLS errors are OSErrors
+            _LOGGER.debug("a connection ended before its first request: %s", error)
+            connection.close()
