@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,6 +19,19 @@ from tests.support.fake_workers import FakeDecode
 from tests.support.loop_watch import watched_loops
 from tests.support.running_http import running_http
 from tests.support.running_router import request, router_config_of, script_of, text_of
+
+IDLE_CLIENT = """
+import socket, sys
+port, number = map(int, sys.argv[1:])
+opened = []
+for _ in range(number):
+    opened.append(socket.socket())
+    opened[-1].setblocking(False)
+    opened[-1].connect_ex(("127.0.0.1", port))
+print("opened", flush=True)
+sys.stdin.read()
+"""
+"""Opens connections and says nothing, until its input ends."""
 
 
 @contextmanager
@@ -130,6 +144,29 @@ async def test_grpc_connections_that_say_nothing_or_do_nothing_end(monkeypatch):
             await until(lambda: not is_open(silent) and not is_open(greeted))
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+async def test_more_idle_connections_than_open_files_leave_room_for_others(door: str, caplog):
+    with descriptor_limit(300):
+        async with running_http(FakeDecode(script_of("ab"))) as api:
+            port = api.server.port if door == "http" else api.router.server.port
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", IDLE_CLIENT, str(port), "400"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            assert process.stdin is not None
+            await process.stdout.readline()
+            if door == "grpc":
+                assert (await api.http.get("/health")).status_code == 200
+            responses = await api.router.generate(request("a", max_tokens=2))
+            assert text_of(responses) == "ab"
+            process.stdin.close()
+            await process.wait()
+            assert (await api.http.get("/health")).status_code == 200
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 @pytest.mark.slow
