@@ -28,7 +28,9 @@ class Acceptor:
         listener: the socket, which listens.
         make_protocol: makes the protocol of a connection.
         num_connections: the number of connections that have a protocol.
-        max_connections: further connections are closed at once.
+        make_room: ends connections that have not asked for anything; returns how many.
+        max_connections: beyond them, connections take the room that `make_room` makes, or are
+            closed at once.
         context: for TLS; None for plain text.
         handshake_timeout_s: how long a handshake of TLS may take.
     """
@@ -38,6 +40,7 @@ class Acceptor:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         num_connections: Callable[[], int],
+        make_room: Callable[[], int],
         *,
         max_connections: int,
         context: ssl.SSLContext | None = None,
@@ -47,11 +50,13 @@ class Acceptor:
         self._listener = listener
         self._make_protocol = make_protocol
         self._num_connections = num_connections
+        self._make_room = make_room
         self._max_connections = max_connections
         self._context = context
         self._handshake_timeout_s = handshake_timeout_s if context else None
         self._starting: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
+        self._full_until = 0.0
         self._logged_at = -_LOG_INTERVAL_S
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
@@ -72,6 +77,7 @@ class Acceptor:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
+        room = 0
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
@@ -83,9 +89,21 @@ class Acceptor:
                 self._pause_accepting(error)
                 return
             if self._num_connections() + len(self._starting) >= self._max_connections:
-                connection.close()
-            else:
-                self._start(connection)
+                room = room or self._new_room()
+                if not room:
+                    connection.close()
+                    continue
+                room -= 1
+            self._start(connection)
+
+    def _new_room(self) -> int:
+        """How many connections may take the places of others; the search costs milliseconds."""
+        if self._loop.time() < self._full_until:
+            return 0
+        room = self._make_room()
+        if not room:
+            self._full_until = self._loop.time() + _PAUSE_S
+        return room
 
     def _pause_accepting(self, error: OSError) -> None:
         """Tries again later: the socket stays readable, and would call at once."""
