@@ -10,12 +10,15 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 
 __all__ = ["Acceptor"]
 
 _LOGGER = logging.getLogger("baton.http")
 _MAX_ACCEPTED = 64
 """The most connections that are accepted before the event loop does something else."""
+_MAX_ENDED = 16
 _PAUSE_S = 0.25
 _LOG_INTERVAL_S = 60.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -54,7 +57,7 @@ class Acceptor:
         self._max_connections = max_connections
         self._context = context
         self._handshake_timeout_s = handshake_timeout_s if context else None
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._pause: asyncio.TimerHandle | None = None
         self._full_until = 0.0
         self._logged_at = -_LOG_INTERVAL_S
@@ -100,10 +103,18 @@ class Acceptor:
         """How many connections may take the places of others; the search costs milliseconds."""
         if self._loop.time() < self._full_until:
             return 0
-        room = self._make_room()
+        room = self._make_room() or self._end_starting()
         if not room:
             self._full_until = self._loop.time() + _PAUSE_S
         return room
+
+    def _end_starting(self) -> int:
+        """Ends the oldest connections that have no protocol yet; returns how many."""
+        oldest = list(islice(self._starting, _MAX_ENDED))
+        for task in oldest:
+            del self._starting[task]
+            task.cancel()
+        return len(oldest)
 
     def _pause_accepting(self, error: OSError) -> None:
         """Tries again later: the socket stays readable, and would call at once."""
@@ -120,8 +131,13 @@ class Acceptor:
 
     def _start(self, connection: socket.socket) -> None:
         task = self._loop.create_task(self._connect(connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._starting[task] = None
+        task.add_done_callback(partial(self._end_start, connection))
+
+    def _end_start(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._starting.pop(task, None)
+        if task.cancelled():
+            connection.close()
 
     async def _connect(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -132,6 +148,6 @@ class Acceptor:
                 ssl=self._context,
                 ssl_handshake_timeout=self._handshake_timeout_s,
             )
-        except (OSError, asyncio.CancelledError) as error:  # TLS errors are OSErrors
+        except OSError as error:  # TLS errors are OSErrors
             _LOGGER.debug("a connection ended before its first request: %s", error)
             connection.close()
