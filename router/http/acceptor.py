@@ -10,12 +10,15 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 
 __all__ = ["Acceptor"]
 
 _LOGGER = logging.getLogger("baton.http")
 _MAX_ACCEPTED = 64
 """The most connections that are accepted before the event loop does something else."""
+_MAX_ENDED = 16
 _PAUSE_S = 0.25
 _LOG_INTERVAL_S = 60.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -28,7 +31,9 @@ class Acceptor:
         listener: the socket, which listens.
         make_protocol: makes the protocol of a connection.
         num_connections: the number of connections that have a protocol.
-        max_connections: further connections are closed at once.
+        make_room: ends connections that have not asked for anything; returns how many.
+        max_connections: beyond them, connections take the room that `make_room` makes, or are
+            closed at once.
         context: for TLS; None for plain text.
         handshake_timeout_s: how long a handshake of TLS may take.
     """
@@ -38,6 +43,7 @@ class Acceptor:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         num_connections: Callable[[], int],
+        make_room: Callable[[], int],
         *,
         max_connections: int,
         context: ssl.SSLContext | None = None,
@@ -47,11 +53,13 @@ class Acceptor:
         self._listener = listener
         self._make_protocol = make_protocol
         self._num_connections = num_connections
+        self._make_room = make_room
         self._max_connections = max_connections
         self._context = context
         self._handshake_timeout_s = handshake_timeout_s if context else None
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._pause: asyncio.TimerHandle | None = None
+        self._full_until = 0.0
         self._logged_at = -_LOG_INTERVAL_S
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
@@ -72,6 +80,7 @@ class Acceptor:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
+        room = 0
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
@@ -83,9 +92,29 @@ class Acceptor:
                 self._pause_accepting(error)
                 return
             if self._num_connections() + len(self._starting) >= self._max_connections:
-                connection.close()
-            else:
-                self._start(connection)
+                room = room or self._new_room()
+                if not room:
+                    connection.close()
+                    continue
+                room -= 1
+            self._start(connection)
+
+    def _new_room(self) -> int:
+        """How many connections may take the places of others; the search costs milliseconds."""
+        if self._loop.time() < self._full_until:
+            return 0
+        room = self._make_room() or self._end_starting()
+        if not room:
+            self._full_until = self._loop.time() + _PAUSE_S
+        return room
+
+    def _end_starting(self) -> int:
+        """Ends the oldest connections that have no protocol yet; returns how many."""
+        oldest = list(islice(self._starting, _MAX_ENDED))
+        for task in oldest:
+            del self._starting[task]
+            task.cancel()
+        return len(oldest)
 
     def _pause_accepting(self, error: OSError) -> None:
         """Tries again later: the socket stays readable, and would call at once."""
@@ -102,8 +131,13 @@ class Acceptor:
 
     def _start(self, connection: socket.socket) -> None:
         task = self._loop.create_task(self._connect(connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._starting[task] = None
+        task.add_done_callback(partial(self._end_start, connection))
+
+    def _end_start(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._starting.pop(task, None)
+        if task.cancelled():
+            connection.close()
 
     async def _connect(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -114,6 +148,6 @@ class Acceptor:
                 ssl=self._context,
                 ssl_handshake_timeout=self._handshake_timeout_s,
             )
-        except (OSError, asyncio.CancelledError) as error:  # TLS errors are OSErrors
+        except OSError as error:  # TLS errors are OSErrors
             _LOGGER.debug("a connection ended before its first request: %s", error)
             connection.close()

@@ -43,10 +43,12 @@ class LimitedProtocol(HttpToolsProtocol):
     Attributes:
         limits: the limits.
         parser: parses the requests.
+        opened_at: `time` of the event loop when the connection was made.
     """
 
     limits: ClassVar[HttpConfig]
     parser: PlainParser  # type: ignore[assignment]
+    opened_at = 0.0
     _header_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
     _is_in_body = False
@@ -62,6 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
     @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.opened_at = self.loop.time()
         self._start_header_timer()
 
     @override
@@ -156,6 +159,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._closing_since = self.loop.time()
         elif self.loop.time() - self._closing_since > self.limits.send_timeout_s:
             self.transport.abort()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no request has come, and the connection has not been ended for that."""
+        return self.cycle is None and not self.transport.is_closing()
 
     @property
     def _is_idle(self) -> bool:

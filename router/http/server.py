@@ -10,8 +10,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,6 +30,8 @@ __all__ = ["HttpServer"]
 
 _LOGGER = logging.getLogger("baton.http")
 _BACKLOG = 2048
+_MAX_ENDED = 64
+"""The most silent connections that are ended at once to make room."""
 _LEAST_GRACE_S = 0.05
 _END_TIMEOUT_S = 2.0
 _TICKS_PER_SWEEP = 10  # of 0.1 s
@@ -131,6 +134,7 @@ class _Server(uvicorn.Server):
                 listener,
                 self._make_protocol,
                 lambda: len(self.server_state.connections),
+                self._end_silent_connections,
                 max_connections=limits.max_connections,
                 context=context,
                 handshake_timeout_s=limits.header_timeout_s,
@@ -138,6 +142,17 @@ class _Server(uvicorn.Server):
             for listener in listeners
         ]
         self.started = True
+
+    def _end_silent_connections(self) -> int:
+        """Ends the oldest connections that have sent no request yet; returns how many. They are
+        many only if a client does not mean to send one.
+        """
+        connections = cast("set[LimitedProtocol]", self.server_state.connections)
+        silent = (connection for connection in connections if connection.is_silent)
+        ended = nsmallest(_MAX_ENDED, silent, key=lambda connection: connection.opened_at)
+        for connection in ended:
+            connection.transport.abort()
+        return len(ended)
 
     def _make_protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class

@@ -3,8 +3,9 @@
 import asyncio
 import resource
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 
@@ -18,6 +19,21 @@ from tests.support.fake_workers import FakeDecode
 from tests.support.loop_watch import watched_loops
 from tests.support.running_http import running_http
 from tests.support.running_router import request, router_config_of, script_of, text_of
+
+IDLE_CLIENT = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+port, number = map(int, sys.argv[1:])
+opened = []
+for _ in range(number):
+    opened.append(socket.socket())
+    opened[-1].setblocking(False)
+    opened[-1].connect_ex(("127.0.0.1", port))
+print("opened", flush=True)
+sys.stdin.read()
+"""
+"""Opens connections and says nothing, until its input ends."""
 
 
 @contextmanager
@@ -132,14 +148,38 @@ async def test_grpc_connections_that_say_nothing_or_do_nothing_end(monkeypatch):
         await server.stop(0)
 
 
-@pytest.mark.slow
-async def test_thousands_of_idle_connections_leave_room_for_others():
+@asynccontextmanager
+async def idle_client(port: int, number: int) -> AsyncIterator[None]:
+    """Opens idle connections from a process of its own, which has descriptors of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", IDLE_CLIENT, str(port), str(number)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        await process.stdout.readline()
+        yield
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+@pytest.mark.parametrize(
+    ("limit", "number"), [(300, 400), pytest.param(20_000, 10_000, marks=pytest.mark.slow)]
+)
+async def test_idle_connections_leave_room_for_others(door: str, limit: int, number: int, caplog):
     descriptors.raise_descriptor_limit()
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    number = min(10_000, (soft - 500) // 3)
-    async with running_http(FakeDecode(script_of("ab"))) as api:
-        for port in (api.router.server.port, api.server.port):
-            with idle_connections(port, number):
+    limit = min(limit, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with descriptor_limit(limit):
+        async with running_http(FakeDecode(script_of("ab"))) as api:
+            port = api.server.port if door == "http" else api.router.server.port
+            await api.router.generate(request("a", max_tokens=2))  # connects
+            async with idle_client(port, number):
                 assert (await api.http.get("/health")).status_code == 200
                 responses = await api.router.generate(request("a", max_tokens=2))
                 assert text_of(responses) == "ab"
+            assert (await api.http.get("/health")).status_code == 200
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

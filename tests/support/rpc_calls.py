@@ -54,7 +54,8 @@ def _open_tenant(method: str, context: Any) -> Tenant:
 
 
 async def _requests(handler: Any, data: bytes) -> AsyncIterator[Any]:
-    yield handler.request_deserializer(data)
+    deserialize = handler.request_deserializer
+    yield data if deserialize is None else deserialize(data)
 
 
 class _Details:
