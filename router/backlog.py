@@ -16,10 +16,11 @@ __all__ = ["Backlog", "Place"]
 
 _MEMORY_S = 2.0
 """How long a request counts: its weight falls to 1/e in this time."""
-_MAX_SHARE = 0.6
-"""Of the time until its deadline, what a request may take by the estimate, which is none too exact.
+_SAFETY = 1.2
+"""Estimates are multiplied by it, and the part of them for which requests wait to begin counts
+twice, as it is known least exactly.
 """
-_MIN_TOGETHER = 32
+_MIN_TOGETHER = 8
 """As many requests, if there are seats, are taken to run as fast as one."""
 _MAX_GROWTH = 2
 """Up to this multiple of the requests that were there, more requests are taken to find seats and
@@ -139,12 +140,13 @@ class Backlog:
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        expected_s, most_s = self.expected_s(priority, max_tokens), _MAX_SHARE * left_s
-        if expected_s > most_s:
+        expected_s = self.expected_s(priority, max_tokens)
+        excess_s = _SAFETY * expected_s + self._waiting_share() * expected_s - left_s
+        if excess_s > 0:
             raise ResourceExhaustedError(
                 f"requests like this one take about {expected_s:.1f} s now, too long for its "
                 f"deadline in {left_s:.1f} s",
-                max(expected_s - most_s, _MIN_RETRY_AFTER_S),
+                max(excess_s, _MIN_RETRY_AFTER_S),
             )
 
     def check_start(self, left_s: float, max_tokens: int | None = None) -> None:
@@ -158,8 +160,7 @@ class Backlog:
         Raises:
             ResourceExhaustedError: says how long requests take.
         """
-        together = min(self._num_seats(), _MIN_TOGETHER)
-        alone_s = self._usual_s(max_tokens) * min(together / (self._ahead.value + 1), 1.0)
+        alone_s = self._alone_s(max_tokens)
         if alone_s > left_s:
             raise ResourceExhaustedError(
                 f"the request waited for a replica until {left_s:.1f} s before its deadline; "
@@ -196,6 +197,16 @@ class Backlog:
         if usual < number <= _MAX_GROWTH * together:
             return usual_s * max(1.0, number / together)
         return usual_s * number / usual
+
+    def _alone_s(self, max_tokens: int | None) -> float:
+        """The time of a request that shares its replicas with few others."""
+        together = min(self._num_seats(), _MIN_TOGETHER)
+        return self._usual_s(max_tokens) * min(together / (self._ahead.value + 1), 1.0)
+
+    def _waiting_share(self) -> float:
+        """The part of the time of requests in which they have not begun."""
+        wait_s = self._wait_s.value
+        return wait_s / max(wait_s + self._token_s.value * self._num_tokens.value, 1e-9)
 
     def _usual_s(self, max_tokens: int | None) -> float:
         """The time of the requests that were heard of last; less and less if that is long ago, as

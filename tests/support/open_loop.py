@@ -34,7 +34,7 @@ class _Client:
         parts = urlsplit(url)
         self._host, self._port, self._timeout_s = parts.hostname, parts.port, timeout_s
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._draw = random.Random(0)
+        self._draw = random.Random()  # no prompt is in a cache
 
     async def send(self) -> Answer:
         started = time.monotonic()

@@ -104,15 +104,16 @@ def run_open_loop(
     return cluster
 
 
-@pytest.mark.parametrize("num_seats", [16, 256])
-@pytest.mark.parametrize("timeout_s", [2.0, 4.0])
-@pytest.mark.parametrize(("overload", "share"), [(1.5, 0.7), (3.0, 0.7), (5.0, 0.5)])
-def test_most_of_the_capacity_is_of_use_under_overload(overload, share, timeout_s, num_seats):
+@pytest.mark.parametrize(
+    ("overload", "num_seats"), [(1.5, 16), (1.5, 256), (3, 16), (3, 64), (3, 256), (5, 64)]
+)
+@pytest.mark.parametrize("timeout_s", [2.0, 4.0, 10.0])
+def test_most_of_the_capacity_is_of_use_under_overload(overload, num_seats, timeout_s):
     rate = 80.0
     cluster = run_open_loop(
         arrivals_per_s=overload * rate, timeout_s=timeout_s, rate=rate, num_seats=num_seats
     )
-    assert cluster.num_good >= share * rate * SECONDS
+    assert cluster.num_good >= 0.7 * rate * SECONDS
     assert cluster.num_late <= 0.25 * cluster.num_refused
 
 
@@ -175,6 +176,15 @@ def test_an_estimate_of_which_nothing_new_is_heard_is_forgotten():
         backlog.check(0, 4.0)
 
 
+def test_a_request_that_just_ends_in_time_is_not_refused_while_there_is_room():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=0.5, token_s=0.1, num_tokens=31)
+    with backlog.place(0), backlog.place(0):
+        backlog.check(0, 5.0, max_tokens=31)
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 4.0, max_tokens=31)
+
+
 def test_urgent_requests_do_not_wait_for_others():
     backlog, clock = make_backlog(num_seats=1)
     with ExitStack() as ends:
@@ -213,7 +223,7 @@ def test_the_time_of_retry_grows_with_the_wait():
     begin_and_end(backlog, clock, wait_s=5.0, token_s=0.0, num_tokens=1)
     with backlog.place(0), pytest.raises(ResourceExhaustedError) as caught:
         backlog.check(0, 5.0)
-    assert caught.value.retry_after_s == pytest.approx(7.0)
+    assert caught.value.retry_after_s == pytest.approx(17.0)
 
 
 def test_a_request_that_waited_is_not_started_if_it_could_not_even_end_alone():
