@@ -9,7 +9,7 @@ from unittest import mock
 from baton.cli import main
 
 LOADS = {
-    "router": ("router.models", "Tokenizer.load"),
+    "router": ("router.models", "RouterFiles.load"),
     "prefill": ("engine.async_engine", "EngineCore.build"),
     "decode": ("engine.async_engine", "EngineCore.build"),
 }
