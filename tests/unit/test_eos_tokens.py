@@ -113,6 +113,15 @@ def test_older_files_name_the_token_too(folder):
     assert read(folder) == (TOKENIZERS_OWN,)
 
 
+@pytest.mark.parametrize("stated", ["1", 1.5, None, [1], True])
+def test_an_id_in_a_vocabulary_that_is_no_integer_is_none_of_them(folder, stated):
+    write(folder, "config.json", eos_token_id=7, model_type="gpt2")
+    write(folder, "vocab.json", **{"a": 0, "</s>": stated})
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    write(folder, "tokenizer_config.json", eos_token="</s>")
+    assert all(type(token_id) is int for token_id in read(folder))
+
+
 def test_a_model_without_a_readable_tokenizer_has_the_ids_of_its_files(folder):
     write(folder, "config.json", eos_token_id=7)
     write(folder, "tokenizer_config.json", eos_token="</s>")
