@@ -151,7 +151,7 @@ def _read_vocabulary(folder: Path, *, with_added_tokens: bool = False) -> dict[s
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # of texts with their scores
         vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
-    added = content["added_tokens"] if with_added_tokens else []
+    added = content.get("added_tokens", ()) if with_added_tokens else ()
     return {**vocabulary, **{token["content"]: token["id"] for token in added}}
 
 

@@ -106,6 +106,16 @@ def test_the_tokenizers_own_end_of_sequence_token_is_one(folder, settings, expec
     assert read(folder) == expected
 
 
+def test_a_tokenizer_without_added_tokens_names_the_token_too(folder):
+    write_byte_level_folder(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    del content["added_tokens"]
+    content["model"]["vocab"]["</s>"] = TOKENIZERS_OWN
+    write(folder, "tokenizer.json", **content)
+    write(folder, "tokenizer_config.json", eos_token="</s>")
+    assert read(folder) == (TOKENIZERS_OWN,)
+
+
 def test_older_files_name_the_token_too(folder):
     write_byte_level_folder(folder)
     write(folder, "tokenizer_config.json")
