@@ -143,11 +143,14 @@ class StoreUrl:
                 each with what to do instead.
 
         Raises:
-            ConfigurationError: not a URL; an unknown, refused or repeated option.
+            ConfigurationError: not a URL; an unknown, refused or repeated option; a path with a
+                null character.
         """
         parts, printable = _split(url), printable_url(url)
         options = _options(parts, printable)
         parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), options, printable)
+        if "\0" in parsed.path:
+            raise parsed.error("the path has a null character, which no file's name has")
         for name in options:
             if name in refused_options:
                 raise parsed.error(refused_options[name])
