@@ -120,10 +120,15 @@ def local_model(path_or_name: str | Path) -> ModelFiles | None:
     A path that exists comes before a named model (`baton.named_models`).
 
     Raises:
-        ConfigurationError: a named model is not installed, or there is no such GGUF file.
+        ConfigurationError: a named model is not installed, there is no such GGUF file, or the
+            machine cannot look the path up.
     """
-    path = Path(path_or_name).expanduser()
-    if not path.exists() and str(path_or_name) in NAMED_MODELS:
+    try:
+        path = Path(path_or_name).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # no such user, no permission, too long a name
+        raise ConfigurationError(f"cannot look up {str(path_or_name)!r}: {error}") from error
+    if not exists and str(path_or_name) in NAMED_MODELS:
         path = NAMED_MODELS[str(path_or_name)]()
     if path.is_dir():
         return CheckpointFolder(path)

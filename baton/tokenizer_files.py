@@ -116,7 +116,8 @@ def eos_token_id(folder: Path) -> int | None:
         vocabulary = _read_vocabulary(folder, with_added_tokens=True)
         known = vocabulary.get(token_text(token))
         # A token that no file has an id for gets one when the tokenizer is built, which is slow.
-        return load_tokenizer(folder).token_to_id(token_text(token)) if known is None else known
+        is_id = type(known) is int
+        return known if is_id else load_tokenizer(folder).token_to_id(token_text(token))
     except (ConfigurationError, *_UNREADABLE):
         return None  # a model is served to clients that send token ids without its tokenizer
 
@@ -150,7 +151,7 @@ def _read_vocabulary(folder: Path, *, with_added_tokens: bool = False) -> dict[s
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # of texts with their scores
         vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
-    added = content["added_tokens"] if with_added_tokens else []
+    added = content.get("added_tokens", ()) if with_added_tokens else ()
     return {**vocabulary, **{token["content"]: token["id"] for token in added}}
 
 

@@ -173,4 +173,7 @@ def _added_token(entry: str, token: Any, **overrides: bool) -> AddedToken:
     if not isinstance(token, dict) or not isinstance(token.get("content"), str):
         raise ValueError(f"{entry} is {token!r}; it must be a text or an object with a content")
     flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
-    return AddedToken(**(flags | overrides))
+    try:
+        return AddedToken(**(flags | overrides))
+    except (TypeError, ValueError) as error:  # a flag is not a bool
+        raise ValueError(f"{entry} is {token!r}: {error}") from None

@@ -39,6 +39,7 @@ FAULTY_PREFIX = "faulty+"
 MULTI_SCHEME = "multi"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_NO_PORT = re.compile(r":(?![0-9]*(,|$))(?![^\[]*\])")  # a colon outside of an IPv6 address
 _HIDDEN = "..."
 _HOW_TO_WRITE = (
     "in a user name or password, characters such as / ? # [ ] @ are written percent-encoded (/ as "
@@ -76,8 +77,10 @@ def printable_url(url: str) -> str:
     shown, *others = re.split(r"[?#]", rest, maxsplit=1)
     if any("@" in other for other in others):  # perhaps a password with a ? or # in it
         shown = _HIDDEN
-    elif not shown.startswith("/"):  # a path alone has no user
+    elif not shown.startswith("/") or ":" in shown:  # a plain path has no user
         shown = shown.rpartition("@")[2]
+    if _NO_PORT.search(shown.partition("/")[0]):  # perhaps a password whose host was forgotten
+        shown = _HIDDEN
     return f"{scheme}://{shown}"
 
 
@@ -140,11 +143,14 @@ class StoreUrl:
                 each with what to do instead.
 
         Raises:
-            ConfigurationError: not a URL; an unknown, refused or repeated option.
+            ConfigurationError: not a URL; an unknown, refused or repeated option; a path with a
+                null character.
         """
         parts, printable = _split(url), printable_url(url)
         options = _options(parts, printable)
         parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), options, printable)
+        if "\0" in parsed.path:
+            raise parsed.error("the path has a null character, which no file's name has")
         for name in options:
             if name in refused_options:
                 raise parsed.error(refused_options[name])

@@ -112,7 +112,12 @@ async def start_workers(workers: Iterable[tuple[Server, SupervisedProcess]]) -> 
         share = server.gpu_share
         queue = share.gpus if share.is_shared else server.address
         queues.setdefault(queue, []).append((server, process))
-    await asyncio.gather(*(_start_in_turn(queue) for queue in queues.values()))
+    starts = [asyncio.ensure_future(_start_in_turn(queue)) for queue in queues.values()]
+    try:
+        await asyncio.gather(*starts)
+    finally:  # of those that wait for their turn, none starts after an error
+        for start in starts:
+            start.cancel()
 
 
 async def _start_in_turn(workers: Sequence[tuple[Server, SupervisedProcess]]) -> None:

@@ -140,8 +140,8 @@ class ConfigFields:
         """A field as it is in config.json; None if it is absent."""
         return self._given.get(name)
 
-    def count(self, name: str, most: int = sys.maxsize) -> int:
-        """A positive integer of at most `most`.
+    def count(self, name: str, max_value: int = sys.maxsize) -> int:
+        """A positive integer of at most `max_value`.
 
         Raises:
             ConfigFieldError: it is none; as all methods below, names the field.
@@ -149,13 +149,13 @@ class ConfigFields:
         value = self._value(name)
         if not _is_integer(value) or value < 1:
             raise _wrong(name, value, "a positive integer")
-        if value > most:
-            raise _wrong(name, value, f"an integer of at most {most}")
+        if value > max_value:
+            raise _wrong(name, value, f"an integer of at most {max_value}")
         return int(value)
 
-    def optional_count(self, name: str, most: int = sys.maxsize) -> int | None:
-        """A positive integer of at most `most`, or None."""
-        return None if self._value(name) is None else self.count(name, most)
+    def optional_count(self, name: str, max_value: int = sys.maxsize) -> int | None:
+        """A positive integer of at most `max_value`, or None."""
+        return None if self._value(name) is None else self.count(name, max_value)
 
     def integer(self, name: str) -> int:
         """An integer."""

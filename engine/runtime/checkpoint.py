@@ -157,9 +157,17 @@ def _shards(folder: Path) -> Iterator[Path]:
     for name in sorted(set(weight_map.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigurationError(f"{folder / _INDEX}: {name!r} is no file of the folder")
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"{folder} does not contain {name}, which {_INDEX} lists")
+        if not _is_file(folder / name):
+            shown = repr(name[:_MAX_REASON_LENGTH])
+            raise ConfigurationError(f"{folder} does not contain {shown}, which {_INDEX} lists")
         yield folder / name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _read_json(files: ModelFiles, name: str) -> dict[str, Any]:

@@ -217,6 +217,9 @@ class Peers:
             with self._lock:
                 peer.num_users -= 1
                 peer.idle_since = time.monotonic()
+                is_forgotten = not peer.num_users and self._peers.get(address) is not peer
+            if is_forgotten:  # a user may have added it to the transport since
+                self._end(peer)
 
     def forget(self, address: PeerAddress) -> None:
         """Ends all calls and reads of a peer. It may be used anew."""

@@ -108,6 +108,11 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         shards(lambda _first, _second, index: index.update(ghost="c.safetensors")),
         (INDEX, "c.safetensors"),
     ),
+    "an index of a file whose name is too long": (
+        "llama",
+        shards(lambda _first, _second, index: index.update(ghost="x" * 5000)),
+        (INDEX, "'xxx"),
+    ),
     "config.json with a byte order mark": (
         "llama",
         config_text(lambda text: b"\xef\xbb\xbf" + text),

@@ -106,11 +106,30 @@ def test_the_tokenizers_own_end_of_sequence_token_is_one(folder, settings, expec
     assert read(folder) == expected
 
 
+def test_a_tokenizer_without_added_tokens_names_the_token_too(folder):
+    write_byte_level_folder(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    del content["added_tokens"]
+    content["model"]["vocab"]["</s>"] = TOKENIZERS_OWN
+    write(folder, "tokenizer.json", **content)
+    write(folder, "tokenizer_config.json", eos_token="</s>")
+    assert read(folder) == (TOKENIZERS_OWN,)
+
+
 def test_older_files_name_the_token_too(folder):
     write_byte_level_folder(folder)
     write(folder, "tokenizer_config.json")
     write(folder, "special_tokens_map.json", eos_token={"content": "</s>"})
     assert read(folder) == (TOKENIZERS_OWN,)
+
+
+@pytest.mark.parametrize("stated", ["1", 1.5, None, [1], True])
+def test_an_id_in_a_vocabulary_that_is_no_integer_is_none_of_them(folder, stated):
+    write(folder, "config.json", eos_token_id=7, model_type="gpt2")
+    write(folder, "vocab.json", **{"a": 0, "</s>": stated})
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    write(folder, "tokenizer_config.json", eos_token="</s>")
+    assert all(type(token_id) is int for token_id in read(folder))
 
 
 def test_a_model_without_a_readable_tokenizer_has_the_ids_of_its_files(folder):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from baton.errors import ConfigurationError
 from baton.up import cluster, plan
 from baton.up.gpus import GPUS_VARIABLE, share_gpus, visible_gpus
 from baton.up.plan import ClusterConfig, plan_cluster
@@ -120,3 +121,22 @@ async def test_workers_of_one_gpu_start_one_after_the_other(monkeypatch, gpus, m
     await cluster.start_workers((worker, None) for worker in workers)
     assert len(most) == 3
     assert max(most) == max_starting
+
+
+async def test_no_worker_starts_after_another_one_could_not(monkeypatch):
+    started, is_serving = [], asyncio.Event()
+
+    async def start(server, process):
+        started.append(server.spec.name)
+        if server.spec.name == "decode-0":
+            raise ConfigurationError("no memory")
+        await is_serving.wait()
+
+    monkeypatch.setattr(cluster, "start_server", start)
+    workers = planned(monkeypatch, ("0", "1"), num_decode=2)  # decode-1 waits for prefill-0
+    with pytest.raises(ConfigurationError, match="no memory"):
+        await cluster.start_workers((worker, None) for worker in workers)
+    is_serving.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert started == ["prefill-0", "decode-0"]

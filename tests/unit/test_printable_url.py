@@ -38,6 +38,14 @@ PASSWORDS = [
         ("redis:/:secret@host", "..."),
         ("secret", "..."),
         ("redis:secret@a,shm://x", "..."),
+        ("redis://:secret", "redis://..."),
+        ("redis://user:5secret/0", "redis://..."),
+        ("redis://user:12:secret@[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis+sentinel://[fd00::1]:1,b:2/s", "redis+sentinel://[fd00::1]:1,b:2/s"),
+        ("file:///a:b/c", "file:///a:b/c"),
+        ("file:///a,redis://:secret@host/0", "file://host/0"),
+        ("redis:///user:secret@host", "redis://host"),
+        ("faulty+multi:///a,redis://:secret@host", "faulty+multi://host"),
     ],
 )
 def test_users_passwords_and_options_are_not_shown(url, shown):

@@ -66,6 +66,8 @@ def test_the_error_of_an_invalid_url_does_not_contain_the_password(url):
         ("shm://../etc", "shm://NAME"),
         ("shm://a/b", "shm://NAME"),
         ("shm://a%2Fb", "shm://NAME"),
+        ("shm://" + 300 * "x", "shm://NAME, the name of up to 200 letters"),
+        ("file:///a%00b", "null character"),
         ("redis://", "host"),
         ("redis://host/0?max_bytes=1GiB", "max_bytes is the server's to keep"),
         (

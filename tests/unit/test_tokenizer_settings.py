@@ -197,6 +197,11 @@ def test_a_file_that_asks_for_a_space_is_overruled_by_the_class(tmp_path):
         ({"additional_special_tokens": [None]}, "additional_special_tokens is None"),
         ({"added_tokens_decoder": []}, r"added_tokens_decoder is \[\]; it must be an object"),
         ({"added_tokens_decoder": {"3": None}}, "added_tokens_decoder, 3 is None"),
+        (
+            {"added_tokens_decoder": {"3": {"content": "<x>", "lstrip": "yes"}}},
+            "added_tokens_decoder, 3 is .* not an instance of 'bool'",
+        ),
+        ({"eos_token": {"content": "<x>", "rstrip": None}}, "eos_token is .* not an instance of"),
         ({"added_tokens_decoder": {"x": "<x1>"}}, r"added_tokens_decoder has the ids \['x'\]"),
     ],
 )

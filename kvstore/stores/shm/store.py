@@ -21,6 +21,7 @@ LEAST_FREE_BYTES = 16 << 20
 """What /dev/shm must have left for a new store whose URL names no `max_bytes`: it takes half."""
 
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # a name in a folder has up to 255 bytes
 _DEFAULT_MAX_BYTES = 4 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
@@ -55,8 +56,10 @@ class ShmStore(SharedStore):
         """
         parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or parts.path.strip("/"):
-            raise parts.error("write shm://NAME, the name of letters, digits, '.', '_' and '-'")
+        if not _NAME.fullmatch(name) or parts.path.strip("/"):
+            raise parts.error(
+                "write shm://NAME, the name of up to 200 letters, digits, '.', '_' and '-'"
+            )
         if not _SHARED_MEMORY.is_dir():
             raise parts.error(
                 f"this machine has no {_SHARED_MEMORY}; use file:///path between processes, "
