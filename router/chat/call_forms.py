@@ -81,7 +81,8 @@ def strict_calls(
         content = _any_of([calls.write_rest(function) for function in functions])
         tags = [{"type": "tag", "begin": syntax.opener, "content": content, "end": ""}]
     else:  # text that begins like a call of another tool may be none
-        tags = [tag for one in functions if one.is_strict for tag in calls.write_named_tags(one)]
+        strict = [function for function in functions if function.is_strict]
+        tags = [tag for function in strict for tag in calls.write_named_tags(function)]
         triggers = [tag["begin"] for tag in tags]
     return calls.tagged({"type": "triggered_tags", "triggers": triggers, "tags": tags})
 

@@ -106,7 +106,7 @@ class Accepted:
 _TEXT = Accepted(_STRING)
 _ANYTHING = Accepted(_ALL_TYPES)
 _UNSTATED = Accepted()
-"""What a schema accepts that states neither types nor values. A parameter then is a text."""
+"""The values of a schema that states neither types nor values. A parameter then is a text."""
 
 
 class FunctionSchema:
