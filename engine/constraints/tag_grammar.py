@@ -73,7 +73,9 @@ class _Writer:
     def _write_triggered(self, form: Mapping[str, Any]) -> str:
         """Returns text of any kind in which a tag follows each trigger."""
         triggers, tags = form.get("triggers"), form.get("tags")
-        if not isinstance(triggers, list) or not all(isinstance(one, str) for one in triggers):
+        if not isinstance(triggers, list) or not all(
+            isinstance(trigger, str) for trigger in triggers
+        ):
             raise RefusedError("triggered_tags needs a list of triggers")
         if not isinstance(tags, list) or not tags or not all(map(_is_tag, tags)):
             raise RefusedError("triggered_tags needs a list of tags")
@@ -82,7 +84,7 @@ class _Writer:
         bodies: dict[str, list[str]] = {}
         for tag in tags:
             begin = _text_of(tag, "begin")
-            trigger = next((one for one in triggers if begin.startswith(one)), None)
+            trigger = next((text for text in triggers if begin.startswith(text)), None)
             if not trigger:
                 raise RefusedError(f"the tag {begin!r}, which begins with none of the triggers")
             rest = _literal(begin.removeprefix(trigger))

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from baton.json_text import compact_json
 from baton.response_format import ToolSchema, read_tools
 from baton.schema_parts import SchemaPart, rebase
-from baton.structured_outputs import StructuredOutputs
+from baton.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputs
 from router.chat.tool_parsers.call_syntax import CallSyntax
 
 __all__ = ["form_or_calls", "strict_calls"]
@@ -14,6 +16,8 @@ __all__ = ["form_or_calls", "strict_calls"]
 _Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
 _FIELD = "structured_outputs.json"
+_MAX_SCHEMA_BYTES = MAX_SOURCE_BYTES // 2
+"""Maximum size of the tools' schemas in a form, which leaves room for the texts around them."""
 
 
 def form_or_calls(
@@ -37,12 +41,12 @@ def form_or_calls(
         schema_fields: the client's fields of the tools' schemas, for errors.
 
     Raises:
-        InvalidArgumentError: a tool is malformed; names it.
+        InvalidArgumentError: a tool is malformed, or the tools are too large; names them.
     """
     stated = None if form.whitespace_pattern is not None else _format_of(form)
     if syntax is None or stated is None:
         return form
-    if not (functions := _functions(tools, schema_fields)):
+    if not (functions := _fitting(_functions(tools, schema_fields), syntax)):
         return form
     calls = _Calls(syntax)
     call = _any_of([calls.write(function) for function in functions])
@@ -67,18 +71,19 @@ def strict_calls(
         None if no tool is strict, or if arguments are not known to be JSON.
 
     Raises:
-        InvalidArgumentError: a tool is malformed; names it.
+        InvalidArgumentError: a tool is malformed, or the tools are too large; names them.
     """
     if syntax is None or not syntax.has_json_arguments or not any(map(_is_strict, tools)):
         return None
-    functions = _functions(tools, schema_fields)
+    functions = _fitting(_functions(tools, schema_fields), syntax)
     calls, tags = _Calls(syntax), list[_Format]()
     if syntax.opener:
         triggers = [syntax.opener]
         content = _any_of([calls.write_rest(function) for function in functions])
         tags = [{"type": "tag", "begin": syntax.opener, "content": content, "end": ""}]
     else:  # text that begins like a call of another tool may be none
-        tags = [tag for one in functions if one.is_strict for tag in calls.write_named_tags(one)]
+        strict = [function for function in functions if function.is_strict]
+        tags = [tag for function in strict for tag in calls.write_named_tags(function)]
         triggers = [tag["begin"] for tag in tags]
     return calls.tagged({"type": "triggered_tags", "triggers": triggers, "tags": tags})
 
@@ -100,6 +105,18 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
     return _is_function(tool) and tool["function"].get("strict") is True
+
+
+def _fitting(functions: list[ToolSchema], syntax: CallSyntax) -> list[ToolSchema]:
+    """Returns functions, without the schemas that are hints if all together are too large."""
+    num_copies = max(1, len(syntax.argument_keys)) * syntax.has_json_arguments
+    num_bytes = sum(len(json.dumps(function.schema)) for function in functions)
+    if num_bytes * num_copies <= _MAX_SCHEMA_BYTES:
+        return functions
+    return [
+        function if function.is_strict else replace(function, schema=dict(_ANY_OBJECT))
+        for function in functions
+    ]
 
 
 def _format_of(form: StructuredOutputs) -> _Format | None:
@@ -176,13 +193,15 @@ class _Calls:
     def tagged(self, form: _Format, *, is_compact: bool = False) -> StructuredOutputs:
         """Returns the structural tag of a format, which says whose schemas it has."""
         tag = {"type": "structural_tag", "format": form}
-        parts = []
+        text, parts = compact_json("tools", tag), []
         for pointer, schema in _schemas(tag, ""):
             if (owner := self._owners.get(id(schema))) is None:
                 parts.append(SchemaPart(pointer=pointer, field=_FIELD, root=pointer))
             else:
                 parts.append(owner[0].part(pointer + owner[1], pointer))
-        return StructuredOutputs(structural_tag=tag, disable_any_whitespace=is_compact, parts=parts)
+        return StructuredOutputs(
+            structural_tag=text, disable_any_whitespace=is_compact, parts=parts
+        )
 
     def _write_object(self, function: ToolSchema) -> _Format:
         """Returns the format of a call that is a JSON object, as the stated form may be: as a

@@ -224,8 +224,8 @@ class _Answers:
         form = self._form(params.get("structured_outputs"), tool_parser)
         if form is not None:
             params["structured_outputs"] = form
-        kinds = (self._model.reasoning_parser, tool_parser)
-        if any(kind is not None and kind.needs_special_tokens for kind in kinds):
+        parsers = (self._model.reasoning_parser, tool_parser)
+        if any(parser is not None and parser.needs_special_tokens for parser in parsers):
             params["skip_special_tokens"] = False
         return params
 

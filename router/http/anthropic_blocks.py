@@ -150,4 +150,4 @@ TEXT_BLOCKS: Mapping[str, Callable[[Fields], str]] = {
     "search_result": _text_of_search_result,
     "tool_reference": _text_of_tool_reference,
 }
-"""What makes the text of a block that may stand where text may, by its type."""
+"""Functions that return the text of a block, by the types of blocks that may stand for text."""

@@ -81,9 +81,9 @@ class ChatBody(SamplingBody):
     @property
     def schema_fields(self) -> list[str]:
         """The fields that have the schemas of the tools of `conversation`, for errors."""
-        tools = self.tools or []
-        places = map(tools.index, self._allowed_tools() or [])
-        return [f"tools[{place}].function.parameters" for place in places]
+        places = {id(tool): place for place, tool in enumerate(self.tools or ())}
+        allowed = self._allowed_tools() or ()
+        return [f"tools[{places[id(tool)]}].function.parameters" for tool in allowed]
 
     @property
     def _allowed(self) -> Fields | None:

@@ -70,7 +70,7 @@ class CustomInput:
         return text
 
     def rest(self, text: str) -> str:
-        """What was not returned of the whole text."""
+        """Returns the part of the whole text that `push` did not return."""
         return text[self._num_given :]
 
     def _opens(self) -> bool:

@@ -7,6 +7,7 @@ the model may do without it.
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ def tools_of(
     """
     fields = [Fields(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     by_name = {tool.model_name: tool for entry in fields for tool in _client_tools(entry)}
-    names = list(by_name)
+    names = set(by_name)
     choice: str | Mapping[str, Any] | None = given
     if isinstance(given, dict):
         choice, names = _choice_of(Fields(given, "tool_choice"), by_name)
@@ -218,32 +219,43 @@ def _log_hosted(tools: list[Fields], request_id: str) -> None:
 
 def _choice_of(
     choice: Fields, by_name: Mapping[str, ClientTool]
-) -> tuple[str | Mapping[str, Any], list[str]]:
+) -> tuple[str | Mapping[str, Any], set[str]]:
     """Returns the choice and the names of the tools that the model may call."""
+    qualified = defaultdict[str, list[str]](list)
+    for name, tool in by_name.items():
+        qualified[tool.name].append(name)
     match choice.get("type"):
         case "function" | "custom":
-            name = _known_name(choice, by_name)
-            return {"type": "function", "function": {"name": name}}, list(by_name)
+            name = _known_name(choice, by_name, qualified)
+            return {"type": "function", "function": {"name": name}}, set(by_name)
         case "allowed_tools":
             mode = choice.choice("mode", ("auto", "required")) or "auto"
-            allowed = [
-                _known_name(tool, by_name)
-                for tool in choice.objects("tools")
-                if not _is_hosted(str(tool.get("type")))
-            ]
+            allowed = {
+                _known_name(entry, by_name, qualified)
+                for entry in choice.objects("tools")
+                if not _is_hosted(str(entry.get("type")))
+            }
             return mode, allowed
     limit = "one of function, custom, allowed_tools; Baton has no built-in tools"
     raise wrong_value(choice.path_of("type"), choice.get("type"), limit)
 
 
-def _known_name(choice: Fields, by_name: Mapping[str, ClientTool]) -> str:
-    """The model's name of a tool, which a choice may name by the client's name, too."""
+def _known_name(
+    choice: Fields, by_name: Mapping[str, ClientTool], qualified: Mapping[str, list[str]]
+) -> str:
+    """The model's name of a tool, which a choice may name by the client's name, too.
+
+    Args:
+        choice: names a tool.
+        by_name: the tools.
+        qualified: the model's names of the tools that have one name of the client's.
+    """
     name = choice.required_text("name")
-    qualified = model_name(name, choice.text("namespace"))
-    if qualified in by_name:
-        return qualified
-    named = [key for key, tool in by_name.items() if tool.name == name]
-    if len(named) != 1:
+    model = model_name(name, choice.text("namespace"))
+    if model in by_name:
+        return model
+    names = qualified.get(name, ())
+    if len(names) != 1:
         limit = f"the name of one of tools: {', '.join(by_name)}"
         raise wrong_value(choice.path_of("name"), name, limit)
-    return named[0]
+    return names[0]

@@ -181,3 +181,26 @@ def test_a_tag_has_each_schema_once():
     large = {"type": "object", "properties": {f"p{i}": TEXT for i in range(400)}}
     outputs = either(StructuredOutputs(json=PERSON), tools=[tool("large", large)])
     assert len(outputs.structural_tag) < 1.2 * len(json.dumps(large))
+
+
+@pytest.mark.parametrize("parser", WITH_JSON)
+def test_hints_that_are_too_large_for_a_form_are_left_out(parser):
+    syntax, large = tool_parser(parser).syntax, {**WEATHER, "description": "d" * 5000}
+    tools = [tool(f"f{i}", large) for i in range(40)]
+    form = StructuredOutputs(json_object=True)
+    for strict in ([], [tool("strict", ADD, strict=True)]):
+        outputs = form_or_calls(form, tools + strict, syntax, parallel_tool_calls=True)
+        assert '"description"' not in outputs.structural_tag
+        assert ("uniqueItems" in outputs.structural_tag) == bool(strict)
+    assert "uniqueItems" in strict_calls(tools + strict, syntax).structural_tag
+
+
+@pytest.mark.parametrize("parser", WITH_JSON)
+def test_strict_tools_that_are_too_large_for_a_form_are_refused(parser):
+    syntax, large = tool_parser(parser).syntax, {**WEATHER, "description": "d" * 5000}
+    tools = [tool(f"f{i}", large, strict=True) for i in range(60)]
+    form = StructuredOutputs(json_object=True)
+    with pytest.raises(InvalidArgumentError, match=r"^tools has \d+ bytes"):
+        strict_calls(tools, syntax)
+    with pytest.raises(InvalidArgumentError, match=r"^tools has \d+ bytes"):
+        form_or_calls(form, tools, syntax, parallel_tool_calls=True)

@@ -108,3 +108,9 @@ def test_the_effort_none_turns_reasoning_off():
     assert variables(reasoning_effort="low") == {"reasoning_effort": "low"}
     chosen = {"enable_thinking": True}
     assert variables(chat_template_kwargs=chosen) == {"reasoning_effort": "none", **chosen}
+
+
+def test_each_of_several_equal_tools_has_its_own_schema_field():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = ChatBody.model_validate({"messages": [], "tools": [tool, dict(tool)]})
+    assert body.schema_fields == [f"tools[{i}].function.parameters" for i in range(2)]

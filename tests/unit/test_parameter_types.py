@@ -99,6 +99,9 @@ def check(parameters, value, expected):
         ({"type": "number"}, "0.1000000000000000055511151", "0.1000000000000000055511151"),
         ({"type": "number"}, "NaN", '"NaN"'),
         ({"type": "number"}, "1e999", '"1e999"'),
+        ({"type": "number"}, "7" * 400, "7" * 400),  # more than a float can have
+        ({"type": "integer"}, "-" + "7" * 400, "-" + "7" * 400),
+        ({"type": "object"}, "7" * 400, "7" * 400),
         ({"minimum": 0}, "3", "3"),
         # Booleans, null, arrays and objects.
         ({"type": "boolean"}, "True", "true"),
@@ -142,6 +145,10 @@ def check(parameters, value, expected):
         ({"type": "bool"}, "True", "true"),
         ({"type": "dict"}, "{'k': 1}", '{"k": 1}'),
         ({"type": "any"}, "7", "7"),
+        # Enums of many values.
+        ({"enum": [*map(str, range(5000))]}, "7", '"7"'),
+        ({"enum": [*range(5000), None]}, "7", "7"),
+        ({"enum": [*range(5000), None]}, "x", '"x"'),
         # Nothing is stated, or what is stated is no schema.
         ({}, "12", '"12"'),
         ({"description": "d"}, "12", '"12"'),
@@ -166,6 +173,7 @@ def test_a_value_is_what_its_schema_accepts(schema, value, expected):
         ({"anyOf": [{"properties": {"a": {"type": "integer"}}}, {}]}, "7"),
         ({"properties": None}, '"7"'),
         ({"$ref": "#"}, '"7"'),
+        ({"properties": {"a": {"$ref": f"#/anyOf/{'1' * 5000}"}}, "anyOf": [{}]}, "7"),
         ({}, '"7"'),
         (None, '"7"'),
     ],
@@ -232,8 +240,10 @@ def wide(depth):
         {"properties": {"a": {"anyOf": [{"allOf": [{"$ref": "#/properties/a"}] * 50}] * 50}}},
         {"anyOf": [{"$ref": "#"}] * 1000},
         {"properties": {"a": {"allOf": [{"anyOf": [{"const": i} for i in range(900)]}] * 300}}},
+        {"properties": {"a": {"enum": list(range(50_000))}}},
+        {"patternProperties": {f"^{i}": {"type": "integer"} for i in range(50_000)}},
     ],
-    ids=["wide", "long", "cycle", "bushy", "root", "values"],
+    ids=["wide", "long", "cycle", "bushy", "root", "values", "enum", "patterns"],
 )
 def test_schemas_cost_little_whatever_they_refer_to(parameters):
     schema = FunctionSchema(parser_of(parameters)().tools, "f")

@@ -6,6 +6,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from router.http.responses_request import ResponsesBody, read_responses_request
+from router.http.responses_tools import tools_of
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CUSTOM = {"type": "custom", "name": "patch", "description": "Patches."}
@@ -297,6 +298,29 @@ def test_allowed_tools_are_the_only_ones_that_the_model_reads():
     assert [tool["function"]["name"] for tool in request.chat.conversation.tools] == ["sub"]
     assert request.chat.schema_fields == ("tools[1].parameters",)
     assert len(request.echo["tools"]) == 2
+
+
+class ComparedName(str):
+    """A name that counts how often names are compared."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        ComparedName.num_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_the_cost_of_tools_grows_with_their_number():
+    names = [ComparedName(f"f{i}") for i in range(1000)]
+    tools = [
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": name}]}
+        for name in names
+    ]
+    allowed = {"type": "allowed_tools", "tools": [{"name": ComparedName(name)} for name in names]}
+    assert len(tools_of(tools, None).tools) == 1000
+    assert len(tools_of(tools, allowed).tools) == 1000
+    assert ComparedName.num_compared < 20_000
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ _ARGUMENTS = ("arguments", "parameters")
 _BETWEEN_CALLS = " \t\r\n,"
 _OTHER_KEYS = ("type", "id", "index")
 
-
 Accepts: TypeAlias = Callable[[str], bool]
 
 
@@ -44,17 +43,17 @@ def read_calls(
     Returns:
         Whether there was a call. If not, `text` still records; otherwise it does not.
     """
+    rules = _Rules(marked, accepts, is_forced)
     first = yield from text.peek()
     if first == "[":
         text.read()
-        return (yield from _read_array(text, answer, _Rules(marked, accepts, is_forced)))
-    rules = _Rules(marked, accepts, is_forced)
+        return (yield from _read_array(text, answer, rules))
     return first == "{" and (yield from _CallReader(text, answer, rules).read())
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What is a call; the fields are arguments of `read_calls`."""
+    """Rules for what counts as a call; the fields are arguments of `read_calls`."""
 
     marked: bool
     accepts: Accepts | None

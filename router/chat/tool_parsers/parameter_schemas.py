@@ -1,6 +1,7 @@
 """Schemas of functions' parameters: what values a parameter's schema accepts."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,9 @@ _MAX_WORK = 256
 _MAX_DEPTH = 32
 _VALUES_PER_SCHEMA = 16
 """Number of values of an enum that count as one more schema."""
+_MAX_VALUES = 1024
+"""Maximum number of values of an enum that are told apart; of more, only the types are."""
+_INDEX = re.compile(r"\d{1,9}", re.ASCII)
 _STRING = frozenset({"string"})
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _TYPES = {
@@ -31,6 +35,16 @@ _OTHER_NAMES = {
     "null": ("none",),
 }
 _TYPES |= {name: _TYPES[kind] for kind, names in _OTHER_NAMES.items() for name in names}
+# The types of the values that JSON is read as.
+_TYPES_OF_CLASS: Mapping[type, frozenset[str]] = {
+    type(None): _TYPES["null"],
+    bool: _TYPES["boolean"],
+    str: _STRING,
+    int: _TYPES["number"],
+    float: frozenset({"number"}),
+    list: _TYPES["array"],
+    dict: _TYPES["object"],
+}
 # Keywords that tell the type of a schema which states none.
 _KEYWORDS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
@@ -92,7 +106,7 @@ class Accepted:
 _TEXT = Accepted(_STRING)
 _ANYTHING = Accepted(_ALL_TYPES)
 _UNSTATED = Accepted()
-"""What a schema accepts that states neither types nor values. A parameter then is a text."""
+"""The values of a schema that states neither types nor values. A parameter then is a text."""
 
 
 class FunctionSchema:
@@ -132,7 +146,7 @@ class FunctionSchema:
         for part in () if schemas else self._objects:
             schemas += _mapping(part.get("patternProperties")).values()
             schemas.append(part.get("additionalProperties"))
-        schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
+        schemas = [schema for schema in schemas[:_MAX_WORK] if isinstance(schema, Mapping)]
         reader = _Reader(self._root)
         return _united(map(reader.accepted, schemas)) if schemas else _TEXT
 
@@ -202,6 +216,9 @@ def _accepted_by_keywords(schema: Mapping[str, Any]) -> Accepted:
     if "const" in schema:
         return Accepted(values=frozenset({_json_of(schema["const"])}))
     if isinstance(values := schema.get("enum"), list) and values:
+        if len(values) > _MAX_VALUES:
+            kinds = set(map(type, values))
+            return Accepted(frozenset[str]().union(*[_TYPES_OF_CLASS[kind] for kind in kinds]))
         return Accepted(values=frozenset(map(_json_of, values)))
     return Accepted(_stated_types(schema))
 
@@ -230,7 +247,7 @@ def _at_pointer(root: Mapping[str, Any], pointer: str) -> Mapping[str, Any] | No
     value: Any = root
     for part in unquote(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        if isinstance(value, list) and _INDEX.fullmatch(name) and int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
@@ -252,20 +269,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _types_of_value(value: Any) -> frozenset[str]:
-    match value:
-        case None:
-            return frozenset({"null"})
-        case bool():
-            return frozenset({"boolean"})
-        case str():
-            return _STRING
-        case int():
-            return _TYPES["number"]
-        case float():
-            return _TYPES["number"] if value.is_integer() else frozenset({"number"})
-        case list():
-            return frozenset({"array"})
-    return frozenset({"object"})
+    if isinstance(value, float) and value.is_integer():
+        return _TYPES["number"]
+    return _TYPES_OF_CLASS[type(value)]
 
 
 def _json_of(value: Any) -> str:

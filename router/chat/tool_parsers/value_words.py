@@ -36,7 +36,7 @@ def json_of_number(word: str) -> str | None:
     A number that JSON allows stays as it is written, with all of its digits.
     """
     value = _number(word)
-    if value is None or not math.isfinite(value):
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return word if is_json_number(word) else json.dumps(value)
 
