@@ -17,7 +17,8 @@ __all__ = ["Backlog", "Place"]
 _MEMORY_S = 2.0
 """How long a request counts: its weight falls to 1/e in this time."""
 _MAX_SHARE = 0.6
-"""Of the time until its deadline, what a request may take by the estimate, which is none too exact.
+"""Of the time until a client's deadline, what a request may take by the estimate, which is none too
+exact. Without such a deadline nobody would be late: all of the time that the router grants counts.
 """
 _MIN_TOGETHER = 32
 """As many requests, if there are seats, are taken to run as fast as one."""
@@ -128,18 +129,27 @@ class Backlog:
         """
         return self._expected_s(self._num_ahead(priority) + self._num_entering(), max_tokens)
 
-    def check(self, priority: int, left_s: float, max_tokens: int | None = None) -> None:
+    def check(
+        self,
+        priority: int,
+        left_s: float,
+        max_tokens: int | None = None,
+        *,
+        is_deadline_stated: bool = True,
+    ) -> None:
         """Refuses a request that would probably not end by its deadline.
 
         Args:
             priority: the request's.
             left_s: seconds until its deadline.
             max_tokens: as `expected_s` takes it.
+            is_deadline_stated: whether the deadline is the client's and not the router's default.
 
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        expected_s, most_s = self.expected_s(priority, max_tokens), _MAX_SHARE * left_s
+        expected_s = self.expected_s(priority, max_tokens)
+        most_s = _MAX_SHARE * left_s if is_deadline_stated else left_s
         if expected_s > most_s:
             raise ResourceExhaustedError(
                 f"requests like this one take about {expected_s:.1f} s now, too long for its "

@@ -1,5 +1,6 @@
 """`Backlog`: which requests are refused since they would not end by their deadline."""
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -156,6 +157,29 @@ def test_a_short_request_is_not_judged_by_the_length_of_others():
             backlog.check(0, 4.0, max_tokens=1000)
         with pytest.raises(ResourceExhaustedError, match="deadline"):
             backlog.check(0, 4.0)
+
+
+def test_long_answers_without_stated_deadlines_are_not_refused_while_they_end_in_time():
+    backlog, clock = make_backlog(num_seats=256)
+    jobs: deque[tuple[float, Place, ExitStack]] = deque()
+    for second in range(0, 1500, 5):
+        while jobs and jobs[0][0] <= second:
+            clock.now, place, ends = jobs.popleft()
+            place.num_tokens = 20_000
+            ends.close()
+        clock.now = second
+        backlog.check(0, 600.0, is_deadline_stated=False)
+        ends = ExitStack()
+        place = ends.enter_context(backlog.place(0))
+        backlog.begin(place)
+        jobs.append((second + 400, place, ends))
+
+
+def test_a_request_without_a_stated_deadline_is_refused_if_it_would_not_end_in_time():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=0.1, token_s=0.61, num_tokens=1000)
+    with backlog.place(0), pytest.raises(ResourceExhaustedError, match="deadline"):
+        backlog.check(0, 600.0, is_deadline_stated=False)
 
 
 def test_a_request_with_none_before_it_is_never_refused():
