@@ -60,6 +60,7 @@ class Place:
     Attributes:
         begun_at: when decode sent its first output; None until then.
         num_tokens: those that it has, of one candidate.
+        send_wait_s: how long it waited for its client to take them.
     """
 
     def __init__(self, num_ahead: int, entered_at: float) -> None:
@@ -67,6 +68,7 @@ class Place:
         self.entered_at = entered_at
         self.begun_at: float | None = None
         self.num_tokens = 0.0
+        self.send_wait_s = 0.0
 
 
 class Backlog:
@@ -184,8 +186,10 @@ class Backlog:
             if now - place.entered_at > self._expected_s(place.num_ahead, 1):
                 self._add_wait(place, now)  # it would have waited even longer
         elif place.num_tokens > 1:
-            self._token_s.add((now - place.begun_at) / (place.num_tokens - 1), now)
             self._num_tokens.add(place.num_tokens, now)
+            lasted_s = now - place.begun_at
+            if place.send_wait_s <= lasted_s / 2:  # else the pace is that of its client
+                self._token_s.add(lasted_s / (place.num_tokens - 1), now)
 
     def _add_wait(self, place: Place, now: float) -> None:
         self._wait_s.add(now - place.entered_at, now)

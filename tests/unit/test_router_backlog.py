@@ -182,6 +182,18 @@ def test_a_request_without_a_stated_deadline_is_refused_if_it_would_not_end_in_t
         backlog.check(0, 600.0, is_deadline_stated=False)
 
 
+def test_a_client_that_reads_slowly_says_nothing_of_the_pace():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=0.1, token_s=0.01, num_tokens=100)
+    with backlog.place(0):
+        with backlog.place(0) as place:
+            backlog.begin(place)
+            clock.now += 300
+            place.num_tokens, place.send_wait_s = 100, 299
+        begin_and_end(backlog, clock, wait_s=0.1, token_s=0.0, num_tokens=1)
+        backlog.check(0, 4.0)
+
+
 def test_a_request_with_none_before_it_is_never_refused():
     backlog, clock = make_backlog()
     begin_and_end(backlog, clock, wait_s=60.0, token_s=1.0, num_tokens=100)
