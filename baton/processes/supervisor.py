@@ -63,11 +63,12 @@ class SupervisedProcess:
         self._asked = asyncio.Event()  # at least one wait for a serving process has ended
         self._serving_error: Exception | None = None
 
-    def start(self) -> None:
-        """Starts the process and its supervision. It is not known when the process serves, so all
-        of its restarts are delayed.
+    def start(self) -> "asyncio.Task[None]":
+        """Starts the process and its supervision; returns the task of the supervision. It is not
+        known when the process serves, so all of its restarts are delayed.
         """
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
+        return self._keeper
 
     async def start_until(self, wait_serving: WaitServing) -> None:
         """Starts the process and its supervision; returns when it is serving.
@@ -77,13 +78,13 @@ class SupervisedProcess:
 
         Raises:
             ConfigurationError: the process ended first. It is restarted until `stop` is called.
-            UnavailableError: the machine could not start the process.
+            UnavailableError: the machine could not start the process, or `stop` was called first.
         """
         self._wait_serving = wait_serving
-        self.start()
+        keeper = self.start()
         asked, died = asyncio.create_task(self._asked.wait()), asyncio.create_task(self.died.wait())
         try:
-            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, died, keeper}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             asked.cancel()
             died.cancel()
@@ -91,6 +92,8 @@ class SupervisedProcess:
             raise self._serving_error
         if self._asked.is_set():
             return
+        if self._stopping.is_set():
+            raise UnavailableError(f"{self.spec.name} was stopped before it was serving")
         if self.start_error is not None:
             raise UnavailableError(f"{self.spec.name} could not be started: {self.start_error}")
         raise ConfigurationError(
