@@ -21,10 +21,8 @@ _MAX_SHARE = 0.6
 exact. Without such a deadline nobody would be late: all of the time that the router grants counts.
 """
 _MIN_TOGETHER = 32
-"""As many requests, if there are seats, are taken to run as fast as one."""
-_MAX_GROWTH = 2
-"""Up to this multiple of the requests that were there, more requests are taken to find seats and
-not to wait. Beyond it, their time grows with their number.
+"""As many requests, if there are seats, are taken to run as fast as one. Beyond them, and beyond as
+many as there were, their time grows with their number.
 """
 _MAX_PATIENCE_S = 10.0
 """For as long, or as long as a request takes, an estimate holds of which nothing new is heard."""
@@ -207,7 +205,7 @@ class Backlog:
         usual_s = self._usual_s(max_tokens)
         usual, number = self._ahead.value + 1, num_ahead + 1
         together = max(usual, min(self._num_seats(), _MIN_TOGETHER))
-        if usual < number <= _MAX_GROWTH * together:
+        if number > usual:
             return usual_s * max(1.0, number / together)
         return usual_s * number / usual
 

@@ -194,6 +194,27 @@ def test_a_client_that_reads_slowly_says_nothing_of_the_pace():
         backlog.check(0, 4.0)
 
 
+@pytest.mark.parametrize("num_requests", [65, 256, 500])
+def test_a_burst_after_a_single_request_finds_its_seats(num_requests):
+    backlog, clock = make_backlog(num_seats=256)
+    begin_and_end(backlog, clock, wait_s=0.2, token_s=0.02, num_tokens=50)
+    with ExitStack() as ends:
+        for _ in range(num_requests):
+            backlog.check(0, 40.0, max_tokens=50)
+            ends.enter_context(backlog.place(0))
+
+
+def test_the_end_of_a_burst_that_is_too_large_is_refused():
+    backlog, clock = make_backlog(num_seats=16)
+    begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
+    with ExitStack() as ends:
+        for _ in range(96):
+            backlog.check(0, 10.0)
+            ends.enter_context(backlog.place(0))
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 10.0)
+
+
 def test_a_request_with_none_before_it_is_never_refused():
     backlog, clock = make_backlog()
     begin_and_end(backlog, clock, wait_s=60.0, token_s=1.0, num_tokens=100)
