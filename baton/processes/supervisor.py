@@ -60,7 +60,7 @@ class SupervisedProcess:
         self._keeper: asyncio.Task[None] | None = None
         self._wait_serving: WaitServing | None = None
         self._has_served = False  # the process that was started last
-        self._asked = asyncio.Event()  # at least one wait for a serving process has ended
+        self._wait_ended = asyncio.Event()  # at least one wait for a serving process has ended
         self._serving_error: Exception | None = None
 
     def start(self) -> "asyncio.Task[None]":
@@ -82,15 +82,16 @@ class SupervisedProcess:
         """
         self._wait_serving = wait_serving
         keeper = self.start()
-        asked, died = asyncio.create_task(self._asked.wait()), asyncio.create_task(self.died.wait())
+        wait_ended = asyncio.create_task(self._wait_ended.wait())
+        died = asyncio.create_task(self.died.wait())
         try:
-            await asyncio.wait({asked, died, keeper}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({wait_ended, died, keeper}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            wait_ended.cancel()
             died.cancel()
         if self._serving_error is not None:
             raise self._serving_error
-        if self._asked.is_set():
+        if self._wait_ended.is_set():
             return
         if self._stopping.is_set():
             raise UnavailableError(f"{self.spec.name} was stopped before it was serving")
@@ -143,14 +144,14 @@ class SupervisedProcess:
             return "was not started"
         self._process, self.pid = process, process.pid
         self.started.set()
-        asking = asyncio.create_task(self._ask())
+        awaiting_serving = asyncio.create_task(self._await_serving())
         try:
             await self._attend(process)
         finally:
-            asking.cancel()
+            awaiting_serving.cancel()
         return f"ended with status {process.returncode}"
 
-    async def _ask(self) -> None:
+    async def _await_serving(self) -> None:
         """Waits until the running process serves, and notes it."""
         if self._wait_serving is None:
             return
@@ -159,7 +160,7 @@ class SupervisedProcess:
             self._has_served = True
         except Exception as error:  # for the caller of `start_until`
             self._serving_error = error
-        self._asked.set()
+        self._wait_ended.set()
 
     async def _attend(self, process: RunningProcess) -> None:
         """Copies a process's output until it ends, or ends it once `stop` is called."""
