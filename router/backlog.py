@@ -18,13 +18,12 @@ _MEMORY_S = 2.0
 """How long a request counts: its weight falls to 1/e in this time."""
 _SAFETY = 1.2
 """Estimates are multiplied by it, and the part of them for which requests wait to begin counts
-twice, as it is known least exactly.
+twice, as it is known least exactly. Without a client's deadline nobody would be late: the plain
+estimate counts.
 """
-_MIN_TOGETHER = 8
-"""As many requests, if there are seats, are taken to run as fast as one."""
-_MAX_GROWTH = 2
-"""Up to this multiple of the requests that were there, more requests are taken to find seats and
-not to wait. Beyond it, their time grows with their number.
+_MIN_TOGETHER = 32
+"""As many requests, if there are seats, are taken to run as fast as one. Beyond them, and beyond as
+many as there were, their time grows with their number.
 """
 _MAX_PATIENCE_S = 10.0
 """For as long, or as long as a request takes, an estimate holds of which nothing new is heard."""
@@ -60,6 +59,7 @@ class Place:
     Attributes:
         begun_at: when decode sent its first output; None until then.
         num_tokens: those that it has, of one candidate.
+        send_wait_s: how long it waited for its client to take them.
     """
 
     def __init__(self, num_ahead: int, entered_at: float) -> None:
@@ -67,6 +67,7 @@ class Place:
         self.entered_at = entered_at
         self.begun_at: float | None = None
         self.num_tokens = 0.0
+        self.send_wait_s = 0.0
 
 
 class Backlog:
@@ -129,19 +130,28 @@ class Backlog:
         """
         return self._expected_s(self._num_ahead(priority) + self._num_entering(), max_tokens)
 
-    def check(self, priority: int, left_s: float, max_tokens: int | None = None) -> None:
+    def check(
+        self,
+        priority: int,
+        left_s: float,
+        max_tokens: int | None = None,
+        *,
+        is_deadline_stated: bool = True,
+    ) -> None:
         """Refuses a request that would probably not end by its deadline.
 
         Args:
             priority: the request's.
             left_s: seconds until its deadline.
             max_tokens: as `expected_s` takes it.
+            is_deadline_stated: whether the deadline is the client's and not the router's default.
 
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
         expected_s = self.expected_s(priority, max_tokens)
-        excess_s = _SAFETY * expected_s + self._waiting_share() * expected_s - left_s
+        safety = _SAFETY + self._waiting_share() if is_deadline_stated else 1.0
+        excess_s = safety * expected_s - left_s
         if excess_s > 0:
             raise ResourceExhaustedError(
                 f"requests like this one take about {expected_s:.1f} s now, too long for its "
@@ -175,8 +185,10 @@ class Backlog:
             if now - place.entered_at > self._expected_s(place.num_ahead, 1):
                 self._add_wait(place, now)  # it would have waited even longer
         elif place.num_tokens > 1:
-            self._token_s.add((now - place.begun_at) / (place.num_tokens - 1), now)
             self._num_tokens.add(place.num_tokens, now)
+            lasted_s = now - place.begun_at
+            if place.send_wait_s <= lasted_s / 2:  # else the pace is that of its client
+                self._token_s.add(lasted_s / (place.num_tokens - 1), now)
 
     def _add_wait(self, place: Place, now: float) -> None:
         self._wait_s.add(now - place.entered_at, now)
@@ -194,7 +206,7 @@ class Backlog:
         usual_s = self._usual_s(max_tokens)
         usual, number = self._ahead.value + 1, num_ahead + 1
         together = max(usual, min(self._num_seats(), _MIN_TOGETHER))
-        if usual < number <= _MAX_GROWTH * together:
+        if number > usual:
             return usual_s * max(1.0, number / together)
         return usual_s * number / usual
 

@@ -16,6 +16,7 @@ from baton.errors import (
 )
 from baton.model_files import open_model_files
 from baton.request_spec import ReasoningStart
+from baton.sampling_params import SamplingParams
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import generation_pb2
 from router.admission import Admission
@@ -259,13 +260,18 @@ class Model:
             message.request_id = uuid.uuid4().hex
         if message.WhichOneof("prompt") == "chat":
             operation = "chat"
-        timeout_s = self._longest_s(timeout_s)
         limits = message.stopping
-        max_tokens = limits.max_tokens if limits.HasField("max_tokens") else None
+        is_stated = limits.HasField("max_tokens")
+        max_tokens = limits.max_tokens if is_stated else self.default_max_tokens
         self.check_load(timeout_s, max_tokens, message.priority)
         with self._log.activity.watching(message.request_id):
-            async with self._opened(message, timeout_s, operation) as responses:
+            async with self._opened(message, self._longest_s(timeout_s), operation) as responses:
                 yield responses
+
+    @property
+    def default_max_tokens(self) -> int:
+        """The most tokens of a request that states no number and is no chat."""
+        return int(self.default_params.get("max_tokens", SamplingParams().max_tokens))
 
     def check_load(
         self, timeout_s: float | None, max_tokens: int | None = None, priority: int = 0
@@ -282,7 +288,12 @@ class Model:
         """
         priority = tenant_of_call().priority(priority)
         try:
-            self._backlog.check(priority, self._longest_s(timeout_s), max_tokens)
+            self._backlog.check(
+                priority,
+                self._longest_s(timeout_s),
+                max_tokens,
+                is_deadline_stated=timeout_s is not None,
+            )
         except ResourceExhaustedError:
             self._log.count_refusal("overload")
             raise

@@ -164,8 +164,10 @@ class Pipeline:
                             if response.finish_reason:
                                 progress.end(response.index)
                             sent_at = time.monotonic()
-                            yield response
-                            record.send_wait_s += time.monotonic() - sent_at
+                            try:
+                                yield response
+                            finally:
+                                record.send_wait_s += time.monotonic() - sent_at
                         if completion.is_over:
                             return
 
@@ -225,6 +227,7 @@ class Pipeline:
                         await asyncio.sleep(self._pace.pause_s)
         finally:
             place.num_tokens = progress.num_tokens / request.spec.params.num_candidates
+            place.send_wait_s = request.record.send_wait_s
             tenant.use_tokens(request.record.usage.completion_tokens)
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)

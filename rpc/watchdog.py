@@ -67,8 +67,8 @@ async def _beat(limit_s: float) -> None:
                 _LOGGER.warning("no watchdog for hangs of the event loop: %s", error)
             await asyncio.sleep(limit_s / _BEATS_PER_LIMIT)
     finally:
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
+        if process is not None and process.returncode is None:
+            process.kill()  # it may be stopped by a signal, and would not see its input end
             await process.wait()
 
 

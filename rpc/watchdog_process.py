@@ -44,9 +44,15 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end(pid: int, limit_s: float) -> None:
-    """Lets a process log its stacks and end, or kills it."""
+    """Lets a process log its stacks and end, or kills it.
+
+    Returns without that if both have hung in writes to a log that nobody read, and go on now. The
+    parent then starts another watchdog.
+    """
     sys.stderr.write(f"The event loop of process {pid} has not run for {limit_s:g} s; ending it\n")
     sys.stderr.flush()
+    if select.select([0], [], [], limit_s / _NUM_TICKS)[0]:
+        return
     os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + _DUMP_TIMEOUT_S
     while time.monotonic() < deadline:

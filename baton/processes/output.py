@@ -9,7 +9,7 @@ from rpc.logs import json_line_of_process, log_stream
 
 __all__ = ["discard_unread_output", "log_writer"]
 
-_OWN_NAME = "log"
+_LOG_NAME = "log"
 """Process of the lines that tell of the log itself."""
 
 
@@ -21,7 +21,7 @@ def log_writer(log_format: str) -> Callable[[str], None]:
         log_format: text or json.
     """
     to_line = _json_line if log_format == "json" else str
-    stream = log_stream(lambda text: to_line(f"{_OWN_NAME} | {text}"))
+    stream = log_stream(lambda text: to_line(f"{_LOG_NAME} | {text}"))
 
     def write(line: str) -> None:
         stream.write(f"{to_line(line)}\n")

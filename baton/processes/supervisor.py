@@ -60,14 +60,15 @@ class SupervisedProcess:
         self._keeper: asyncio.Task[None] | None = None
         self._wait_serving: WaitServing | None = None
         self._has_served = False  # the process that was started last
-        self._asked = asyncio.Event()  # at least one wait for a serving process has ended
+        self._wait_ended = asyncio.Event()  # at least one wait for a serving process has ended
         self._serving_error: Exception | None = None
 
-    def start(self) -> None:
-        """Starts the process and its supervision. It is not known when the process serves, so all
-        of its restarts are delayed.
+    def start(self) -> "asyncio.Task[None]":
+        """Starts the process and its supervision; returns the task of the supervision. It is not
+        known when the process serves, so all of its restarts are delayed.
         """
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
+        return self._keeper
 
     async def start_until(self, wait_serving: WaitServing) -> None:
         """Starts the process and its supervision; returns when it is serving.
@@ -77,20 +78,23 @@ class SupervisedProcess:
 
         Raises:
             ConfigurationError: the process ended first. It is restarted until `stop` is called.
-            UnavailableError: the machine could not start the process.
+            UnavailableError: the machine could not start the process, or `stop` was called first.
         """
         self._wait_serving = wait_serving
-        self.start()
-        asked, died = asyncio.create_task(self._asked.wait()), asyncio.create_task(self.died.wait())
+        keeper = self.start()
+        wait_ended = asyncio.create_task(self._wait_ended.wait())
+        died = asyncio.create_task(self.died.wait())
         try:
-            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({wait_ended, died, keeper}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            wait_ended.cancel()
             died.cancel()
         if self._serving_error is not None:
             raise self._serving_error
-        if self._asked.is_set():
+        if self._wait_ended.is_set():
             return
+        if self._stopping.is_set():
+            raise UnavailableError(f"{self.spec.name} was stopped before it was serving")
         if self.start_error is not None:
             raise UnavailableError(f"{self.spec.name} could not be started: {self.start_error}")
         raise ConfigurationError(
@@ -140,14 +144,14 @@ class SupervisedProcess:
             return "was not started"
         self._process, self.pid = process, process.pid
         self.started.set()
-        asking = asyncio.create_task(self._ask())
+        awaiting_serving = asyncio.create_task(self._await_serving())
         try:
             await self._attend(process)
         finally:
-            asking.cancel()
+            awaiting_serving.cancel()
         return f"ended with status {process.returncode}"
 
-    async def _ask(self) -> None:
+    async def _await_serving(self) -> None:
         """Waits until the running process serves, and notes it."""
         if self._wait_serving is None:
             return
@@ -156,7 +160,7 @@ class SupervisedProcess:
             self._has_served = True
         except Exception as error:  # for the caller of `start_until`
             self._serving_error = error
-        self._asked.set()
+        self._wait_ended.set()
 
     async def _attend(self, process: RunningProcess) -> None:
         """Copies a process's output until it ends, or ends it once `stop` is called."""

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.params import timeout_of
-from router.models import Models
+from router.models import Model, Models
 
 __all__ = ["LoadCheck"]
 
+_COMPLETIONS_PATH = "/v1/completions"
 _GENERATING_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    {_COMPLETIONS_PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 )
 _MAX_BODY_BYTES = 64 * 1024
 """Larger bodies are rare; to search them would cost too much."""
@@ -60,10 +61,16 @@ class LoadCheck:
         message = await receive()
         timeout_s, body = timeout_of(Request(scope)), message.get("body", b"")
         if len(body) <= _MAX_BODY_BYTES and _PRIORITY not in body:
-            max_tokens = _MAX_TOKENS.search(body)
-            model.check_load(timeout_s, int(max_tokens[1]) if max_tokens else None)
+            model.check_load(timeout_s, _max_tokens(scope["path"], body, model))
         await model.enter(timeout_s)
         return _giving(message, receive)
+
+
+def _max_tokens(path: str, body: bytes, model: Model) -> int | None:
+    """The most tokens of an answer; None if a chat states no number."""
+    if stated := _MAX_TOKENS.search(body):
+        return int(stated[1])
+    return model.default_max_tokens if path == _COMPLETIONS_PATH else None
 
 
 def _giving(first: Message, receive: Receive) -> Receive:

@@ -136,6 +136,17 @@ async def test_a_wait_for_a_serving_process_that_fails_ends_the_start(lines):
     await process.stop()
 
 
+async def test_a_stop_ends_the_wait_for_a_process_that_does_not_serve_yet(lines):
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    process = SupervisedProcess(spec, lines.write, QUICK)
+    starting = asyncio.create_task(process.start_until(asyncio.Event().wait))
+    await lines.wait_for("ready")
+    await process.stop()
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(UnavailableError, match="stopped before it was serving"):
+            await starting
+
+
 async def test_a_death_is_noticed_while_a_child_keeps_the_output_open(lines, supervise):
     num_open = psutil.Process().num_fds()
     process = supervise("orphan")

@@ -97,6 +97,22 @@ def test_the_watchdog_ends_with_the_process_and_survives_signals_to_the_group(wa
     assert not watchdog.is_running() or watchdog.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_process_whose_watchdog_is_stopped_ends_in_order(watched):
+    watchdog = watchdog_of(watched)
+    watchdog.suspend()
+    watched.communicate("end\n", timeout=END_TIMEOUT_S)
+    assert watched.returncode == 0
+    assert not watchdog.is_running()
+
+
+def test_a_process_whose_log_is_read_again_goes_on():
+    command = [sys.executable, "-m", "tests.support.full_log_process", str(LIMIT_S / 2)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=END_TIMEOUT_S, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "running\n")
+
+
 def test_a_watchdog_that_was_killed_is_replaced(watched):
     first = watchdog_of(watched)
     first.kill()

@@ -1,5 +1,6 @@
 """`Backlog`: which requests are refused since they would not end by their deadline."""
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -157,6 +158,62 @@ def test_a_short_request_is_not_judged_by_the_length_of_others():
             backlog.check(0, 4.0, max_tokens=1000)
         with pytest.raises(ResourceExhaustedError, match="deadline"):
             backlog.check(0, 4.0)
+
+
+def test_long_answers_without_stated_deadlines_are_not_refused_while_they_end_in_time():
+    backlog, clock = make_backlog(num_seats=256)
+    jobs: deque[tuple[float, Place, ExitStack]] = deque()
+    for second in range(0, 1500, 5):
+        while jobs and jobs[0][0] <= second:
+            clock.now, place, ends = jobs.popleft()
+            place.num_tokens = 20_000
+            ends.close()
+        clock.now = second
+        backlog.check(0, 600.0, is_deadline_stated=False)
+        ends = ExitStack()
+        place = ends.enter_context(backlog.place(0))
+        backlog.begin(place)
+        jobs.append((second + 400, place, ends))
+
+
+def test_a_request_without_a_stated_deadline_is_refused_if_it_would_not_end_in_time():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=0.1, token_s=0.61, num_tokens=1000)
+    with backlog.place(0), pytest.raises(ResourceExhaustedError, match="deadline"):
+        backlog.check(0, 600.0, is_deadline_stated=False)
+
+
+def test_a_client_that_reads_slowly_says_nothing_of_the_pace():
+    backlog, clock = make_backlog()
+    begin_and_end(backlog, clock, wait_s=0.1, token_s=0.01, num_tokens=100)
+    with backlog.place(0):
+        with backlog.place(0) as place:
+            backlog.begin(place)
+            clock.now += 300
+            place.num_tokens, place.send_wait_s = 100, 299
+        begin_and_end(backlog, clock, wait_s=0.1, token_s=0.0, num_tokens=1)
+        backlog.check(0, 4.0)
+
+
+@pytest.mark.parametrize("num_requests", [65, 256, 500])
+def test_a_burst_after_a_single_request_finds_its_seats(num_requests):
+    backlog, clock = make_backlog(num_seats=256)
+    begin_and_end(backlog, clock, wait_s=0.2, token_s=0.02, num_tokens=50)
+    with ExitStack() as ends:
+        for _ in range(num_requests):
+            backlog.check(0, 40.0, max_tokens=50)
+            ends.enter_context(backlog.place(0))
+
+
+def test_the_end_of_a_burst_that_is_too_large_is_refused():
+    backlog, clock = make_backlog(num_seats=16)
+    begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
+    with ExitStack() as ends:
+        for _ in range(72):
+            backlog.check(0, 10.0)
+            ends.enter_context(backlog.place(0))
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 10.0)
 
 
 def test_a_request_with_none_before_it_is_never_refused():
