@@ -22,6 +22,9 @@ from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
+# Torch's kernels, without a compiler, take minutes beside other tests.
+pytestmark = pytest.mark.timeout(300)
+
 NumProposals = Callable[[drafts.Drafts, GroupSequence, int], int]
 
 
