@@ -163,5 +163,6 @@ def test_the_file_of_tenants_limits_tokens_too(tmp_path: Path):
     with pytest.raises(PermissionDeniedError, match="this tenant may not call"):
         tenants.find([token_of(sub="stranger")])
     write_tenants(tmp_path, *entries, "{name: '*', max-priority: 5}")
+    tenants.read_changes()
     assert tenants.find([token_of(sub="stranger")]).priority(0) == 5
     assert tenants.find([token_of(sub="another")]) is not tenants.find([token_of(sub="stranger")])
