@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient
-from baton.errors import DeadlineExceededError, UnavailableError
+from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.jobs import ConstrainedJob, Job, retry_until_served
@@ -65,7 +65,9 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
                 *(job.run(client, timeout_s) for job in long_jobs),
                 return_exceptions=True,
             )
-            assert {type(result) for result in results} == {DeadlineExceededError}
+            # The router refuses at once what would probably not end in time.
+            kinds = {type(result) for result in results}
+            assert kinds <= {DeadlineExceededError, ResourceExhaustedError}
             assert time.monotonic() - started < timeout_s + 5
             await cluster.wait_pools_full()
 

@@ -59,8 +59,8 @@ class Served:
             return "".join(self.seen) + (await self.process.stdout.read()).decode()
 
     def children(self) -> dict[str, psutil.Process]:
-        """Returns the child processes by their module."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        """Returns the child processes by their module, without the workers' watchdogs."""
+        children = psutil.Process(self.process.pid).children()
         return {child.cmdline()[3]: child for child in children}
 
 
