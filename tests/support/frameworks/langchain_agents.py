@@ -5,6 +5,7 @@ from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from openai import LengthFinishReasonError
 from pydantic import ValidationError
 
 from tests.support.frameworks import cases
@@ -88,5 +89,5 @@ def cases_of(api: str):
 if __name__ == "__main__":
     run(
         cases_of("chat") | cases_of("responses") | cases_of("messages"),
-        (OutputParserException, ValidationError),
+        (LengthFinishReasonError, OutputParserException, ValidationError),
     )
