@@ -98,6 +98,7 @@ def _draw_with(params: DrawParams) -> Callable[[torch.Tensor, int], int]:
     return draw
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", ["host", "device, eager"])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 50}])
 @pytest.mark.parametrize("method", METHODS)
