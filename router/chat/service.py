@@ -220,8 +220,9 @@ class _Answers:
             InvalidArgumentError: a tool is malformed; names it.
         """
         params = dict(self._request.params)
+        forced = self._forced_form()  # checks the choice, which the parser takes as it is
         tool_parser = self._tool_parser()
-        form = self._form(params.get("structured_outputs"), tool_parser)
+        form = self._form(forced, params.get("structured_outputs"), tool_parser)
         if form is not None:
             params["structured_outputs"] = form
         parsers = (self._model.reasoning_parser, tool_parser)
@@ -229,13 +230,29 @@ class _Answers:
             params["skip_special_tokens"] = False
         return params
 
+    def _forced_form(self) -> StructuredOutputs | None:
+        """Returns the form of a forced call; None if the choice forces none.
+
+        Raises:
+            InvalidArgumentError: the choice or a tool is malformed; names the field.
+        """
+        request = self._request
+        return StructuredOutputs.of_tools(
+            request.conversation.tools,
+            request.tool_choice,
+            request.parallel_tool_calls,
+            request.schema_fields,
+        )
+
     def _form(
-        self, stated: StructuredOutputs | None, tool_parser: ToolParser | None
+        self,
+        forced: StructuredOutputs | None,
+        stated: StructuredOutputs | None,
+        tool_parser: ToolParser | None,
     ) -> StructuredOutputs | None:
         """Returns the form of the text: that of a forced call, else the stated form or calls."""
         request, tools = self._request, self._request.conversation.tools
         fields, is_parallel = request.schema_fields, request.parallel_tool_calls
-        forced = StructuredOutputs.of_tools(tools, request.tool_choice, is_parallel, fields)
         self._is_formed = forced is not None or stated is not None
         if forced is not None or tool_parser is None:
             return forced or stated

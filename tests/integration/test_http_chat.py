@@ -396,6 +396,7 @@ WRONG = {
         },
     },
     "tools": {"tools": [TOOL]},
+    "tool_choice.function": {"tools": [TOOL], "tool_choice": {"type": "function"}},
     "chat_template": {"chat_template": "x"},
     "tools[0].type": {"tools": [{"type": "x"}]},
     "prompt_logprobs": {"prompt_logprobs": 1},
