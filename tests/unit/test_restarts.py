@@ -3,14 +3,7 @@
 import pytest
 
 from baton.processes.restarts import RestartDelays, RestartPolicy
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture
