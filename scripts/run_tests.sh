@@ -20,7 +20,9 @@ run_part() {
 }
 
 run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
-# More threads than cores would wait for each other.
+# More threads than cores would wait for each other. In the order of the folders, the files that take
+# long do not come last.
 run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "$marks and not alone" "$@"
+    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+    --no-loadscope-reorder -m "$marks and not alone" "$@"
 exit $status

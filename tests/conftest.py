@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -28,33 +27,22 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-_CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "chaos")]
-
-
-def _is_of_clusters(path):
-    return any(path.is_relative_to(folder) for folder in _CLUSTER_FOLDERS)
-
-
 def pytest_ignore_collect(collection_path, config):
     """Leaves files out that have none of the selected tests: to import all takes half a minute."""
     if not collection_path.match("test_*.py"):
         return None
     text, selected = collection_path.read_text(), config.option.markexpr.split(" and ")
     has_slow = "mark.slow" in text or "mark.sampled" in text
-    has_alone = "mark.alone" in text or _is_of_clusters(collection_path)
+    has_alone = "mark.alone" in text
     is_needless = ("slow" in selected and not has_slow) or ("alone" in selected and not has_alone)
     return is_needless or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
 def pytest_collection_modifyitems(items):
-    """Marks tests of whole clusters as `alone`: their processes need all cores. Marks most cases of
-    tests that are `sampled` as slow.
-    """
+    """Marks most cases of tests that are `sampled` as slow."""
     sampled = defaultdict(list)
     for item in items:
-        if _is_of_clusters(item.path):
-            item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             sampled[f"{item.path.name}::{item.originalname}"].append(item)
     for name, cases in sampled.items():

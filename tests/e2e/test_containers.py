@@ -179,7 +179,6 @@ async def lose_rank(project: ComposeProject, event: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(1800)
 async def test_a_stream_outlives_a_rank_in_another_container(ranks: ComposeProject) -> None:
     prompt, params = prompt_of(90), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -232,7 +231,6 @@ async def break_things(project: ComposeProject, load: Load) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(1800)  # the first build downloads torch
 async def test_streams_outlive_what_happens_to_their_containers(
     project: ComposeProject, jobs: list[tuple[list[int], list[int]]]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.serve_process import ServedCluster, running_serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 PAIRS = 40
 FALSE_ALARM_Z = 4.5

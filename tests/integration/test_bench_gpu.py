@@ -18,8 +18,6 @@ from benchmarks.gpu.record import Record, TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
 from engine.runtime.model_runner import ModelRunner
 
-pytestmark = pytest.mark.alone
-
 _CEILINGS = Ceilings(1e10, 1e11)
 
 

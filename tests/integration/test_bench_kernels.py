@@ -14,8 +14,6 @@ from benchmarks.kernels.measure import PRIMITIVES
 from benchmarks.models import RANDOM_MODELS
 from kernels import reference
 
-pytestmark = pytest.mark.alone
-
 TINY = {
     "vocab_size": 160,
     "hidden_size": 32,

@@ -17,8 +17,6 @@ from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.draft_heads import random_heads
 
-pytestmark = pytest.mark.alone
-
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 64,

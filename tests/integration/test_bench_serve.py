@@ -8,8 +8,6 @@ from baton.cli import main
 from tests.support.fake_completions import running_fake_completions
 from tests.support.fake_generation import running_fake_generation
 
-pytestmark = pytest.mark.alone
-
 FLAGS = ("--num-requests", "6", "--input-len", "4", "--output-len", "3", "--num-warmups", "1")
 
 

@@ -9,8 +9,6 @@ from benchmarks.targets.open_target import open_target, opened_target
 from tests.support.fake_completions import running_fake_completions
 from tests.support.fake_generation import running_fake_generation
 
-pytestmark = pytest.mark.alone
-
 LIMITS = LoadLimits(max_concurrency=None, request_timeout_s=30)
 THREE_TOKENS = BenchRequest((1, 2), 3)
 

@@ -10,8 +10,6 @@ from benchmarks.transfer.moves import measure_moves
 from benchmarks.transfer.plan import SMOKE
 from tests.support.nixl_remote import needs_process_vm_readv
 
-pytestmark = pytest.mark.alone
-
 
 def run(tmp_path, *flags):
     status = main(["bench", "transfer", "--smoke", "--json", str(tmp_path / "run.json"), *flags])

@@ -14,7 +14,6 @@ from tests.support.conformance_suite import (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,
     pytest.mark.timeout(4 * SUITE_DEADLINE_S),
 ]
 

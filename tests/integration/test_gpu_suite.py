@@ -8,8 +8,6 @@ import pytest
 from benchmarks.gpu.hardware import RESULTS_VARIABLE
 from scripts import test_gpu as gpu_suite
 
-pytestmark = pytest.mark.alone
-
 _MIXED = """
 import os
 import pytest

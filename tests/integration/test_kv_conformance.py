@@ -18,8 +18,6 @@ from tests.support.conformance_suite import (
 from tests.support.redis_deployments import make_certificate, running_cluster, running_sentinels
 from tests.support.redis_server import free_port, running_redis_server
 
-pytestmark = pytest.mark.alone
-
 _REPOSITORY = Path(__file__).parents[2]
 _FAILING_TESTS = {
     "overwriting": "test_putting_an_existing_key_keeps_the_old_object",

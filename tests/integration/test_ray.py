@@ -26,7 +26,7 @@ from tests.support.serve_process import read_until, running
 BATON = "import sys; from baton.cli import main; sys.exit(main())"
 NUM_TOKENS = 100
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

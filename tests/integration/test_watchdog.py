@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-pytestmark = pytest.mark.alone
-
 LIMIT_S = 2.0
 END_TIMEOUT_S = 30
 

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from baton.demo import DEMO_PROMPT, demo_model_path
 from router.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.alone
-
 MIB = 1 << 20
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"
 
