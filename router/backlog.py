@@ -6,7 +6,7 @@ of the workers is for requests whose clients still wait for them.
 
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,6 +28,7 @@ many as there were, their time grows with their number.
 _MAX_PATIENCE_S = 10.0
 """For as long, or as long as a request takes, an estimate holds of which nothing new is heard."""
 _MIN_RETRY_AFTER_S = 1.0
+_MAX_GRAMMARS = 1024
 
 
 class _FadingMean:
@@ -58,6 +59,7 @@ class Place:
 
     Attributes:
         begun_at: when decode sent its first output; None until then.
+        grammar: the key of its structured outputs, empty without any.
         num_tokens: those that it has, of one candidate.
         send_wait_s: how long it waited for its client to take them.
     """
@@ -66,6 +68,7 @@ class Place:
         self.num_ahead = num_ahead
         self.entered_at = entered_at
         self.begun_at: float | None = None
+        self.grammar = b""
         self.num_tokens = 0.0
         self.send_wait_s = 0.0
 
@@ -75,7 +78,8 @@ class Backlog:
 
     A request begins when decode sends its first output; later outputs come at a pace that all
     requests share. Both times grow with the number of requests that came before and are as
-    urgent, since in a tier under full load each of them takes its share.
+    urgent, since in a tier under full load each of them takes its share. The first requests with a
+    grammar also wait for it to be compiled, which says nothing of others.
 
     Args:
         num_seats: returns how many requests the replicas run at the same time.
@@ -93,6 +97,7 @@ class Backlog:
         self._num_entering = num_entering
         self._clock = clock
         self._running: Counter[int] = Counter()  # by priority
+        self._grammars = OrderedDict.fromkeys([b""])  # with which requests have begun
         self._wait_s = _FadingMean()
         self._ahead = _FadingMean()
         self._token_s = _FadingMean()
@@ -120,6 +125,10 @@ class Backlog:
         if place.begun_at is None:
             place.begun_at = self._clock()
             self._add_wait(place, place.begun_at)
+            self._grammars[place.grammar] = None
+            self._grammars.move_to_end(place.grammar)
+            if len(self._grammars) > _MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
 
     def expected_s(self, priority: int, max_tokens: int | None = None) -> float:
         """Seconds that a new request will probably take; 0 if nothing is known.
@@ -191,6 +200,8 @@ class Backlog:
                 self._token_s.add(lasted_s / (place.num_tokens - 1), now)
 
     def _add_wait(self, place: Place, now: float) -> None:
+        if place.grammar not in self._grammars:
+            return
         self._wait_s.add(now - place.entered_at, now)
         self._ahead.add(place.num_ahead, now)
 

@@ -154,6 +154,8 @@ class Pipeline:
             record.tenant = tenant.name
             with self._log.recording(record, deadline):
                 request = await self._prepare(message, prompt, params, deadline, record)
+                if (form := request.spec.params.structured_outputs) is not None:
+                    place.grammar = form.key
                 if message.WhichOneof("prompt") != _SEVERAL:  # else a part of a call would fail
                     tenant.check_tokens()
                 completion = Completion(request.spec, self._tokenizer, record)

@@ -265,6 +265,17 @@ def test_requests_that_leave_without_having_begun_count_if_they_waited_long():
         assert backlog.expected_s(0) == pytest.approx(5)
 
 
+def test_the_wait_for_a_new_grammar_says_nothing_of_others():
+    backlog, clock = make_backlog()
+    with backlog.place(0):
+        for wait_s, expected_s in ((30.0, 0.0), (0.2, 0.2)):  # the second finds it compiled
+            with backlog.place(0) as place:
+                place.grammar = b"key"
+                clock.now += wait_s
+                backlog.begin(place)
+            assert backlog.expected_s(0) == pytest.approx(expected_s)
+
+
 def test_requests_that_wait_to_be_prepared_count_too():
     idle, clock = make_backlog(num_seats=1)
     busy, busy_clock = make_backlog(num_seats=1, num_entering=98)
