@@ -10,10 +10,8 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -32,7 +30,6 @@ __all__ = [
     "printable_url",
     "scheme_of",
     "split_members",
-    "usable_folder",
 ]
 
 FAULTY_PREFIX = "faulty+"
@@ -100,6 +97,9 @@ class StoreLimits:
         timeout_s: longest wait of a call.
         max_bytes: bound of all objects together; None if the URL names none.
         default_max_bytes: the largest bound that the store then chooses.
+        store: the store's URL as logs show it.
+        is_diagnosis: whether the store is opened only to find out if it works. It then removes
+            nothing but what it has put, neither to keep a bound nor because a TTL is over.
     """
 
     ttl_s: float
@@ -107,6 +107,8 @@ class StoreLimits:
     timeout_s: float
     max_bytes: int | None
     default_max_bytes: int
+    store: str = "the KV store"
+    is_diagnosis: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +163,12 @@ class StoreUrl:
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")
         return parsed
 
-    def limits(self, default_max_bytes: int) -> StoreLimits:
+    def limits(self, default_max_bytes: int, *, is_diagnosis: bool = False) -> StoreLimits:
         """Returns the values of `LIMIT_OPTIONS`.
 
         Args:
             default_max_bytes: see `StoreLimits`.
+            is_diagnosis: see `StoreLimits`.
 
         Raises:
             ConfigurationError: one of them is out of range; names it.
@@ -177,6 +180,8 @@ class StoreUrl:
             timeout_s=self.seconds("timeout_s", DEFAULT_TIMEOUT_S),
             max_bytes=self.num_bytes("max_bytes"),
             default_max_bytes=default_max_bytes,
+            store=f"KV store {self}",
+            is_diagnosis=is_diagnosis,
         )
 
     def seconds(self, name: str, default_s: float) -> float:
@@ -248,20 +253,6 @@ class StoreUrl:
     def __str__(self) -> str:
         """Returns the URL without user, password and options."""
         return self.printable
-
-
-@contextmanager
-def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
-    """Makes a store's folder if it is absent, private to the user; the block opens the store in it.
-
-    Raises:
-        ConfigurationError: an `OSError` in making the folder or in the block.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        raise url.error(f"cannot use the folder {folder}: {error.strerror}") from error
 
 
 def _split(url: str) -> SplitResult:
