@@ -36,7 +36,11 @@ FAULTY_PREFIX = "faulty+"
 MULTI_SCHEME = "multi"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_NO_PORT = re.compile(r":(?![0-9]*(,|$))(?![^\[]*\])")  # a colon outside of an IPv6 address
+_IPV6_ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]*(%\w+)?\]")
+# Outside of an IPv6 address: a bracket, or a colon that is not before a port.
+_NO_ADDRESS = re.compile(r"[\[\]]|:(?![0-9]{0,5}(,|$))")
+_QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
+_OPTION_NAME = re.compile(r"\w*", re.ASCII)
 _HIDDEN = "..."
 _HOW_TO_WRITE = (
     "in a user name or password, characters such as / ? # [ ] @ are written percent-encoded (/ as "
@@ -76,8 +80,8 @@ def printable_url(url: str) -> str:
         shown = _HIDDEN
     elif not shown.startswith("/") or ":" in shown:  # a plain path has no user
         shown = shown.rpartition("@")[2]
-    if _NO_PORT.search(shown.partition("/")[0]):  # perhaps a password whose host was forgotten
-        shown = _HIDDEN
+    if _NO_ADDRESS.search(_IPV6_ADDRESS.sub("", shown.partition("/")[0])):
+        shown = _HIDDEN  # perhaps a password whose host was forgotten
     return f"{scheme}://{shown}"
 
 
@@ -156,8 +160,8 @@ class StoreUrl:
         for name in options:
             if name in refused_options:
                 raise parsed.error(refused_options[name])
-            if name not in known_options and "@" in parts.query:  # perhaps a part of a password
-                raise parsed.error(_HOW_TO_WRITE)
+            if name not in known_options and not _OPTION_NAME.fullmatch(name):
+                raise parsed.error(_HOW_TO_WRITE)  # perhaps a part of a password
             if name not in known_options:
                 known = ", ".join(sorted(known_options))
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")
@@ -247,7 +251,13 @@ class StoreUrl:
         return num_bytes
 
     def error(self, message: str) -> ConfigurationError:
-        """Returns a configuration error whose text begins with the URL, without secrets."""
+        """Returns a configuration error whose text begins with the URL, without secrets.
+
+        If a part of the URL could be a password, what the message quotes could be one, too.
+        """
+        if self.printable.endswith(_HIDDEN):
+            message = _QUOTED.sub(repr(_HIDDEN), message)
+            message = message if message == _HOW_TO_WRITE else f"{message}; {_HOW_TO_WRITE}"
         return ConfigurationError(f"KV store {self}: {message}")
 
     def __str__(self) -> str:
