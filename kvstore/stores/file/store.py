@@ -132,7 +132,7 @@ class ObjectFolder:
         return self._space.num_bytes()
 
     def close(self) -> None:
-        """Closes the folder's ledger."""
+        """See `FolderSpace.close`."""
         self._space.close()
 
     def _path(self, key: bytes) -> str:
