@@ -273,9 +273,15 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:
-    """Opens the connector of a store; a `ConnectorFactory`."""
+    """Opens the connector of a store; a `ConnectorFactory`.
+
+    Attributes:
+        store_class: the store's class.
+        is_diagnosis: whether the store is opened for a diagnosis; see `KvStore`.
+    """
 
     store_class: type[KvStore]
+    is_diagnosis: bool = False
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
@@ -293,6 +299,8 @@ class StoreFactory:
         Raises:
             ConfigurationError: the store refuses the URL.
         """
-        store = self.store_class.from_url(url)
+        store_class = self.store_class
+        open_store = store_class.open_for_diagnosis if self.is_diagnosis else store_class.from_url
+        store = open_store(url)
         scheduler = KvConnectorScheduler(connector_name(url), lease_s=store.ttl_s, saves_ahead=True)
         return scheduler, StoreConnectorWorker(store)
