@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
 
 __all__ = ["MAX_WAITING", "Admission", "Turns"]
 
@@ -73,9 +73,6 @@ class Admission:
         self.tokenizing = Turns("the tokenizer", _MOST_TOKENIZING)
         self._max_requests = max_requests
         self._running: set[tuple[str, str]] = set()
-        self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def max_requests(self) -> int:
@@ -98,12 +95,9 @@ class Admission:
             client: the client's name; each has ids of its own.
 
         Raises:
-            UnavailableError: this router drains.
             InvalidArgumentError: a request with that id is running.
             ResourceExhaustedError: `max_requests` are running.
         """
-        if self._is_draining:
-            raise UnavailableError("this router is shutting down; try another")
         key = (client, request_id)
         if key in self._running:
             raise InvalidArgumentError.for_field(
@@ -116,24 +110,7 @@ class Admission:
                 _RETRY_AFTER_S,
             )
         self._running.add(key)
-        self._idle.clear()
         try:
             yield
         finally:
             self._running.discard(key)
-            if not self._running:
-                self._idle.set()
-
-    async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests and waits for the running ones.
-
-        Returns:
-            How many were still running at the timeout.
-        """
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
-        return len(self._running)
