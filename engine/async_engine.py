@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.errors import (
+    AlreadyExistsError,
     InternalError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -124,8 +124,8 @@ class AsyncEngine:
                 `is_last`; it always comes, unless `abort` is called first.
 
         Raises:
-            InvalidArgumentError: the model cannot take a token id or the length, or a request
-                with this id is live.
+            AlreadyExistsError: a request with this id is live.
+            InvalidArgumentError: the model cannot take a token id or the length.
             FailedPreconditionError: the handoff is not for this engine.
             ResourceExhaustedError: the queue is full, or the request needs more blocks than the
                 pool has.
@@ -136,8 +136,7 @@ class AsyncEngine:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
         if request_id in self._handlers:
-            limit = "unique among running requests"
-            raise InvalidArgumentError.for_field("request_id", request_id, limit)
+            raise AlreadyExistsError.for_request_id(request_id)
         if len(self._handlers) >= self.config.max_requests:
             raise ResourceExhaustedError(
                 f"{self.config.max_requests} requests are queued here already"

@@ -131,7 +131,7 @@ async def test_a_duplicate_id_and_one_request_too_many_are_refused():
         for call in calls:
             await call.read()
         error = await failure(router.generate(request(request_id="a")))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         assert "request_id is 'a'" in error.details()
         error = await failure(router.generate(request(request_id="c")))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
