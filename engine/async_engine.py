@@ -18,6 +18,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.reasons import Reason
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
@@ -45,6 +46,7 @@ __all__ = ["AsyncEngine"]
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
+_RETRY_AFTER_S = 1.0
 _WATCH_INTERVAL_S = 0.1
 _MIN_WAITING_EVENTS = 1024
 
@@ -139,7 +141,9 @@ class AsyncEngine:
             raise AlreadyExistsError.for_request_id(request_id)
         if len(self._handlers) >= self.config.max_requests:
             raise ResourceExhaustedError(
-                f"{self.config.max_requests} requests are queued here already"
+                f"{self.config.max_requests} requests are queued here already",
+                _RETRY_AFTER_S,
+                reason=Reason.REPLICAS_FULL,
             )
         self._core.check(request)
         self._handlers[request_id] = on_output

@@ -235,7 +235,10 @@ async def _first(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             request = await anext(requests, None)
     except TimeoutError:
-        raise DeadlineExceededError(f"the call's request did not come in {timeout_s:g} s") from None
+        raise DeadlineExceededError(
+            f"the call's request did not come in {timeout_s:g} s",
+            reason=Reason.REQUEST_NOT_RECEIVED,
+        ) from None
     if request is None:
         raise InvalidArgumentError("the call has no request", reason=Reason.MALFORMED_MESSAGE)
     return request

@@ -29,7 +29,7 @@ class GenerationServiceStub(object):
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -44,7 +44,8 @@ class GenerationServiceStub(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -69,6 +70,7 @@ class GenerationServiceStub(object):
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -137,7 +139,7 @@ class GenerationServiceServicer(object):
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -152,7 +154,8 @@ class GenerationServiceServicer(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -177,6 +180,7 @@ class GenerationServiceServicer(object):
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -288,7 +292,7 @@ class GenerationService(object):
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -303,7 +307,8 @@ class GenerationService(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -328,6 +333,7 @@ class GenerationService(object):
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |

@@ -27,7 +27,7 @@ class GenerationServiceStub:
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -42,7 +42,8 @@ class GenerationServiceStub:
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -67,6 +68,7 @@ class GenerationServiceStub:
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -125,7 +127,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -140,7 +142,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -165,6 +168,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -219,7 +223,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Text generation, served by the router.
 
     A call that fails ends with a status whose message says what is wrong, in
-    fewer than 1,200 bytes: a message about a field begins with the field's name.
+    at most 1,200 bytes: a message about a field begins with the field's name.
     Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
 
     - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
@@ -234,7 +238,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it.
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -259,6 +264,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |

@@ -97,13 +97,14 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
 }
 _RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
 # The official clients would send the request twice more: each time up to its deadline, to lose
-# further replicas, or to meet the same bug.
+# further replicas, or to meet the same bug or the same running request.
 _NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
 _HEADERS: Mapping[str, Mapping[str, str]] = {
     "UNAUTHENTICATED": MappingProxyType({"WWW-Authenticate": "Bearer"}),
     "RESOURCE_EXHAUSTED": _RETRY,
     "UNAVAILABLE": _RETRY,
     "ABORTED": _NO_RETRY,
+    "ALREADY_EXISTS": _NO_RETRY,
     "DEADLINE_EXCEEDED": _NO_RETRY,
 }
 """By the code of a `BatonError`."""

@@ -15,6 +15,7 @@ from router import servicer
 from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
 from rpc.channels import open_channel
+from rpc.interceptors import CallInterceptor
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import FakeDecode, FakeWorker, running_workers
@@ -212,8 +213,9 @@ async def too_many_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any
 
 @refusal("RESOURCE_EXHAUSTED", "ANSWER_TOO_LARGE")
 async def long_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The request ends as soon as it is known, not when its last token comes."""
     monkeypatch.setattr(servicer, "MAX_MESSAGE_BYTES", 64)
-    async with router_of() as router:
+    async with router_of(FakeDecode(SCRIPT, pause_after=80)) as router:
         call = router.stub.Generate(request(max_tokens=90), timeout=20)
         return await failed_call(call), None
 
@@ -265,6 +267,14 @@ async def too_long_for_the_router(folder: Path, monkeypatch: pytest.MonkeyPatch)
         error = await failed_call(router.generate(request(), timeout_s=None))
         assert "--default-timeout-s" in error.details()
         return error, None
+
+
+@refusal("DEADLINE_EXCEEDED", "REQUEST_NOT_RECEIVED")
+async def silent_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    defaults = CallInterceptor.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "first_message_timeout_s", 0.05)
+    async with router_of() as router:
+        return await failed_call(router.channel.stream_unary(GENERATE)(never(), timeout=20)), None
 
 
 @refusal("ABORTED", "REPLICAS_LOST")
