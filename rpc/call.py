@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
+from baton.errors import BatonError
 from baton.traceparent import TraceContext, parse_traceparent
 from rpc.call_context import CallContext
-from rpc.errors import status_of_number
+from rpc.error_details import trailers_of
+from rpc.errors import status_of_number, to_status
 from rpc.logs import CallInfo, log_fields
 
 __all__ = ["PRESENT_CALL", "QUIET_METHODS", "Call"]
@@ -59,10 +60,8 @@ class Call:
         """The name of its status, once it has ended."""
         return (self.status or status_of_number(_number(self.context.code()))).name
 
-    async def abort(
-        self, code: grpc.StatusCode, details: str, trailers: Sequence[tuple[str, str]] = ()
-    ) -> NoReturn:
-        """Ends the call with an error.
+    async def abort(self, error: BatonError) -> NoReturn:
+        """Ends the call with the status and the details of an error.
 
         The client gets the status behind the messages that were sent before it. If it does not
         read them, the status waits for as long as the connection lasts, but the call does not.
@@ -71,10 +70,11 @@ class Call:
             AbortError: the status is sent.
             CancelledError: the client has left, or does not read.
         """
-        self.status = code
+        self.status, message = to_status(error)
+        trailers = trailers_of(error, self.status, message)
         try:
             async with asyncio.timeout(_MAX_STATUS_WAIT_S):
-                await self.context.abort(code, details, trailing_metadata=tuple(trailers))
+                await self.context.abort(self.status, message, trailing_metadata=trailers)
         except TimeoutError:
             pass
         except grpc.aio.InternalError:

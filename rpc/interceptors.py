@@ -30,11 +30,16 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError, DeadlineExceededError, InvalidArgumentError
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+)
+from baton.reasons import Reason
 from baton.traceparent import parse_traceparent
 from rpc.call import PRESENT_CALL, QUIET_METHODS, Call
 from rpc.call_context import CallContext, Context
-from rpc.errors import to_status, to_trailers
 from rpc.logs import CURRENT_CALL, CallInfo
 from rpc.places import CallPlaces
 
@@ -44,8 +49,9 @@ _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _MAX_LOGGED_ID_CHARS = 128
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
+_RETRY_AFTER_S = 1.0
 
-Method = Callable[[Any, Context], Awaitable[None]]
+Method = Callable[[Any, Any], Awaitable[None]]
 Authorize = Callable[[str, Context], object]
 """Returns who makes a call, the caller in `CURRENT_CALL`, given the method's full name.
 
@@ -143,12 +149,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise  # the method has set a status itself
         except BatonError as error:
-            await call.abort(*to_status(error), to_trailers(error))
+            await call.abort(error)
         except Exception:
             request_id = ascii(call.info.request_id)
             _LOGGER.exception("failed method=%s request_id=%s", method, request_id)
-            details = f"internal error; request_id={request_id}"
-            await call.abort(grpc.StatusCode.INTERNAL, details)
+            await call.abort(InternalError(f"internal error; request_id={request_id}"))
         finally:
             self._end(call)
 
@@ -237,9 +242,12 @@ async def _first(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             request = await anext(requests, None)
     except TimeoutError:
-        raise DeadlineExceededError(f"the call's request did not come in {timeout_s:g} s") from None
+        raise DeadlineExceededError(
+            f"the call's request did not come in {timeout_s:g} s",
+            reason=Reason.REQUEST_NOT_RECEIVED,
+        ) from None
     if request is None:
-        raise InvalidArgumentError("the call has no request")
+        raise InvalidArgumentError("the call has no request", reason=Reason.MALFORMED_MESSAGE)
     return request
 
 
@@ -265,7 +273,7 @@ def _writing(function: Any, *, streams: bool) -> Method:
     if not streams:
         return write_one
     # A coroutine function of a stream writes the responses itself.
-    return write_all if inspect.isasyncgenfunction(function) else function  # type: ignore[no-any-return]
+    return write_all if inspect.isasyncgenfunction(function) else function
 
 
 def _strict(deserialize: Deserialize | None) -> Deserialize:
@@ -276,7 +284,8 @@ def _strict(deserialize: Deserialize | None) -> Deserialize:
             return deserialize(data)
         except Exception as error:  # protobuf's parsers raise types of their own
             raise InvalidArgumentError(
-                "the request is not a valid message: torn bytes, or a string that is not UTF-8"
+                "the request is not a valid message: torn bytes, or a string that is not UTF-8",
+                reason=Reason.MALFORMED_MESSAGE,
             ) from error
 
     return deserialize_strictly
