@@ -54,6 +54,8 @@ _QUIET_METHODS = (
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )
+_METHODS_OF_REQUESTS = "/baton.v1.PrefillService/"
+"""Routers call them for each request, of which they write a line themselves."""
 _LONGEST_LOGGED_ID = 128
 _MOST_OPEN_CALLS = 1000
 """Calls at the same time of services that are open to all."""
@@ -286,10 +288,12 @@ class _Call:
         return (self.status or status_of_number(_number(self.context.code()))).name
 
     def log(self) -> None:
-        level = logging.DEBUG if self.method.startswith(_QUIET_METHODS) else logging.INFO
+        code = self.code
+        is_quiet = code == "OK" and self.method.startswith(_METHODS_OF_REQUESTS)
+        is_quiet = is_quiet or self.method.startswith(_QUIET_METHODS)
+        level = logging.DEBUG if is_quiet else logging.INFO
         if not _LOGGER.isEnabledFor(level):
             return
-        code = self.code
         duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
         peer, request_id = self.context.peer(), self.info.request_id
         _LOGGER.log(
