@@ -42,7 +42,7 @@ ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
 # on these folders, see docker-compose.yml, get their owner, group and mode.
 RUN useradd --create-home --uid 10001 --gid 0 baton \
     && chmod g=u /home/baton \
-    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns
+    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns /hub
 USER 10001
 WORKDIR /home/baton
 # HTTP of a router, and gRPC of every service.

@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
+from baton.unknown_variables import unknown_variables
 from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
@@ -368,6 +369,8 @@ def run_process(
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
     start_logging(log_level, log_format)
+    for warning in unknown_variables():
+        _LOGGER.warning("%s", warning)
     raise_descriptor_limit()
     try:
         asyncio.run(_exit_if_interrupted(run()))
