@@ -68,8 +68,9 @@ def resolve_folder(path_or_name: str | Path) -> Path:
         name, revision = split_revision(str(path_or_name))
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except (OSError, ValueError) as error:
-        is_file = isinstance(error, OSError) and error.filename is not None
-        reason = f"{error.strerror}: {error.filename}" if is_file else type(error).__name__
+        reason = type(error).__name__
+        if isinstance(error, OSError) and error.filename is not None:  # of the cache
+            reason = f"{error.strerror}: {error.filename}"
         raise ConfigurationError(
             f"{path_or_name} is neither a folder nor a Hub repository that can be reached "
             f"({reason})"
