@@ -12,7 +12,15 @@ from pathlib import Path
 
 from baton.errors import ConfigurationError
 
-__all__ = ["UnreadableFileError", "find_files", "has_file", "lacks", "read_text", "unreadable"]
+__all__ = [
+    "UnreadableFileError",
+    "find_files",
+    "has_file",
+    "lacks",
+    "read_text",
+    "reason_of",
+    "unreadable",
+]
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
@@ -90,11 +98,17 @@ def unreadable(path: Path, error: OSError) -> UnreadableFileError:
     if error.errno in _ABSENT and _is_link(path):
         reason = _dead_link(path)
     elif error.errno in _FORBIDDEN:
-        user = f"uid {os.geteuid()}, gid {os.getegid()}"
-        reason = f"permission denied to {user}; {_obstacle(path)}"
+        reason = f"{reason_of(error)}; {_obstacle(path)}"
     else:
-        reason = error.strerror or str(error)
+        reason = reason_of(error)
     return UnreadableFileError(f"cannot read {path}: {reason}")
+
+
+def reason_of(error: OSError) -> str:
+    """Returns why the system refuses a path; a lack of permission with the user who lacks it."""
+    if error.errno in _FORBIDDEN:
+        return f"permission denied to uid {os.geteuid()}, gid {os.getegid()}"
+    return error.strerror or str(error)
 
 
 def _is_link(path: Path) -> bool:

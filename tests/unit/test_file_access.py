@@ -12,6 +12,8 @@ from baton.demo import demo_model_path
 from baton.errors import ConfigurationError
 from baton.file_access import UnreadableFileError, find_files, has_file, read_text, unreadable
 from baton.model_files import local_model, open_model_files
+from baton.security.cluster import ClusterSecurity
+from baton.security.config import ClusterConfig
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.loader import load_model
 from router.config import ServedModelConfig
@@ -176,6 +178,19 @@ def test_something_else_than_a_file_is_refused(open_folder):
     loop.symlink_to("loop")
     with pytest.raises(UnreadableFileError, match="Too many levels of symbolic links"):
         has_file(loop)
+
+
+def test_a_token_of_another_user_and_a_folder_for_it_name_the_user(open_folder):
+    """As of a volume that containers of another user have filled."""
+    file = open_folder / "token"
+    file.write_text("t" * 40)
+    file.chmod(0)
+    (open_folder / "closed").mkdir(mode=0)
+    for path in (file, open_folder / "closed" / "token"):
+        with as_other_user() as user, pytest.raises(ConfigurationError) as failure:
+            ClusterSecurity.from_environment(ClusterConfig(token_file=str(path)), None)
+        assert failure.value.message.startswith(f"--cluster-token-file {path}: ")
+        assert failure.value.message.endswith(f"permission denied to {user}")
 
 
 def test_a_refusal_that_no_mode_explains_names_security_modules(open_folder):
