@@ -1,34 +1,28 @@
 # One image for every service: `docker run IMAGE router|prefill|decode ...`.
 
 FROM python:3.11-slim AS builder
-# Where torch comes from. PyPI's torch brings CUDA: build with
-# --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
-ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Compiles the CPU kernels; Debian's newest will do.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-# torch has a layer of its own: it is large and changes seldom.
-RUN python -m venv /opt/baton \
-    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 WORKDIR /source
-# So have the packages that Baton needs.
-COPY pyproject.toml .
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-    > /tmp/requirements.txt \
-    && /opt/baton/bin/pip install --requirement /tmp/requirements.txt
-# And the CPU kernels, which take long to compile.
+# The CPU kernels take long to compile, and change seldom.
 COPY kernels/native kernels/native
 RUN PYTHONPATH=kernels python -m native.build
 COPY . .
-# Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
-ARG EXTRAS=
-RUN /opt/baton/bin/pip install ".${EXTRAS:+[${EXTRAS}]}"
+RUN pip wheel --no-deps --wheel-dir /wheel .
 
 FROM python:3.11-slim
-COPY --from=builder /opt/baton /opt/baton
+# Where torch comes from. PyPI's torch brings CUDA: build with
+# --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Layers are in the order in which they change, the largest first: a new version of Baton is the
+# last of them, so that machines with an earlier one fetch little else.
+RUN python -m venv /opt/baton \
+    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 # Triton compiles the launchers of its kernels when they first run; torch for GPUs needs it.
 # hadolint ignore=DL3008
 RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
@@ -36,13 +30,27 @@ RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/de
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*; \
     fi
+# Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
+ARG EXTRAS=
+COPY pyproject.toml /tmp/
+# Triton is a gigabyte, which xgrammar brings; only GPUs use it.
+RUN python -c 'import sys, tomllib; p = tomllib.load(sys.stdin.buffer)["project"]; \
+    extras = [p["optional-dependencies"][name] for name in sys.argv[1].split(",") if name]; \
+    print(*p["dependencies"], *sum(extras, []), sep="\n")' "${EXTRAS}" \
+    < /tmp/pyproject.toml > /tmp/requirements.txt \
+    && /opt/baton/bin/pip install --requirement /tmp/requirements.txt \
+    && if ! ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
+    /opt/baton/bin/pip uninstall --yes triton; \
+    fi
+COPY --from=builder /wheel /wheel
+RUN /opt/baton/bin/pip install --no-deps /wheel/*.whl
 # HOME and USER also hold for a user that is not in /etc/passwd.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
 # Any user of group 0 may write, as platforms expect that choose the user. Volumes that are mounted
 # on these folders, see docker-compose.yml, get their owner, group and mode.
 RUN useradd --create-home --uid 10001 --gid 0 baton \
     && chmod g=u /home/baton \
-    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns
+    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns /hub
 USER 10001
 WORKDIR /home/baton
 # HTTP of a router, and gRPC of every service.

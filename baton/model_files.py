@@ -13,6 +13,7 @@ import tokenizers
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
+from baton.file_access import find_files, has_file, read_text, unreadable
 from baton.gguf import GgufFile
 from baton.named_models import NAMED_MODELS
 from baton.tokenizer_files import (
@@ -49,16 +50,18 @@ class ModelFiles(Protocol):
                 these two under its own keys.
 
         Raises:
-            OSError, TypeError, ValueError: the file cannot be read, or has something else.
-            ConfigurationError: a GGUF file's model is not supported.
+            TypeError, ValueError: the file has something else.
+            ConfigurationError: the file is there and cannot be read, or a GGUF file's model is not
+                supported.
         """
 
     def read_settings(self) -> dict[str, Any]:
         """Returns special tokens and chat templates, as tokenizer_config.json has them.
 
         Raises:
-            OSError, TypeError, ValueError: a file cannot be read, or has something else.
-            ConfigurationError: a GGUF file's metadata is malformed.
+            TypeError, ValueError: a file has something else.
+            ConfigurationError: a file is there and cannot be read, or a GGUF file's metadata is
+                malformed.
         """
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
@@ -69,13 +72,19 @@ class ModelFiles(Protocol):
         """
 
     def eos_token_id(self) -> int | None:
-        """Returns the id of the tokenizer's own end-of-sequence token; None if it names none, or
-        cannot be read.
+        """Returns the id of the tokenizer's own end-of-sequence token; None if it names none, or is
+        malformed.
+
+        Raises:
+            ConfigurationError: a file is there and cannot be read.
         """
 
     def tokenizer_digest(self) -> str:
         """Returns a digest of the tokenizer's vocabulary; empty if there is none to compare, as
         of a GGUF file, which may fill its vocabulary up.
+
+        Raises:
+            ConfigurationError: a file is there and cannot be read.
         """
 
 
@@ -117,26 +126,49 @@ class CheckpointFolder(ModelFiles):
 def local_model(path_or_name: str | Path) -> ModelFiles | None:
     """Returns the files of a model on this machine; None for any other name.
 
-    A path that exists comes before a named model (`baton.named_models`).
+    A path that exists comes before a named model (`baton.named_models`). A folder of the Hub's
+    cache stands for its snapshot.
 
     Raises:
         ConfigurationError: a named model is not installed, there is no such GGUF file, or the
-            machine cannot look the path up.
+            path leads to something that cannot be read.
     """
     try:
         path = Path(path_or_name).expanduser()
         exists = path.exists()
+        if not exists and path.is_symlink():
+            path.stat()
+    except (FileNotFoundError, PermissionError) as error:
+        raise unreadable(path, error) from error
     except (OSError, RuntimeError) as error:  # no such user, no permission, too long a name
         raise ConfigurationError(f"cannot look up {str(path_or_name)!r}: {error}") from error
     if not exists and str(path_or_name) in NAMED_MODELS:
         path = NAMED_MODELS[str(path_or_name)]()
     if path.is_dir():
-        return CheckpointFolder(path)
+        return CheckpointFolder(_snapshot(path) or path)
     if path.is_file():
         return GgufFile(path)
     if path.suffix == ".gguf":
         raise ConfigurationError(f"there is no file {path_or_name}")
     return None
+
+
+def _snapshot(folder: Path) -> Path | None:
+    """Returns the snapshot in a folder `models--ORG--NAME` of the Hub's cache; None for others.
+
+    Raises:
+        ConfigurationError: it has several, and none of them is that of the main branch.
+    """
+    snapshots = find_files(folder / "snapshots", "*")
+    if not snapshots or has_file(folder / "config.json"):
+        return None
+    main = folder / "snapshots" / (read_text(folder / "refs" / "main") or "").strip()
+    if main in snapshots:
+        return main
+    if len(snapshots) > 1:
+        names = ", ".join(snapshot.name for snapshot in snapshots)
+        raise ConfigurationError(f"{folder} has several snapshots; name the folder of one: {names}")
+    return snapshots[0]
 
 
 def open_model_files(path_or_name: str | Path) -> ModelFiles:

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
+from baton.file_access import UnreadableFileError, has_file, lacks
 from baton.hub_names import split_revision
 from baton.tokenizer_settings import (
     described_tokens,
@@ -47,7 +48,7 @@ _FILES = (
     "additional_chat_templates/*.jinja",
 )
 _DIGEST_CHARS = 32
-_UNREADABLE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)
+_MALFORMED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 _GPT2, _LLAMA, _QWEN2 = "GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer"
 
 
@@ -67,9 +68,12 @@ def resolve_folder(path_or_name: str | Path) -> Path:
         name, revision = split_revision(str(path_or_name))
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except (OSError, ValueError) as error:
+        reason = type(error).__name__
+        if isinstance(error, OSError) and error.filename is not None:  # of the cache
+            reason = f"{error.strerror}: {error.filename}"
         raise ConfigurationError(
             f"{path_or_name} is neither a folder nor a Hub repository that can be reached "
-            f"({type(error).__name__})"
+            f"({reason})"
         ) from error
 
 
@@ -87,27 +91,30 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
-        if (folder / "tokenizer.json").is_file():
+        if has_file(folder / "tokenizer.json"):
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             settings = read_settings(folder)
             _add_tokens(backend, settings)
             _apply_prefix_space(backend, settings)
             backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
             return backend
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        if has_file(folder / "vocab.json") and has_file(folder / "merges.txt"):
             return _load_gpt2(folder)
     except ConfigurationError:
         raise
     except Exception as error:  # `tokenizers` raises plain Exception for broken files
         raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
-    raise ConfigurationError(_missing_files_message(folder))
+    raise lacks(folder, _missing_files(folder))
 
 
 def eos_token_id(folder: Path) -> int | None:
     """Returns the id of the end-of-sequence token that a checkpoint folder's tokenizer names.
 
     Returns:
-        The id; None if the folder has no tokenizer that can be read, or it names no such token.
+        The id; None if the folder has no tokenizer or a malformed one, or it names no such token.
+
+    Raises:
+        UnreadableFileError: a file is there and cannot be read.
     """
     try:
         token = read_settings(folder).get("eos_token")
@@ -118,7 +125,9 @@ def eos_token_id(folder: Path) -> int | None:
         # A token that no file has an id for gets one when the tokenizer is built, which is slow.
         is_id = type(known) is int
         return known if is_id else load_tokenizer(folder).token_to_id(token_text(token))
-    except (ConfigurationError, *_UNREADABLE):
+    except UnreadableFileError:
+        raise
+    except (ConfigurationError, *_MALFORMED):
         return None  # a model is served to clients that send token ids without its tokenizer
 
 
@@ -129,11 +138,14 @@ def vocabulary_digest(folder: Path) -> str:
     the files, and added tokens, of which fine-tuned checkpoints often have more.
 
     Returns:
-        The digest; empty if the folder has no tokenizer, or one that cannot be read.
+        The digest; empty if the folder has no tokenizer, or a malformed one.
+
+    Raises:
+        UnreadableFileError: a file is there and cannot be read.
     """
     try:
         vocabulary = _read_vocabulary(folder)
-    except _UNREADABLE:
+    except _MALFORMED:
         return ""  # `load_tokenizer` says what is wrong, where a tokenizer is needed
     if not vocabulary:
         return ""
@@ -145,8 +157,8 @@ def _read_vocabulary(folder: Path, *, with_added_tokens: bool = False) -> dict[s
     """The vocabulary that `load_tokenizer` loads, by default without the added tokens; empty if
     there is none.
     """
-    if not (folder / "tokenizer.json").is_file():
-        return read_json(folder / "vocab.json") if (folder / "merges.txt").is_file() else {}
+    if not has_file(folder / "tokenizer.json"):
+        return read_json(folder / "vocab.json") if has_file(folder / "merges.txt") else {}
     content = read_json(folder / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # of texts with their scores
@@ -155,11 +167,11 @@ def _read_vocabulary(folder: Path, *, with_added_tokens: bool = False) -> dict[s
     return {**vocabulary, **{token["content"]: token["id"] for token in added}}
 
 
-def _missing_files_message(folder: Path) -> str:
-    if not (folder / "tokenizer.model").is_file():
-        return f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt"
+def _missing_files(folder: Path) -> str:
+    if not has_file(folder / "tokenizer.model"):
+        return "has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt"
     return (
-        f"{folder} has tokenizer.model but no tokenizer.json; convert it once with: "
+        "has tokenizer.model but no tokenizer.json; convert it once with: "
         "pip install sentencepiece && python -c 'from transformers import AutoTokenizer as T; "
         f'T.from_pretrained("{folder}").save_pretrained("{folder}")\''
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from baton.file_access import has_file, read_text
+
 __all__ = [
     "SPECIAL_TOKEN_ROLES",
     "described_tokens",
@@ -54,8 +56,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     one that takes tokenizer.json as it is. Tokens that no file names are those of the class.
 
     Raises:
-        OSError, TypeError, ValueError: a file cannot be read, is not a JSON object, or names a
-            token by something else than a text or a description; names the file or the entry.
+        TypeError, ValueError: a file is not a JSON object, or names a token by something else
+            than a text or a description; names the file or the entry.
+        UnreadableFileError: a file is there and cannot be read.
     """
     settings = _read_named(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
@@ -87,9 +90,9 @@ def _class_name(folder: Path, settings: Mapping[str, Any], config: Mapping[str, 
     """Returns the class of a folder's tokenizer, by the rules of `AutoTokenizer`."""
     file = folder / "tokenizer.json"
     name = _stated_class_name(settings, config)
-    if name is None and not file.is_file() and (folder / "vocab.json").is_file():
+    if name is None and not has_file(file) and has_file(folder / "vocab.json"):
         return _GPT2  # the one class that is built from vocab.json and merges.txt
-    if name == _LLAMA and file.is_file() and _BYTE_LEVEL.search(file.read_text(encoding="utf-8")):
+    if name == _LLAMA and _BYTE_LEVEL.search(read_text(file) or ""):
         return None  # Llama 3's tokenizer under Llama 2's name
     return name
 
@@ -106,13 +109,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no such file.
 
     Raises:
-        OSError: the file cannot be read.
+        UnreadableFileError: the file is there and cannot be read.
         TypeError: it does not have an object.
         ValueError: it is not JSON.
     """
-    if not path.is_file():
+    text = read_text(path)
+    if text is None:
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(text)
     if not isinstance(content, dict):
         raise TypeError(f"{path} does not contain a JSON object")
     return content

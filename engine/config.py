@@ -427,7 +427,7 @@ def _check_kv_publish(policy: str) -> None:
 
 
 def _check_folder(name: str, path: str | None) -> None:
-    if path is None or (path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
+    if path is None or (path and os.access(path, os.W_OK | os.X_OK) and Path(path).is_dir()):
         return
     raise _bad_flag(name, path, "an existing folder that this process may write to")
 

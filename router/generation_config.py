@@ -22,7 +22,6 @@ _FIELDS = {
 """The entries of the file that are used, as in vLLM, with their fields of `SamplingParams`."""
 _FILE_ERRORS = (
     InvalidArgumentError,
-    OSError,
     OverflowError,
     RecursionError,
     TypeError,

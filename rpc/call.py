@@ -30,6 +30,8 @@ QUIET_METHODS = (
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )
+_METHODS_OF_REQUESTS = "/baton.v1.PrefillService/"
+"""Routers call them for each request, of which they write a line themselves."""
 _MAX_STATUS_WAIT_S = 1.0
 _ROUNDED_SHARE = 0.02
 """gRPC sends a deadline with two digits at least, rounded up: clients end their calls earlier."""
@@ -92,10 +94,12 @@ class Call:
 
     def log(self) -> None:
         """Writes the line of the call, which has ended."""
-        level = logging.DEBUG if self.method.startswith(QUIET_METHODS) else logging.INFO
+        code = self.code
+        is_quiet = code == "OK" and self.method.startswith(_METHODS_OF_REQUESTS)
+        is_quiet = is_quiet or self.method.startswith(QUIET_METHODS)
+        level = logging.DEBUG if is_quiet else logging.INFO
         if not _LOGGER.isEnabledFor(level):
             return
-        code = self.code
         duration_ms = round((time.monotonic() - self.info.started_at) * 1000, 1)
         peer, request_id = self.context.peer(), self.info.request_id
         _LOGGER.log(

@@ -49,7 +49,6 @@ _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _MAX_LOGGED_ID_CHARS = 128
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
-_RETRY_AFTER_S = 1.0
 
 Method = Callable[[Any, Any], Awaitable[None]]
 Authorize = Callable[[str, Context], object]

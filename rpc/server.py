@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.errors import ConfigurationError, UnavailableError
 from baton.reasons import Reason
+from baton.unknown_variables import unknown_variables
 from rpc.channels import SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
@@ -386,6 +387,8 @@ def run_process(
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
     start_logging(log_level, log_format)
+    for warning in unknown_variables():
+        _LOGGER.warning("%s", warning)
     raise_descriptor_limit()
     try:
         asyncio.run(_exit_if_interrupted(run()))

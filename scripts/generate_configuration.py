@@ -1,10 +1,12 @@
 """Generates docs/configuration.md: every flag of every command, and every environment variable.
+Also baton/variable_names.py, with which processes warn of variables that nothing reads.
 
-    python -m scripts.generate_configuration            # writes the page
-    python -m scripts.generate_configuration --check    # fails if the page is out of date
+    python -m scripts.generate_configuration            # writes the page and the names
+    python -m scripts.generate_configuration --check    # fails if one is out of date
 
 Flags are read from the commands' argument parsers. Environment variables are read in several
 places, some by libraries, so they are declared here; a test compares the table with the code.
+Those of the compose files are in docs/compose.md.
 """
 
 import argparse
@@ -19,7 +21,9 @@ from typing import Any
 from baton import cli
 from baton.flag_sources import variable_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+NAMES = ROOT / "baton" / "variable_names.py"
 
 _SHARED_GROUPS = {
     "server": "Server flags",
@@ -30,6 +34,11 @@ _SHARED_GROUPS = {
     "output": "Output flags",
 }
 """Argument groups that several commands have, with the heading of their common table."""
+
+_OTHER_VARIABLES = """\
+Those of `docker-compose.yml` are in [compose.md](compose.md#variables). Servers warn of a variable
+`BATON_...` that none of their programs reads, and name the nearest one.
+"""
 
 _INTRODUCTION = """\
 # Configuration
@@ -131,26 +140,11 @@ VARIABLES = (
         "folder for the reports of a GPU",
     ),
     Variable(
-        "BATON_GRPC_PORT", "docker-compose.yml", "50051", "the router's gRPC port on the host"
-    ),
-    Variable(
-        "BATON_EXTRAS", "docker-compose.yml", "", "extras to install in the image, such as nixl"
-    ),
-    Variable(
         "BATON_CONTAINERS",
         "scripts/prepare_containers.sh",
         "/var/tmp/baton-containers",  # noqa: S108 - a text
         "folder of the Docker engine that the script starts",
     ),
-    Variable("BATON_MODEL", "docker-compose.yml", "demo model", "checkpoint folder on the host"),
-    Variable("BATON_MODEL_NAME", "docker-compose.yml", "baton-demo", "model name in requests"),
-    Variable("BATON_PORT", "docker-compose.yml", "8000", "the router's HTTP port on the host"),
-    Variable("BATON_REDIS_MEMORY", "docker-compose.yml", "2gb", "memory limit of redis"),
-    Variable(
-        "BATON_SHM_SIZE", "docker-compose.yml", "2g", "limit of /dev/shm, which the workers share"
-    ),
-    Variable("BATON_PROMETHEUS_PORT", "docker-compose.yml", "9090", "Prometheus' port on the host"),
-    Variable("BATON_GRAFANA_PORT", "docker-compose.yml", "3000", "Grafana's port on the host"),
     Variable("BATON_TEST_DEVICE", "tests", "cpu", "device of the Triton tests; cuda for a GPU"),
     Variable(
         "BATON_TEST_RESULTS",
@@ -163,9 +157,6 @@ VARIABLES = (
         "tests",
         "",
         "folder of checkpoints whose chat templates are compared with `transformers`",
-    ),
-    Variable(
-        "TORCH_INDEX_URL", "docker-compose.yml", "CPU wheels", "package index of torch, in builds"
     ),
     Variable("CXX", "building the CPU kernels", "the first found", "C++20 compiler"),
     Variable(
@@ -216,7 +207,7 @@ def render() -> str:
         sections += _own_section(name, parser)
     for group, heading in _SHARED_GROUPS.items():
         sections += [f"\n## {heading}\n", *_shared_table(group, parsers)]
-    sections += ["\n## Other environment variables\n", *_variable_table()]
+    sections += ["\n## Other environment variables\n", _OTHER_VARIABLES, *_variable_table()]
     return "\n".join(sections) + "\n"
 
 
@@ -243,6 +234,50 @@ def flag_variables() -> set[str]:
     parsers = [parser for _, parser in _command_parsers()]
     names = {option for parser in parsers for option in parser._option_string_actions}
     return {variable_of(name[2:]) for name in names if name.startswith("--")}
+
+
+def compose_variables() -> set[str]:
+    """Returns the environment variables that the compose files read."""
+    files = [ROOT / "docker-compose.yml", *(ROOT / "deploy" / "compose").glob("*.yml")]
+    return {name for file in files for name in re.findall(r"\$\{(\w+)", file.read_text())}
+
+
+def known_variables() -> set[str]:
+    """Returns every environment variable whose name begins with BATON_ and that something reads."""
+    declared = {name for variable in VARIABLES for name in variable.name.split(", ")}
+    every = declared | compose_variables() | _settable_variables()
+    return {name for name in every if name.startswith("BATON_")}
+
+
+def _settable_variables() -> set[str]:
+    """Returns the environment variables that some command takes a flag's value from."""
+    return {
+        variable_of(name)
+        for _, parser in _command_parsers()
+        for name, action in parser._settable().items()  # type: ignore[attr-defined]
+        if action.help != argparse.SUPPRESS
+    }
+
+
+def render_names() -> str:
+    """Returns the text of baton/variable_names.py."""
+    return _NAMES.format(
+        names="".join(f'        "{name}",\n' for name in sorted(known_variables()))
+    )
+
+
+_NAMES = '''"""Names of all environment variables that a part of Baton reads.
+
+Generated by `make docs` from the code. Do not edit.
+"""
+
+__all__ = ["VARIABLE_NAMES"]
+
+VARIABLE_NAMES = frozenset(
+    {{
+{names}    }}
+)
+'''
 
 
 def _command_list() -> Iterator[str]:
@@ -353,19 +388,20 @@ def _row(*cells: str) -> str:
 
 
 def main() -> int:
-    """Writes the page, or compares it; returns the exit status."""
+    """Writes the page and the names, or compares them; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+        "--check", action="store_true", help="write nothing; fail if a file is out of date"
     )
-    text = render()
-    if parser.parse_args().check:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print("docs/configuration.md is out of date, run `make docs`")
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    texts = {PAGE: render(), NAMES: render_names()}
+    is_checking, status = parser.parse_args().check, 0
+    for path, text in texts.items():
+        if not is_checking:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{path.relative_to(ROOT)} is out of date, run `make docs`")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import asyncio
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 
 from baton.cli.chat import ChatSession, converse
@@ -18,6 +19,7 @@ from baton.errors import ConfigurationError
 from baton.processes.output import discard_unread_output, log_writer
 from baton.ray_cluster import cluster_address
 from baton.sampling_params import SamplingParams
+from baton.unknown_variables import unknown_variables
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
@@ -64,6 +66,9 @@ def main(args: argparse.Namespace) -> int:
     if args.chat and args.port is None:
         raise ConfigurationError("--chat needs HTTP; leave --port none out")
     ray_address = cluster_address() if args.on == "ray" else None
+    write = log_writer(args.log_format)
+    for warning in unknown_variables():
+        write(f"serve | warning: {warning}")
     with running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
@@ -75,10 +80,9 @@ def main(args: argparse.Namespace) -> int:
                 "--demo and --chat send no key; leave --api-key, --tenants and --jwks-file out"
             )
         if args.chat:
-            _chat(config, plan)
+            _chat(config, plan, write)
         else:
             ready = partial(_on_ready, config, plan, args.demo)
-            write = log_writer(args.log_format)
             asyncio.run(run_cluster(plan, write, ready))
     return 0
 
@@ -132,11 +136,11 @@ def _curl_target(router: Server) -> str:
     return shlex.join([*options, f"https://{name}:{port}/v1"])
 
 
-def _chat(config: ClusterConfig, plan: ClusterPlan) -> None:
+def _chat(config: ClusterConfig, plan: ClusterPlan, write: Callable[[str], None]) -> None:
     """Talks to the model while the cluster runs in the background."""
     router, name = plan.router, config.model.names[0]
     with (
-        background_cluster(plan, log_writer(config.router.grpc.log_format)),
+        background_cluster(plan, write),
         OpenAiEndpoint(router.url, model=name, tls=router.tls) as endpoint,
     ):
         converse(ChatSession(endpoint, system=None, params={}), Terminal())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.file_access import unreadable
 
 __all__ = ["GgufHeader", "GgufTensor", "read_header"]
 
@@ -101,7 +102,9 @@ def read_header(path: Path) -> GgufHeader:
                 raise ConfigurationError(f"{path} is not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _read(path, _Cursor(data, len(_MAGIC)))
-    except (OSError, ValueError, OverflowError, struct.error) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, OverflowError, struct.error) as error:
         raise ConfigurationError(f"{path} is not a readable GGUF file: {error}") from error
 
 

@@ -17,6 +17,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from baton.errors import ConfigurationError
+from baton.file_access import reason_of
 from baton.security.config import CertificateFiles
 from baton.security.watched_files import WatchedFiles
 
@@ -236,7 +237,7 @@ def _read(flag: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from None
+        raise ConfigurationError(f"{flag} {path}: {reason_of(error)}") from None
 
 
 def _parse(flag: str, parse: Any, pem: bytes | None) -> Any:

@@ -18,6 +18,7 @@ import grpc
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
+from baton.file_access import reason_of
 from baton.security.config import CertificateFiles, ClusterConfig
 from baton.security.tokens import bearer, carries_token, checked_token, watched_tokens
 
@@ -247,5 +248,5 @@ def _make_token_file(path: Path) -> None:
             Path(temporary).unlink()
     except OSError as error:
         raise ConfigurationError(
-            f"--cluster-token-file {path}: it cannot be made: {error.strerror}"
+            f"--cluster-token-file {path}: it cannot be made: {reason_of(error)}"
         ) from None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from baton.errors import ConfigurationError
+from baton.file_access import reason_of
 from baton.security.watched_files import WatchedFiles
 
 __all__ = ["bearer", "carries_token", "checked_token", "watched_tokens"]
@@ -47,7 +48,7 @@ def watched_tokens(flag: str, path: str) -> Callable[[], tuple[str, ...]]:
         try:
             tokens = Path(path).read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text"
+            reason = reason_of(error) if isinstance(error, OSError) else "not a text"
             raise ConfigurationError(f"{where}: {reason}") from None
         if not tokens:
             raise ConfigurationError(f"{where}: it has no token")

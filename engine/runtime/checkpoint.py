@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigurationError
+from baton.file_access import find_files, has_file, lacks, unreadable
 from baton.hub_names import split_revision
 from baton.model_files import CheckpointFolder, ModelFiles, local_model
 
@@ -62,6 +63,9 @@ class Checkpoint:
         The digest is XXH3-128 over the digests of parts of fixed size, which threads
         compute. It distinguishes checkpoints, but is not cryptographic: it does not
         detect a forged one.
+
+        Raises:
+            ConfigurationError: a file cannot be read.
         """
         is_one_file = self.files.path.is_file()
         files = dict.fromkeys((self.files.locate(_CONFIG), *self.weight_files))
@@ -93,8 +97,8 @@ def open_checkpoint(
     """
     patterns = (*_HUB_PATTERNS, _HUB_WEIGHTS, *other_weights) if with_weights else _HUB_PATTERNS
     files = local_model(path_or_name) or _download_files(path_or_name, patterns)
-    if isinstance(files, CheckpointFolder) and not files.locate(_CONFIG).is_file():
-        raise ConfigurationError(f"{files.path} is not a checkpoint folder: it has no {_CONFIG}")
+    if isinstance(files, CheckpointFolder) and not has_file(files.locate(_CONFIG)):
+        raise lacks(files.path, f"is not a checkpoint folder: it has no {_CONFIG}")
     weight_files = _find_weights(files, other_weights) if with_weights else ()
     return Checkpoint(files, _read_json(files, _CONFIG), weight_files)
 
@@ -133,14 +137,14 @@ def _find_weights(files: ModelFiles, others: Sequence[str]) -> tuple[Path, ...]:
     if not isinstance(files, CheckpointFolder):
         return (files.path,)
     folder = files.path
-    if (folder / _WEIGHTS).is_file():  # an index beside it is left over from before
+    if has_file(folder / _WEIGHTS):  # an index beside it is left over from before
         return (folder / _WEIGHTS,)
-    if (folder / _INDEX).is_file():
+    if has_file(folder / _INDEX):
         return tuple(_shards(folder))
     for name in others:
-        if (folder / name).is_file():
+        if has_file(folder / name):
             return (folder / name,)
-    if any(folder.glob("*.bin")):
+    if find_files(folder, "*.bin"):
         raise ConfigurationError(
             f"{folder} has weights as .bin files only; convert them to safetensors "
             f"(in transformers: model.save_pretrained)"
@@ -157,17 +161,10 @@ def _shards(folder: Path) -> Iterator[Path]:
     for name in sorted(set(weight_map.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigurationError(f"{folder / _INDEX}: {name!r} is no file of the folder")
-        if not _is_file(folder / name):
+        if not has_file(folder / name):
             shown = repr(name[:_MAX_REASON_LENGTH])
             raise ConfigurationError(f"{folder} does not contain {shown}, which {_INDEX} lists")
         yield folder / name
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _read_json(files: ModelFiles, name: str) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def _read_json(files: ModelFiles, name: str) -> dict[str, Any]:
         return files.read_json(name)
     except TypeError as error:
         raise ConfigurationError(f"{files.locate(name)} does not contain a JSON object") from error
-    except (OSError, RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
         reason = f"{files.locate(name)} is not readable JSON: {one_line(error)}"
         raise ConfigurationError(reason) from error
 
@@ -188,7 +185,11 @@ def one_line(error: Exception) -> str:
 
 def _parts(file: Path) -> Iterator[tuple[Path, int]]:
     """Yields (file, start) of each part of the file."""
-    for start in range(0, max(1, file.stat().st_size), _HASH_PART_BYTES):
+    try:
+        num_bytes = file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from error
+    for start in range(0, max(1, num_bytes), _HASH_PART_BYTES):
         yield file, start
 
 
@@ -196,10 +197,13 @@ def _hash_part(part: tuple[Path, int]) -> bytes:
     file, start = part
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_HASH_READ_BYTES))
-    with file.open("rb", buffering=0) as source:
-        source.seek(start)
-        left = _HASH_PART_BYTES
-        while left and (num_read := source.readinto(buffer[:left])):
-            digest.update(buffer[:num_read])
-            left -= num_read
+    try:
+        with file.open("rb", buffering=0) as source:
+            source.seek(start)
+            left = _HASH_PART_BYTES
+            while left and (num_read := source.readinto(buffer[:left])):
+                digest.update(buffer[:num_read])
+                left -= num_read
+    except OSError as error:
+        raise unreadable(file, error) from error
     return bytes(digest.digest())

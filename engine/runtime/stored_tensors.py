@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import ConfigurationError
+from baton.file_access import has_file
 from engine.models.layers import OUTPUT_HEAD, CausalModel
 
 __all__ = [
@@ -225,6 +226,7 @@ def open_safetensors(file: Path) -> Any:
         ConfigurationError: it is not readable.
     """
     try:
+        has_file(file)  # `safe_open` calls one without permission "No such file"
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error

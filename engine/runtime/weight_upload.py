@@ -21,6 +21,7 @@ from typing import BinaryIO
 import torch
 
 from baton.errors import ConfigurationError
+from baton.file_access import unreadable
 from engine.models.linear import WeightTarget
 
 __all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
@@ -103,7 +104,9 @@ def locate_tensors(file: Path) -> dict[str, StoredTensor]:
         with file.open("rb") as source:
             length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
             header = json.loads(source.read(length))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
         raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
     first = _LENGTH_BYTES + length
     return {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.file_access import find_files, read_text
 from baton.model_files import open_model_files
 from baton.tokenizer_settings import SPECIAL_TOKEN_ROLES
 
@@ -15,7 +16,7 @@ _FILE = "chat_template.jinja"
 _MORE_FILES = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
 _DEFAULT = "default"
-_UNREADABLE = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+_MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _NOT_IN_PATHS = "{}\n"
 
 
@@ -56,7 +57,7 @@ def find_templates(model: str) -> TemplateSource:
         settings = files.read_settings()
         templates = _from_files(files.path) or _from_settings(settings, str(files.locate(_CONFIG)))
         return TemplateSource(templates, _special_tokens(settings))
-    except _UNREADABLE as error:
+    except _MALFORMED as error:
         raise ConfigurationError(
             f"cannot read the chat template of {files.path}: {error}"
         ) from error
@@ -81,12 +82,12 @@ def read_override(value: str) -> TemplateText:
 
 
 def _from_files(folder: Path) -> dict[str, TemplateText]:
-    files = {path.stem: path for path in sorted((folder / _MORE_FILES).glob("*.jinja"))}
-    if (folder / _FILE).is_file():
-        files = {_DEFAULT: folder / _FILE} | files
+    files = {_DEFAULT: folder / _FILE}
+    files |= {path.stem: path for path in find_files(folder / _MORE_FILES, "*.jinja")}
     return {
-        name: TemplateText(path.read_text(encoding="utf-8"), str(path))
+        name: TemplateText(text, str(path))
         for name, path in files.items()
+        if (text := read_text(path)) is not None
     }
 
 

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from baton import Client, SamplingParams
+from baton.cli import build_parser
 from baton.cli.openai_endpoint import OpenAiEndpoint
+from baton.flag_sources import variable_of
 from baton.health import wait_until_serving
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.server_config import ServerConfig
@@ -23,6 +25,7 @@ from tests.support.compose import (
     ComposeProcesses,
     image_entrypoint,
     load_compose,
+    mount_of,
 )
 
 START_TIMEOUT_S = 90
@@ -39,7 +42,8 @@ def test_compose_accepts_the_file():
         check=True,
     )
     observability = {"prometheus", "grafana"}
-    assert set(result.stdout.split()) - observability == {"redis", "router", "prefill", "decode"}
+    services = set(result.stdout.split()) - observability - {"router-2"}
+    assert services == {"redis", "router", "prefill", "decode"}
 
 
 def test_tiers_can_scale():
@@ -54,7 +58,9 @@ def test_environment_chooses_model_port_and_memory():
     ports = {"BATON_PORT": "9", "BATON_GRPC_PORT": "10"}
     services = load_compose({"BATON_MODEL": "/models/big", "BATON_REDIS_MEMORY": "1gb", **ports})
     for service in ("router", "decode"):
-        assert "/models/big:/model:ro" in services[service]["volumes"]
+        model = services[service]["volumes"][0]
+        assert mount_of(model) == ("/models/big", "/model")
+        assert (model["type"], model["read_only"]) == ("bind", True)
     assert services["router"]["ports"] == ["9:8000", "10:50051"]
     assert "1gb" in services["redis"]["command"]
 
@@ -109,6 +115,37 @@ def test_workers_of_a_machine_share_a_folder_that_is_writable_in_the_image():
     assert "/turns" in image_folders()
 
 
+def test_a_model_of_the_hub_takes_the_place_of_the_folder():
+    for variables, model in ({}, "/model"), ({"BATON_HUB_MODEL": "org/model"}, "org/model"):
+        services = load_compose(variables)
+        for service in ("router", "prefill", "decode"):
+            assert f"--model={model}" in services[service]["command"]
+            assert services[service]["environment"]["HF_HOME"] == "/hub"
+            assert "hub:/hub" in services[service]["volumes"]
+    assert "/hub" in image_folders()
+
+
+def test_a_service_takes_the_variables_that_are_flags_of_its_command():
+    flags = {"BATON_DTYPE": "bfloat16", "BATON_KV_CACHE_MEMORY_BYTES": "3GiB", "BATON_API_KEY": "k"}
+    services = load_compose(flags | {"BATON_LOG_LEVEL": "debug"})
+    for service in ("router", "prefill", "decode"):
+        environment = services[service]["environment"]
+        options = build_parser(service)._subparsers._group_actions[0].choices[service]._settable()
+        unknown = {variable_of(option) for option in options} ^ environment.keys()
+        assert unknown.isdisjoint(environment.keys() - {"HF_HOME", "HF_TOKEN"})
+        assert environment["BATON_LOG_LEVEL"] == "debug"
+    assert services["decode"]["environment"]["BATON_DTYPE"] == "bfloat16"
+    assert services["prefill"]["environment"]["BATON_KV_CACHE_MEMORY_BYTES"] == "3GiB"
+    assert services["router"]["environment"]["BATON_API_KEY"] == "k"
+
+
+def test_limits_and_replicas_are_variables():
+    limits = {"BATON_DECODE_MEMORY": "4g", "BATON_DECODE_CPUS": "2", "BATON_DECODE_REPLICAS": "3"}
+    unlimited, limited = load_compose({})["decode"], load_compose(limits)["decode"]
+    assert (unlimited["mem_limit"], unlimited["cpus"], unlimited["scale"]) == (0, 0, 1)
+    assert (limited["mem_limit"], limited["cpus"], limited["scale"]) == ("4g", 2, 3)
+
+
 def test_the_cluster_shares_a_token_whose_folder_is_writable_in_the_image():
     services = load_compose({})
     for name in ("router", "prefill", "decode"):
@@ -135,6 +172,7 @@ def test_services_have_no_more_rights_than_they_need(file):
         assert service["cap_drop"] == ["ALL"], name
         assert "no-new-privileges:true" in service["security_opt"], name
         assert service.get("read_only") or name == "grafana", name
+        assert {"max-size", "max-file"} == service["logging"]["options"].keys(), name
         # What the image's own user writes besides volumes.
         if "baton" in service["image"]:
             assert {line.partition(":")[0] for line in service["tmpfs"]} == {"/tmp", "/home/baton"}

@@ -3,9 +3,10 @@
 import asyncio
 import functools
 import itertools
+import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,17 @@ import torch
 
 from baton import AsyncClient, SamplingParams
 from baton.demo import demo_model_path
-from baton.errors import BatonError
+from baton.errors import BatonError, UnavailableError
+from baton.results import CompletionChunk
 from tests.support.checkpoints import prompt_of, reference_greedy
 from tests.support.containers import (
+    IMAGE,
     RANK_1,
+    ROUTER_2,
     ComposeProject,
     NoContainersError,
     container_engine,
+    run_program,
 )
 
 REQUESTS_PER_S = 4.0
@@ -57,6 +62,32 @@ class Outcome:
         return self.tokens != self.expected
 
 
+class BothRouters:
+    """A client of two routers: what one refuses, or cannot be asked, the other one gets."""
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        self._clients = tuple(clients)
+
+    async def stream(
+        self, prompt: list[int], params: SamplingParams, timeout_s: float
+    ) -> AsyncIterator[CompletionChunk]:
+        """Streams by the routers in turn."""
+        first, second = self._clients
+        self._clients = (second, first)
+        has_begun = False
+        try:
+            async for chunk in first.stream(prompt, params, timeout_s=timeout_s):
+                has_begun = True
+                yield chunk
+        except UnavailableError:
+            if has_begun:
+                raise
+        else:
+            return
+        async for chunk in second.stream(prompt, params, timeout_s=timeout_s):
+            yield chunk
+
+
 class Load:
     """Greedy streams at a steady rate, whose tokens are known.
 
@@ -65,7 +96,9 @@ class Load:
         events: what happened to the containers, with the time.
     """
 
-    def __init__(self, client: AsyncClient, jobs: list[tuple[list[int], list[int]]]) -> None:
+    def __init__(
+        self, client: AsyncClient | BothRouters, jobs: list[tuple[list[int], list[int]]]
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self.events: list[tuple[float, str]] = []
         self._client, self._began = client, time.monotonic()
@@ -149,7 +182,7 @@ def open_project(
         with container_engine() as variables:
             folder: Path = tmp_path_factory.mktemp("containers")
             opened = functools.partial(ComposeProject, folder, variables)
-            opened().compose("build", timeout_s=1500)
+            opened().compose("build", "router", timeout_s=1500)  # all services have one image
             yield opened
     except NoContainersError as error:
         pytest.skip(str(error))
@@ -165,6 +198,12 @@ def project(open_project: Callable[..., ComposeProject]) -> Iterator[ComposeProj
 def ranks(open_project: Callable[..., ComposeProject]) -> Iterator[ComposeProject]:
     """Decode's engine has two ranks, each in a container."""
     with open_project(ranks=True) as project:
+        yield project
+
+
+@pytest.fixture
+def two_routers(open_project: Callable[..., ComposeProject]) -> Iterator[ComposeProject]:
+    with open_project(two_routers=True) as project:
         yield project
 
 
@@ -253,3 +292,57 @@ async def test_streams_outlive_what_happens_to_their_containers(
     assert not [one for one in load.outcomes if one.is_wrong]
     assert not [one for one in load.outcomes if one.refusal]
     assert max(one.gap_s for one in load.outcomes) < LONGEST_GAP_S
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+async def test_no_request_is_lost_while_all_services_are_replaced(
+    two_routers: ComposeProject, jobs: list[tuple[list[int], list[int]]]
+) -> None:
+    """By the script of docs/compose.md, with a client that has both routers' addresses."""
+    services = ("redis", "prefill", "decode", "router", ROUTER_2)
+    await two_routers.scale(prefill=1, decode=1)
+    before = {service: two_routers.containers(service) for service in services}
+    addresses = [two_routers.router_address(service) for service in ("router", ROUTER_2)]
+    async with AsyncClient(addresses[0]) as first, AsyncClient(addresses[1]) as second:
+        load = Load(BothRouters((first, second)), jobs)
+        await load.warm_up()
+        try:
+            async with load.running():
+                await asyncio.to_thread(two_routers.upgrade)
+                load.mark("all is new")
+                await asyncio.sleep(2)
+        except BaseException:
+            print(two_routers.logs())
+            raise
+        finally:
+            print(load.report())
+    for service in services:
+        (container,) = two_routers.containers(service)
+        assert [container] != before[service], service
+    assert len(load.outcomes) > 40
+    assert not [one for one in load.outcomes if one.is_wrong or one.refusal]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("open_project")
+def test_a_model_that_the_containers_user_cannot_read_is_one_line(tmp_path: Path) -> None:
+    """Files of another user, and a snapshot of the Hub's cache without the files it links to."""
+    closed, snapshot = tmp_path / "closed", tmp_path / "snapshot"
+    shutil.copytree(demo_model_path(), closed)
+    (closed / "model.safetensors").chmod(0o600)
+    snapshot.mkdir()
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
+    asked = {
+        "decode": (closed, "cannot read /model/model.safetensors: permission denied to uid 10001"),
+        "router": (snapshot, "it is a link to ../../blobs/0123, which does not exist; mount the"),
+    }
+    for service, (folder, reason) in asked.items():
+        volume = f"--volume={folder}:/model:ro"
+        others = ("--prefill=dns:///p:1", "--decode=dns:///d:1") if service == "router" else ()
+        run = ("docker", "run", "--rm", "--read-only", "--tmpfs=/tmp", volume, IMAGE)
+        ended = run_program(*run, service, "--model=/model", *others, check=False)
+        (line,) = (line for line in ended.stderr.splitlines() if " INFO " not in line)
+        assert ended.returncode == 2
+        assert reason in line

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from contextlib import asynccontextmanager
 
 import grpc
@@ -242,6 +243,26 @@ async def test_a_call_is_logged_in_one_line(echo, caplog):
     assert "code=INVALID_ARGUMENT" in line
     assert "duration_ms=" in line
     assert "peer=ipv4:127.0.0.1" in line
+
+
+async def test_calls_of_prefill_workers_are_told_only_if_they_fail(monkeypatch, caplog):
+    """The router's line has the request that they belong to."""
+    monkeypatch.setattr(sys.modules[__name__], "SERVICE", "baton.v1.PrefillService")
+    caplog.set_level(logging.DEBUG, logger="baton.rpc")
+
+    async def act(request_text, context):
+        if request_text == "fail":
+            raise InvalidArgumentError("no")
+        return generation_pb2.DetokenizeResponse()
+
+    async with serving(Echo()) as echo:
+        echo.act = act
+        await call(echo, "unary_unary", text("ok"))
+        await logged_call(caplog, f"/{SERVICE}/unary_unary")
+        await error_of(echo, "unary_stream", text("fail"))
+        await logged_call(caplog, f"/{SERVICE}/unary_stream")
+    levels = [one.levelname for one in caplog.records if one.getMessage().startswith("call ")]
+    assert levels == ["DEBUG", "INFO"]
 
 
 @pytest.mark.parametrize("arity", ARITIES)

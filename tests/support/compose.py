@@ -35,6 +35,14 @@ def load_compose(environment: dict[str, str]) -> dict[str, Any]:
     return {name: one for name, one in services.items() if "profiles" not in one}
 
 
+def mount_of(volume: str | dict[str, Any]) -> tuple[str, str]:
+    """The source and the target of an entry of `volumes`, in its short or its long form."""
+    if isinstance(volume, dict):
+        return volume["source"], volume["target"]
+    source, target, *_ = volume.split(":")
+    return source, target
+
+
 def image_entrypoint() -> list[str]:
     """The exec-form ENTRYPOINT of the Dockerfile."""
     (line,) = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
@@ -93,14 +101,15 @@ class ComposeProcesses:
         for service, port in CONTAINER_PORTS.items():
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
         for volume in self._services[name].get("volumes", ()):
-            source, target, *_ = volume.split(":")
+            source, target = mount_of(volume)
             # The value of a flag, or of an option in a URL.
             replaced = re.sub(f"={target}(?=/|$)", f"={self._mounted(source)}", replaced)
         return replaced
 
     def _environment(self, name: str) -> dict[str, str]:
         variables = self._services[name].get("environment", {})
-        return {key: self._localize(name, value) for key, value in variables.items()}
+        localized = {key: self._localize(name, value or "") for key, value in variables.items()}
+        return localized | ({"HF_HOME": str(self._mounted("hub"))} if localized else {})
 
     def _mounted(self, source: str) -> Path:
         """Returns the mounted folder: one of this machine, or a named volume's."""

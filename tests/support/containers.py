@@ -4,10 +4,11 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -15,9 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Programs of the distribution first: others of their names may lack the engine.
 PATH = f"/usr/bin:{os.environ['PATH']}"
 CANNOT_RUN_CONTAINERS = 3
+IMAGE = "baton-test"
 RANK_1 = "decode-rank-1"
+ROUTER_2 = "router-2"
 OTHER_USER = '"23456:0"'
 _PREPARE = ROOT / "scripts" / "prepare_containers.sh"
+_UPGRADE = ROOT / "deploy" / "compose" / "upgrade.sh"
+_PORTS = ("BATON_PORT", "BATON_GRPC_PORT", "BATON_PORT_2", "BATON_GRPC_PORT_2")
+_HEALTH_INTERVAL = "2s"
 
 _SERVICES = ("router", "prefill", "decode")
 
@@ -56,20 +62,38 @@ class ComposeProject:
         variables: for docker-compose.
         ranks: whether decode has a second rank, in a container of its own. All services then run as
             a user that the image does not know.
+        two_routers: whether there is a second router. The ports of both stay the same when their
+            containers are replaced.
     """
 
-    def __init__(self, folder: Path, variables: dict[str, str], *, ranks: bool = False) -> None:
-        self._name = f"baton-test-{os.getpid()}{'-ranks' if ranks else ''}"
+    def __init__(
+        self,
+        folder: Path,
+        variables: dict[str, str],
+        *,
+        ranks: bool = False,
+        two_routers: bool = False,
+    ) -> None:
+        kind = "-ranks" if ranks else "-routers" if two_routers else ""
+        self._name = f"baton-test-{os.getpid()}{kind}"
         self._environment = {
             **variables,
+            "BATON_IMAGE": IMAGE,
             "BATON_PORT": "127.0.0.1:",  # a free port
             "BATON_GRPC_PORT": "127.0.0.1:",
         }
         services = (*_SERVICES, *([RANK_1] if ranks else []))
         overrides = folder / f"{self._name}.yml"
-        user = f", user: {OTHER_USER}" if ranks else ""
-        images = [f"  {service}: {{image: baton-test{user}}}" for service in services]
-        overrides.write_text("\n".join(["services:", *images]))
+        changes = f"user: {OTHER_USER}" if ranks else ""
+        if two_routers:
+            ports = (f"127.0.0.1:{port}" for port in _free_ports(len(_PORTS)))
+            self._environment |= dict(zip(_PORTS, ports, strict=True))
+            changes = f"healthcheck: {{interval: {_HEALTH_INTERVAL}}}"
+            services = (*_SERVICES, ROUTER_2)
+        changed = [f"  {service}: {{{changes}}}" for service in services]
+        overrides.write_text("\n".join(["services:", *changed]))
+        self._images: list[str] = []
+        self._routers = ("router", ROUTER_2) if two_routers else ("router",)
         program = ["docker-compose"] if shutil.which("docker-compose", path=PATH) else []
         self._command = [
             *(program or ["docker", "compose"]),
@@ -78,6 +102,7 @@ class ComposeProject:
             f"--file={ROOT / 'docker-compose.yml'}",
             *([f"--file={ROOT / 'deploy/compose/ranks.yml'}"] if ranks else []),
             f"--file={overrides}",
+            *(["--profile=two-routers"] if two_routers else []),
         ]
 
     def __enter__(self) -> Self:
@@ -89,6 +114,8 @@ class ComposeProject:
         finally:
             for container in self._list("--all"):
                 run_program("docker", "rm", "--force", "--volumes", container)
+            for image in self._images:
+                run_program("docker", "rmi", image)
 
     def compose(self, *arguments: str, timeout_s: float = 300) -> str:
         """Runs a command of docker-compose; returns its output."""
@@ -105,7 +132,8 @@ class ComposeProject:
 
     async def wait_healthy(self, prefill: int, decode: int, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
-        for service, count in (("prefill", prefill), ("decode", decode), ("router", 1)):
+        counts = {"prefill": prefill, "decode": decode, **dict.fromkeys(self._routers, 1)}
+        for service, count in counts.items():
             while len(self.containers(service, "--filter=health=healthy")) != count:
                 assert time.monotonic() < deadline, f"{service} is not healthy"
                 await asyncio.sleep(0.5)
@@ -114,8 +142,18 @@ class ComposeProject:
         """The ids of the running containers of a service, the oldest first."""
         return self._list(f"--filter=label=com.docker.compose.service={service}", *filters)[::-1]
 
-    def router_address(self) -> str:
-        return self.compose("port", "router", "50051").strip()
+    def router_address(self, service: str = "router") -> str:
+        return self.compose("port", service, "50051").strip()
+
+    def upgrade(self) -> None:
+        """Replaces all containers, as docs/compose.md says, by ones of another image. Redis gets
+        another setting, as it has an image of its own.
+        """
+        image = f"{IMAGE}:{self._name}"
+        run_program("docker", "build", f"--tag={image}", "-", text=f"FROM {IMAGE}\nLABEL next=1\n")
+        self._environment |= {"BATON_IMAGE": image, "BATON_REDIS_MEMORY": "1gb"}
+        self._images.append(image)
+        run_program(str(_UPGRADE), *self._command, timeout_s=300, environment=self._environment)
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail=200")
@@ -168,6 +206,14 @@ class ComposeProject:
     def _list(self, *filters: str) -> list[str]:
         project = f"--filter=label=com.docker.compose.project={self._name}"
         return run_program("docker", "ps", "--quiet", project, *filters).stdout.split()
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as bound:
+        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+        for server in servers:
+            bound.enter_context(server)
+        return [int(server.getsockname()[1]) for server in servers]
 
 
 def run_program(

@@ -16,7 +16,7 @@ from scripts import generate_configuration
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
+VARIABLE = re.compile(r"\bBATON_[A-Z][A-Z0-9_]*\b")
 
 
 def source_files():
@@ -38,7 +38,30 @@ def test_every_environment_variable_is_documented():
         if name.startswith("BATON_")
     }
     assert declared <= used
-    assert used <= declared | generate_configuration.flag_variables()
+    compose = generate_configuration.compose_variables()
+    assert used <= declared | compose | generate_configuration.flag_variables()
+
+
+def test_the_names_of_variables_are_up_to_date():
+    names = generate_configuration.NAMES.read_text()
+    assert names == generate_configuration.render_names(), "make docs"
+
+
+def test_the_table_of_the_compose_page_has_each_variable_of_the_files_with_its_default():
+    table = (ROOT / "docs" / "compose.md").read_text().split("## Variables", 1)[1].split("\n## ")[0]
+    described = {}
+    for line in table.splitlines():
+        if not line.startswith("| `"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names, defaults = re.findall(r"`(\w+)`", cells[0]), cells[1].replace("`", "").split(", ")
+        described |= dict(zip(names, defaults * (len(names) // len(defaults)), strict=True))
+    assert described.keys() == generate_configuration.compose_variables()
+    compose = (ROOT / "docker-compose.yml").read_text()
+    stated = dict(re.findall(r"\$\{(\w+):-(\w[\w.]*|\./[\w/]+)\}", compose))
+    assert len(stated) > 10
+    for name, default in stated.items():
+        assert described[name] == {"0": "no limit"}.get(default, default), name
 
 
 def test_the_configuration_page_is_up_to_date():

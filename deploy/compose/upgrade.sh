@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Replaces the containers of all services by ones of the present image and settings, one at a time,
+# while the cluster serves. See docs/compose.md.
+#
+#   docker-compose build                # or pull, or another BATON_IMAGE or other settings in .env
+#   deploy/compose/upgrade.sh docker-compose --profile two-routers
+#
+# The arguments are the command of compose with its options (default: docker-compose). A worker is
+# started beside the others before an old one is stopped, so that memory for one more must be free.
+# If a new one does not become healthy, the script ends with status 1, and the old ones serve on.
+set -euo pipefail
+
+readonly DRAIN_S=40 START_S=${START_TIMEOUT_S:-600}
+(($#)) || set -- docker-compose
+readonly COMPOSE=("$@")
+
+up() { "${COMPOSE[@]}" up --detach --no-deps --no-build "$@"; }
+
+# The ids of a service's running containers.
+containers() {
+    local id
+    for id in $("${COMPOSE[@]}" ps --quiet "$1" 2>/dev/null); do
+        [[ $(docker inspect --format '{{.State.Running}}' "$id") != true ]] || echo "$id"
+    done
+}
+
+# Waits until so many containers of a service are healthy.
+wait_healthy() {
+    local service=$1 number=$2 deadline=$((SECONDS + START_S)) id healthy
+    while :; do
+        healthy=0
+        for id in $(containers "$service"); do
+            [[ $(docker inspect --format '{{.State.Health.Status}}' "$id") != healthy ]] || ((++healthy))
+        done
+        ((healthy < number)) || return 0
+        if ((SECONDS > deadline)); then
+            echo "a new container of $service is not healthy: ${COMPOSE[*]} logs $service" >&2
+            exit 1
+        fi
+        sleep 0.5
+    done
+}
+
+replace_workers() {
+    local service=$1 old id number
+    old=$(containers "$service")
+    number=$(($(wc -w <<<"$old") + 1))
+    for id in $old; do
+        up --no-recreate --scale "$service=$number" "$service"
+        wait_healthy "$service" "$number"
+        docker stop --time "$DRAIN_S" "$id" >/dev/null # its streams end, or move to another one
+        docker rm "$id" >/dev/null
+    done
+}
+
+replace() {
+    [[ -n $(containers "$1") ]] || return 0
+    up "$1"
+    wait_healthy "$1" 1
+}
+
+replace redis # only if it has changed; KV in it is lost, and computed again
+replace_workers prefill
+replace_workers decode
+replace router-2
+replace router
