@@ -6,6 +6,7 @@ here. `StoreCounters` and `copy_into` serve any store.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.files import os_errors_as_unavailable
+from kvstore.stores.folder_identity import folder_identity
 from kvstore.url import StoreLimits
 
 __all__ = ["SharedStore", "StoreCounters", "StoredObjects", "batches", "copy_into"]
@@ -132,9 +134,11 @@ class StoredObjects(Protocol):
     is no room or the store's lock is not free in time.
 
     Attributes:
+        folder: where they lie.
         counters: count the calls of this process and the objects it removed.
     """
 
+    folder: Path
     counters: StoreCounters
 
     @property
@@ -196,6 +200,11 @@ class SharedStore(KvStore):
     def delete(self, keys: Sequence[bytes]) -> int:
         with os_errors_as_unavailable():
             return self._objects.remove(keys)
+
+    @override
+    def identity(self) -> str:
+        with os_errors_as_unavailable():
+            return folder_identity(self._objects.folder)
 
     @override
     def stats(self) -> StoreStats:

@@ -62,10 +62,12 @@ class FolderSpace(BoundedSpace[FoundObject]):
         limits: the URL's.
 
     Attributes:
+        folder: the folder.
         objects_folder: the folder of the objects' shards.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
+        self.folder = folder
         self.objects_folder = str(folder / "objects")
         self._temporary_folder = str(folder / "temporary")
         self._make_folders()

@@ -101,7 +101,7 @@ class ObjectFolder:
     def __init__(self, space: FolderSpace, *, syncs: bool) -> None:
         self._space = space
         self._syncs = syncs
-        self.counters = space.counters
+        self.folder, self.counters = space.folder, space.counters
 
     @property
     def oldest_age_s(self) -> float | None:

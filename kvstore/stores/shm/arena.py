@@ -53,6 +53,7 @@ class Arena:
         limits: the URL's.
 
     Attributes:
+        folder: the store's.
         counters: count this process's calls and the objects it removed.
         max_bytes: bound of all objects together.
     """
@@ -70,6 +71,7 @@ class Arena:
             opened.callback(self._lock.close)
             self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
             self._opened = opened.pop_all()
+        self.folder = folder
         self.counters, self.max_bytes = self._space.counters, self._space.max_bytes
         self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
