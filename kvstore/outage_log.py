@@ -52,7 +52,8 @@ class OutageLog:
             self._open.add(part)
             must_log = self._must_log(is_full=isinstance(error, StoreFullError))
         if must_log:
-            _logger.warning("%s %s: %s. %s", self._name, problem, error, REMEDY)
+            reason = str(error).rstrip(".")
+            _logger.warning("%s %s: %s. %s", self._name, problem, reason, REMEDY)
 
     def end(self, part: Hashable) -> None:
         """Notes that a breaker has closed."""

@@ -61,7 +61,7 @@ class StoreAgreement:
             f"prefill and decode of model {self._model} have different KV stores of one kind "
             f"({prefill.address} and {decode.address}), so decode computes again what prefill has "
             "computed; give all workers the same --kv-connector, and containers the same volume or "
-            "/dev/shm (docs/connectors.md#faults)"
+            "shared memory (docs/connectors.md#faults)"
         )
 
 

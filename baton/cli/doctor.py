@@ -93,7 +93,7 @@ def examine_running(args: argparse.Namespace) -> list[Finding]:
     """
     from baton.doctor.running import check_running
 
-    findings = []
+    findings: list[Finding] = []
     for address in args.target:
         with operator_channel(args, address) as (channel, metadata):
             findings += check_running(address, channel, metadata)

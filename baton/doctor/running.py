@@ -1,6 +1,6 @@
 """Checks of running workers: what they themselves see of their KV connector's backends."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import grpc
 
@@ -11,7 +11,7 @@ from rpc.errors import from_rpc_error
 
 __all__ = ["check_running"]
 
-CallMetadata = Sequence[tuple[str, str | bytes]]
+CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 _TIMEOUT_S = 10.0
 _TOPIC = "running workers"

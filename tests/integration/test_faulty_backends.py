@@ -53,7 +53,7 @@ FAULTS = {
     "hangs": Fault("not answered"),
     "read-only": Fault("NOREPLICAS"),
     "full": Fault("OOM command not allowed"),
-    "rotated": Fault("WRONGPASS"),
+    "rotated": Fault("username-password pair"),
     "locked": Fault("lock was not free"),
     "removed": Fault("", moves_kv=True),
     "restarted": Fault("", moves_kv=True),
@@ -156,23 +156,16 @@ async def running_scene(name: str, folder: Path) -> AsyncIterator[Scene]:
     with running_backend(name, folder, TIMEOUT_S) as backend:
         if moment == "at start":
             backend.begin(fault)
-        try:
-            async with running_tiers(
-                folder, "prefill", "decode", kv_connector=backend.url
-            ) as router:
-                yield Scene(router, backend)
-        finally:
-            if moment == "at start":
-                backend.end(fault)
+        async with running_tiers(folder, "prefill", "decode", kv_connector=backend.url) as router:
+            yield Scene(router, backend)
 
 
 def lines_about(records: Sequence[logging.LogRecord]) -> list[str]:
-    """The lines about stores that an operator sees by default."""
+    """The lines about backends that an operator sees by default."""
     return [
         record.getMessage()
         for record in records
-        if record.levelno >= logging.INFO and record.name in ("baton.kvstore", "baton.engine")
-        if "KV" in record.getMessage()
+        if record.name == "baton.kvstore" or record.levelno > logging.INFO
     ]
 
 

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from redis import Redis
 
@@ -62,8 +61,7 @@ class _Redis(FaultyBackend):
                 server.pause()
             else:
                 name, value, _ = _SETTINGS[fault]
-                self._ask(server, "CONFIG", "SET", name, value)
-                self._ask(server, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                self._set(server, self._password, name, value)
 
     def end(self, fault: str) -> None:
         for server in self._servers:
@@ -73,13 +71,13 @@ class _Redis(FaultyBackend):
                 server.resume()
             else:
                 name, value, before = _SETTINGS[fault]
-                self._password = value if fault == "rotated" else self._password
-                self._ask(server, "CONFIG", "SET", name, before)
-                self._password = before if fault == "rotated" else self._password
+                self._set(server, value if fault == "rotated" else self._password, name, before)
 
-    def _ask(self, server: RedisServer, *command: str) -> Any:
-        with Redis(port=server.port, socket_timeout=10, password=self._password or None) as client:
-            return client.execute_command(*command)
+    def _set(self, server: RedisServer, password: str, name: str, value: str) -> None:
+        """Changes a setting, and ends the connections that were made before."""
+        with Redis(port=server.port, password=password or None, single_connection_client=True) as c:
+            c.execute_command("CONFIG", "SET", name, value)
+            c.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
 class _Folder(FaultyBackend):
