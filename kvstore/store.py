@@ -14,7 +14,7 @@ Contract, tested by the conformance suite:
   found can be loaded. An expired object is not touched: only a put brings the
   key back.
 - `max_bytes` bounds memory or disk: the least recently touched objects are
-  evicted first.
+  evicted first. Only puts evict; opening a store does not.
 - Where leases are kept, eviction takes no object within `lease_s` of its last
   touch. If a put would need the room of leased objects, it fails and nothing is
   evicted for it. Expiry and `delete` ignore leases.
@@ -185,12 +185,27 @@ class KvStore(ABC):
         """Opens the backend that a URL names; `kvstore.url` helps to parse it.
 
         Every store takes the options `ttl_s` and `timeout_s`, and `lease_s` if it
-        keeps leases. Opening does not fail because the backend is down: the
-        methods raise then.
+        keeps leases. Opening does not fail because the backend is down or cannot
+        be opened now, such as a file on a disk that is read-only: the methods
+        raise then, and work as soon as the backend does
+        (`kvstore.stores.opening` helps).
 
         Raises:
             ConfigurationError: the URL is wrong; names the option.
         """
+
+    @classmethod
+    def open_for_diagnosis(cls, url: str) -> Self:
+        """Opens a store to find out whether it works, without a change to what is in it.
+
+        A put evicts nothing then, and nothing is removed because its TTL is over: the URL of a
+        diagnosis may have other options than that of the workers. Stores that remove objects
+        themselves override this.
+
+        Raises:
+            ConfigurationError: the URL is wrong; names the option.
+        """
+        return cls.from_url(url)
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:

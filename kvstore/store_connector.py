@@ -295,9 +295,15 @@ def _lookup_patience_s(timeout_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:
-    """Opens the connector of a store; a `ConnectorFactory`."""
+    """Opens the connector of a store; a `ConnectorFactory`.
+
+    Attributes:
+        store_class: the store's class.
+        is_diagnosis: whether the store is opened for a diagnosis; see `KvStore`.
+    """
 
     store_class: type[KvStore]
+    is_diagnosis: bool = False
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
@@ -315,6 +321,8 @@ class StoreFactory:
         Raises:
             ConfigurationError: the store refuses the URL.
         """
-        store = self.store_class.from_url(url)
+        store_class = self.store_class
+        open_store = store_class.open_for_diagnosis if self.is_diagnosis else store_class.from_url
+        store = open_store(url)
         scheduler = KvConnectorScheduler(connector_name(url), lease_s=store.ttl_s, saves_ahead=True)
         return scheduler, StoreConnectorWorker(store, name=f"KV store {printable_url(url)}")

@@ -26,7 +26,7 @@ def check_store(url: str) -> Iterator[Finding]:
     name = printable_url(url)
     started = time.perf_counter()
     try:
-        with closing(open_store(url)) as store:
+        with closing(open_store(url, is_diagnosis=True)) as store:
             problem = _try(store)
     except ConfigurationError as error:
         problem = error.message
