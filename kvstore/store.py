@@ -86,7 +86,13 @@ class KvObject(NamedTuple):
 
 
 class StoreUnavailableError(Exception):
-    """The backend did not answer in time or refused; nothing was returned."""
+    """The backend did not answer in time or refused; nothing was returned.
+
+    Attributes:
+        is_logged: whether the log has a line about the outage that it belongs to.
+    """
+
+    is_logged = False
 
 
 class StoreFullError(StoreUnavailableError):
@@ -238,6 +244,17 @@ class KvStore(ABC):
         Raises:
             StoreUnavailableError: the backend did not answer.
         """
+
+    def identity(self) -> str:
+        """Returns what tells this store apart from others of its kind: all processes that see the
+        same objects get the same text, which the first of them writes into the store.
+
+        Empty if that is unknown, for example because the store is empty and cannot be written to.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+        return ""
 
     @abstractmethod
     def stats(self) -> StoreStats:

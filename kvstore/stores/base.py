@@ -16,6 +16,7 @@ from typing_extensions import override
 from baton.errors import ConfigurationError
 from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.files import OutdatedFilesError, os_errors_as_unavailable
+from kvstore.stores.folder_identity import folder_identity
 from kvstore.stores.opening import OpenedOnDemand
 from kvstore.url import StoreLimits, StoreUrl
 
@@ -210,6 +211,11 @@ class SharedStore(KvStore):
     @override
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._call(lambda stored: stored.remove(keys))
+
+    @override
+    def identity(self) -> str:
+        with os_errors_as_unavailable():
+            return folder_identity(self._folder)
 
     @override
     def stats(self) -> StoreStats:

@@ -19,7 +19,17 @@ from kvstore.store import GetStatus, KvObject
 from kvstore.stores.redis.pipeline import Command
 from kvstore.stores.redis.reply import Reply
 
-__all__ = ["StagedObject", "get_status", "object_name", "read_commands", "set_command"]
+__all__ = [
+    "IDENTITY_NAME",
+    "StagedObject",
+    "get_status",
+    "object_name",
+    "read_commands",
+    "set_command",
+]
+
+IDENTITY_NAME = b"baton:kv:identity"
+"""The server's key of the store's identity; see `KvStore.identity`."""
 
 _MAX_VALUE_BYTES = 4 << 20
 _NUM_RANDOM_BYTES = 16

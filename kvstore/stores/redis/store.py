@@ -9,13 +9,14 @@ that the server closed is replaced when it is next taken from the pool, so the
 store works again as soon as the server does.
 """
 
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Self
 
-from redis import RedisError
+from redis import RedisError, ResponseError
 from typing_extensions import override
 
 from kvstore.store import (
@@ -29,6 +30,7 @@ from kvstore.store import (
 from kvstore.stores.base import StoreCounters
 from kvstore.stores.redis.connection import Argument, CallDeadline
 from kvstore.stores.redis.objects import (
+    IDENTITY_NAME,
     StagedObject,
     get_status,
     object_name,
@@ -42,6 +44,7 @@ from kvstore.stores.redis.url import RedisUrl
 
 __all__ = ["RedisStore"]
 
+_IDENTITY_BYTES = 16
 _TOUCH_PREFIX = """
 for i, key in ipairs(KEYS) do
   if redis.call('PEXPIRE', key, ARGV[1]) == 0 then return i - 1 end
@@ -143,6 +146,20 @@ class RedisStore(KvStore):
         with self._call():
             existed = self._run(Command(name, ("UNLINK", name)) for name in names)
         return existed.count(1)
+
+    @override
+    def identity(self) -> str:
+        """Reads it first, as a replica or a server that is full takes no other command."""
+        with self._call():
+            (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            if found is None:
+                new = secrets.token_hex(_IDENTITY_BYTES)
+                command = ("SET", IDENTITY_NAME, new, "NX")
+                replies = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
+                if isinstance(replies[0], ResponseError):
+                    return ""
+                (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+        return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
 
     @override
     def stats(self) -> StoreStats:
