@@ -4,11 +4,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.store import StoreFullError, StoreUnavailableError
+from kvstore.store import PartlyUnavailableError, StoreFullError, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerCounts", "NotAskedError", "log_level_of"]
 
@@ -32,7 +33,7 @@ class NotAskedError(StoreUnavailableError):
 
 def log_level_of(error: StoreUnavailableError) -> int:
     """Returns the level to log a failure at: a breaker has already logged the outage."""
-    is_logged = isinstance(error, NotAskedError | StoreFullError)
+    is_logged = isinstance(error, NotAskedError | StoreFullError | PartlyUnavailableError)
     return logging.DEBUG if is_logged else logging.WARNING
 
 
@@ -59,7 +60,8 @@ class Breaker:
     when it opens and when it closes, and nothing in between. Thread-safe.
 
     A backend that is full (`StoreFullError`) is asked again after a tenth of a
-    second, every time; that is logged once in half a minute.
+    second, every time; that is logged once in half a minute. A backend of several
+    servers that has breakers of its own (`PartlyUnavailableError`) is asked always.
 
     Args:
         name: what is called, for logs and errors.
@@ -103,19 +105,32 @@ class Breaker:
             NotAskedError: the call was not made.
             Exception: the call raised it.
         """
+        with self.guard():
+            return call()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Makes the block the call, as `call` does.
+
+        Raises:
+            NotAskedError: the block was not entered.
+        """
         is_probe = self._enter()
         try:
-            result = call()
+            yield
+        except PartlyUnavailableError:
+            self._close()  # the backend answers, and leaves the server alone itself
+            raise
         except BaseException as error:
             self._fail(error, is_probe=is_probe)
             raise
         if self.is_open:
             self._close()
-        return result
 
     def open(self, error: StoreUnavailableError) -> None:
         """Opens as if a call had failed; another breaker of the same backend has found it out."""
-        self._fail(error, is_probe=False)
+        if not isinstance(error, PartlyUnavailableError):
+            self._fail(error, is_probe=False)
 
     def _enter(self) -> bool:
         """Admits a call; returns whether it is the probe."""
