@@ -93,6 +93,7 @@ class _Trial:
 
     def _try_sizes(self, store: KvStore, key: bytes, place: str, *, is_rehearsal: bool) -> None:
         """Tries one server with growing objects; stops at the first that fails."""
+        smaller = ""
         for size, num_bytes in _SIZES.items():
             try:
                 problem = (_rehearse if is_rehearsal else _try)(store, key, num_bytes)
@@ -102,15 +103,16 @@ class _Trial:
             except StoreUnavailableError as error:
                 problem = str(error)
             if problem:
-                self.problems.append(f"{place}objects of {size} cannot be used: {problem}")
+                though = f", though those of {smaller} can" if smaller else ""
+                self.problems.append(f"{place}objects of {size} cannot be used{though}: {problem}")
                 return
+            smaller = size
 
 
 def _rehearse(store: KvStore, key: bytes, num_bytes: int) -> str:
     """Looks an absent object up, reads it, and sends what a put sends; else does as `_try`."""
-    if store.contains_prefix([key]) or store.get_into([key], [_blank(num_bytes)]) == [
-        GetStatus.HIT
-    ]:
+    statuses = store.get_into([key], [_blank(num_bytes)])
+    if statuses != [GetStatus.MISSING] or store.contains_prefix([key]):
         return "a new key was found"
     store.diagnosis.rehearse_put(key, num_bytes)
     return ""

@@ -7,6 +7,8 @@ from contextlib import closing
 import pytest
 from redis.crc import key_slot
 
+from baton.doctor import Level
+from baton.doctor.stores import check_store
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, PartlyUnavailableError, StoreUnavailableError
@@ -165,6 +167,21 @@ def test_a_dead_server_takes_only_its_own_objects_away(cluster, short_timeout_st
     assert all(str(server.port) in line for line in lines)
     server.start()
     await_true(lambda: is_held(store, dead, 0), "the server answers again")
+
+
+@pytest.mark.slow
+def test_doctor_tries_each_server_and_names_the_one_that_is_dead(cluster):
+    url = f"{cluster.url}?timeout_s={_TIMEOUT_S}"
+    before = [ask(server, "DBSIZE") for server in cluster.servers]
+    (works,) = check_store(f"{cluster.url}?timeout_s=10")
+    assert works.level is Level.OK
+    assert "on each of 3 servers" in works.text
+    assert [ask(server, "DBSIZE") for server in cluster.servers] == before
+    cluster.servers[0].pause()
+    (problem,) = check_store(url)
+    cluster.servers[0].resume()
+    assert problem.level is Level.PROBLEM
+    assert f"127.0.0.1:{cluster.servers[0].port}: does not answer" in problem.text
 
 
 def test_a_breaker_of_the_connector_stays_closed_while_one_server_is_dead(

@@ -45,7 +45,7 @@ Argument: TypeAlias = "bytes | str | int | KvObject"
 _READ_BYTES = 64 << 10
 _JOINED_WRITE_BYTES = 6000  # shorter values are copied together, as that is quicker
 _MAX_BUFFERS_PER_SEND = 1024  # IOV_MAX of Linux
-_TLS_SHARE = 3 / 4
+_TLS_SHARE = 1 / 2
 _TLS_FILES = {"ca_file": "ca_certs", "cert_file": "certfile", "key_file": "keyfile"}
 
 _logger = logging.getLogger("baton.kvstore")
@@ -198,7 +198,7 @@ class _Bounded:
             left_s = self.left_s()
         except TimeoutError:
             return ""
-        return other_protocol(address, self.port, is_tls=self._is_tls, seconds=left_s / 2)
+        return other_protocol(address, self.port, is_tls=self._is_tls, seconds=left_s)
 
     @property
     def socket(self) -> socket.socket | Any:
