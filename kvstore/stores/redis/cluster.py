@@ -143,19 +143,16 @@ class Cluster(RedisServers):
             breaker.probes_with_calls = False
             if breaker.due_in_s == 0:
                 with suppress(RedisError, OSError, StoreUnavailableError):
-                    self._ping(address, breaker)
+                    self._probe(address, breaker)
         times = [breaker.due_in_s for _, breaker in breakers]
         return min((due_s for due_s in times if due_s is not None), default=None)
 
-    def _ping(self, address: Address, breaker: Breaker) -> None:
+    def _probe(self, address: Address, breaker: Breaker) -> None:
         with self.deadline.within(self._url.timeout_s):
             with self.deadline.locked(self._lock):
                 pool = self._pool(address)
-            with breaker.guard(may_probe=True), borrowed(pool) as connection:
-                connection.send_command("PING")
-                reply = connection.read_response()
-                if isinstance(reply, RedisError):
-                    raise reply
+            with breaker.guard(may_probe=True):
+                _slots_of(pool)
 
     @property
     @override
@@ -201,9 +198,8 @@ class Cluster(RedisServers):
     def _ask(self, address: Address) -> list[SlotRange]:
         """Returns the primary and the replicas of each range of slots (CLUSTER SLOTS)."""
         pool = self._pool(address)
-        with self.guard(pool), borrowed(pool) as connection:
-            connection.send_command("CLUSTER", "SLOTS")
-            reply = connection.read_response()
+        with self.guard(pool):
+            reply = _slots_of(pool)
         if isinstance(reply, RedisError):
             raise reply
         return parse_slots(reply, address[0])
@@ -228,6 +224,14 @@ class Cluster(RedisServers):
         if address not in self._pools:
             self._pools[address] = self._make_pool(address)
         return self._pools[address]
+
+
+def _slots_of(pool: ConnectionPool) -> Reply:
+    """Returns a server's reply to CLUSTER SLOTS, which users of workers may ask."""
+    with borrowed(pool) as connection:
+        connection.send_command("CLUSTER", "SLOTS")
+        reply: Reply = connection.read_response()
+    return reply
 
 
 def parse_slots(reply: Reply, asked_host: str) -> list[SlotRange]:
