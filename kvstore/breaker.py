@@ -4,12 +4,13 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.outage_log import OutageLog
-from kvstore.store import StoreFullError, StoreUnavailableError
+from kvstore.store import PartlyUnavailableError, StoreFullError, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerCounts", "NotAskedError", "log_level_of"]
 
@@ -60,7 +61,8 @@ class Breaker:
     where it was. Thread-safe.
 
     A backend that is full (`StoreFullError`) answers at once, so one of the calls is its probe in
-    any case, after a tenth of a second, every time.
+    any case, after a tenth of a second, every time. A backend of several servers that
+    has breakers of its own (`PartlyUnavailableError`) is asked always.
 
     Args:
         name: what is called, for errors.
@@ -130,8 +132,8 @@ class Breaker:
             NotAskedError: the call was not made.
             Exception: the call raised it.
         """
-        may_probe = self.probes_with_calls or self.is_full
-        return self._make(call, may_probe=may_probe)
+        with self.guard():
+            return call()
 
     def probe(self, call: Callable[[], _Result]) -> _Result:
         """Makes a call, also as the probe that is due.
@@ -140,22 +142,33 @@ class Breaker:
             NotAskedError: no probe is due.
             Exception: the call raised it.
         """
-        return self._make(call, may_probe=True)
+        with self.guard(may_probe=True):
+            return call()
 
-    def open(self, error: StoreUnavailableError) -> None:
-        """Opens as if a call had failed; another breaker of the same backend has found it out."""
-        self._fail(error, is_probe=False)
+    @contextmanager
+    def guard(self, *, may_probe: bool = False) -> Iterator[None]:
+        """Makes the block the call, as `call` does, or, with `may_probe`, as `probe` does.
 
-    def _make(self, call: Callable[[], _Result], *, may_probe: bool) -> _Result:
-        is_probe = self._enter(may_probe=may_probe)
+        Raises:
+            NotAskedError: the block was not entered.
+        """
+        is_probe = self._enter(may_probe=may_probe or self.probes_with_calls or self.is_full)
         try:
-            result = call()
+            yield
+        except PartlyUnavailableError:
+            if self.is_open:
+                self._close()  # the backend answers, and leaves the server alone itself
+            raise
         except BaseException as error:
             self._fail(error, is_probe=is_probe)
             raise
         if self.is_open:
             self._close()
-        return result
+
+    def open(self, error: StoreUnavailableError) -> None:
+        """Opens as if a call had failed; another breaker of the same backend has found it out."""
+        if not isinstance(error, PartlyUnavailableError):
+            self._fail(error, is_probe=False)
 
     def _enter(self, *, may_probe: bool) -> bool:
         """Admits a call; returns whether it is the probe."""

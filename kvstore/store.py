@@ -21,6 +21,8 @@ Contract, tested by the conformance suite:
 - Every method may be called from several threads at once and ends within
   `timeout_s`; it raises `StoreUnavailableError` if the backend does not answer.
   No other exception escapes: an absent object is a result, not an error.
+- If some of a backend's servers do not answer, their objects count as absent, and the calls that
+  need only these raise `PartlyUnavailableError`.
 - `KvStore.timeout_s` is the URL's; callers use it to detect calls that hang.
 - Once a call has returned or raised, the store neither reads nor writes the
   memory that it was given: the payloads may be blocks of a KV pool.
@@ -32,11 +34,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, NamedTuple, Self
 
+from kvstore.diagnosis import StoreDiagnosis
+
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "GetStatus",
     "KvObject",
     "KvStore",
+    "PartlyUnavailableError",
     "StoreCapabilities",
     "StoreFullError",
     "StoreStats",
@@ -97,6 +102,15 @@ class StoreUnavailableError(Exception):
 
 class StoreFullError(StoreUnavailableError):
     """A put found no room: the backend answers, and has room again when a lease ends."""
+
+
+class PartlyUnavailableError(StoreUnavailableError):
+    """Some of the backend's servers did not answer, and the others did what they could.
+
+    The store itself leaves those servers alone for a while, and has logged it.
+    """
+
+    is_logged = True
 
 
 class GetStatus(IntEnum):
@@ -255,6 +269,25 @@ class KvStore(ABC):
             StoreUnavailableError: the backend did not answer.
         """
         return ""
+
+    def probe_servers(self) -> float | None:
+        """Asks those servers of several that did not answer whether they do again. From the first
+        call on, no other method does, so that nobody waits for them.
+
+        Returns:
+            Seconds until it is to be called again; None if all servers answer.
+        """
+        return None
+
+    @property
+    def failing_servers(self) -> Sequence[str]:
+        """Names those servers of several that do not answer, each with the reason."""
+        return ()
+
+    @property
+    def diagnosis(self) -> StoreDiagnosis:
+        """What `baton doctor` asks beside the other methods."""
+        return StoreDiagnosis()
 
     @abstractmethod
     def stats(self) -> StoreStats:

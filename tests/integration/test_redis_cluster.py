@@ -7,9 +7,12 @@ from contextlib import closing
 import pytest
 from redis.crc import key_slot
 
+from baton.doctor import Level
+from baton.doctor.stores import check_store
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, PartlyUnavailableError, StoreUnavailableError
+from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import ask, running_cluster
 from tests.support.redis_server import await_true, running_redis_server
@@ -79,7 +82,17 @@ def test_a_lookup_touches_nothing_after_the_first_missing_key(cluster, store):
     assert max(lives_ms[10:]) <= 60_000
 
 
-def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
+@pytest.fixture(params=["ip", "hostname", "unknown-endpoint"])
+def endpoints(cluster, request):
+    """Makes servers announce addresses, or "?" for lack of a name, or nothing."""
+    for server in cluster.servers:
+        ask(server, "CONFIG", "SET", "cluster-preferred-endpoint-type", request.param)
+    yield request.param
+    for server in cluster.servers:
+        ask(server, "CONFIG", "SET", "cluster-preferred-endpoint-type", "ip")
+
+
+def test_objects_are_found_while_their_slot_moves_and_after(cluster, endpoints, store):
     (source, target), (source_id, target_id) = cluster.servers[:2], map(cluster.id_of, (0, 1))
     small, large, late = keys_of(cluster, 0, 3)
     values = {small: filled(1, 1000), large: as_object(os.urandom(9_000_000))}
@@ -128,6 +141,86 @@ def test_calls_to_a_stopped_server_fail_in_time_and_succeed_once_it_continues(
     await_true(lambda: is_held(short_timeout_store, there, 5), "the other servers answer")
     cluster.servers[0].resume()
     await_true(lambda: is_held(short_timeout_store, here, 5), "the server answers again")
+
+
+def test_no_call_waits_for_a_server_that_is_probed_beside_the_calls(cluster, short_timeout_store):
+    store, server, keys = short_timeout_store, cluster.servers[0], keys_of(cluster, 0, 2)
+    store.put(keys, [filled(1, 100)] * 2)
+    assert store.probe_servers() is None
+    server.pause()
+    with pytest.raises(StoreUnavailableError):
+        store.contains_prefix(keys)
+    assert [str(server.port) in text for text in store.failing_servers] == [True]
+    ends_at, waited_s = time.monotonic() + 1.5, 0.0  # the first probe is due within a second
+    while time.monotonic() < ends_at:
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            store.contains_prefix(keys)
+        waited_s = max(waited_s, time.monotonic() - began_at)
+        time.sleep(0.01)
+    assert waited_s < _TIMEOUT_S / 2
+    server.resume()
+    await_true(lambda: store.probe_servers() is None, "the server answers a probe")
+    assert is_held(store, keys, 2)
+    assert not store.failing_servers
+
+
+def test_a_dead_server_takes_only_its_own_objects_away(cluster, short_timeout_store, caplog):
+    """Blocks before the first one on the dead server are found; the others are read and written."""
+    store, server = short_timeout_store, cluster.servers[0]
+    alive, dead = [*keys_of(cluster, 1, 4), *keys_of(cluster, 2, 4)], keys_of(cluster, 0, 4)
+    store.put(alive + dead, [filled(1, 1000)] * 12)
+    prefix = [*alive[2:6], dead[0], *alive[:2]]
+    late = [*keys_of(cluster, 1, 1), *keys_of(cluster, 0, 1), *keys_of(cluster, 2, 1)]
+    for stop in (server.pause, server.kill):
+        stop()
+        for _ in range(2):
+            assert store.contains_prefix(prefix) == 4
+            statuses = store.get_into(prefix, [blank(1000) for _ in prefix])
+            assert statuses == [GetStatus.HIT] * 4 + [GetStatus.MISSING] + [GetStatus.HIT] * 2
+            with pytest.raises(PartlyUnavailableError, match=str(server.port)):
+                store.put(late, [filled(1, 5_000_000)] * 3)
+            assert is_held(store, late[::2], 2), "the other servers are written"
+            with pytest.raises(PartlyUnavailableError):
+                store.contains_prefix(dead)
+            store.delete(late[::2])
+    lines = [record.message for record in caplog.records]
+    assert len(lines) <= 2, "an outage is logged once"
+    assert all(str(server.port) in line for line in lines)
+    server.start()
+    await_true(lambda: is_held(store, dead, 0), "the server answers again")
+
+
+@pytest.mark.slow
+def test_doctor_tries_each_server_and_names_the_one_that_is_dead(cluster):
+    url = f"{cluster.url}?timeout_s={_TIMEOUT_S}"
+    before = [ask(server, "DBSIZE") for server in cluster.servers]
+    (works,) = check_store(f"{cluster.url}?timeout_s=10")
+    assert works.level is Level.OK
+    assert "on each of 3 servers" in works.text
+    assert [ask(server, "DBSIZE") for server in cluster.servers] == before
+    cluster.servers[0].pause()
+    (problem,) = check_store(url)
+    cluster.servers[0].resume()
+    assert problem.level is Level.PROBLEM
+    assert f"127.0.0.1:{cluster.servers[0].port}: does not answer" in problem.text
+
+
+def test_a_breaker_of_the_connector_stays_closed_while_one_server_is_dead(
+    cluster, short_timeout_store
+):
+    worker = StoreConnectorWorker(short_timeout_store)
+    dead, alive = keys_of(cluster, 0, 1), keys_of(cluster, 1, 1)
+    short_timeout_store.put(alive, [filled(1, 100)])
+    cluster.servers[0].pause()
+    try:
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError):
+                worker.num_held(dead)
+            assert worker.num_held(alive) == 1
+    finally:
+        cluster.servers[0].resume()
+        worker.close()
 
 
 def test_a_store_opens_while_one_server_is_stopped(cluster):

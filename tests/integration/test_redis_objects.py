@@ -4,15 +4,15 @@ import os
 from contextlib import closing
 
 import pytest
-from redis import Redis
+from redis import Redis, ResponseError
 
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores.redis.cluster import open_servers
 from kvstore.stores.redis.connection import CallDeadline
 from kvstore.stores.redis.objects import StagedObject, get_status, object_name
 from kvstore.stores.redis.pipeline import run_commands
-from kvstore.stores.redis.servers import open_servers
 from kvstore.stores.redis.url import RedisUrl
 from tests.support.redis_server import running_redis_server
 
@@ -119,7 +119,7 @@ def test_the_first_writer_of_a_large_object_wins(run, store, client, large):
     late = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
     run(late.put_commands(60_000))
     client.pexpire(object_name(key), 30_000)
-    assert run([late.commit_command(3_600_000)]) == [1]
+    assert run(late.commit_commands(3_600_000)) == [0, 1, 1]
     assert read(store, key, _LARGE_BYTES) == value
     assert client.keys() == [object_name(key)]
     assert client.pttl(object_name(key)) > 3_500_000, "the late put did not touch the object"
@@ -142,8 +142,11 @@ def test_a_commit_after_parts_were_evicted_makes_no_object(run, store, client):
     first, second = list(staged.put_commands(60_000))[:4], list(staged.put_commands(60_000))[4:]
     run(first)
     client.flushall()
-    run(second)
-    assert run([staged.commit_command(60_000)]) == [0]
+    assert not staged.is_whole(run(second)[-1])
+    client.flushall()
+    refusal, *others = run(staged.commit_commands(60_000))
+    assert isinstance(refusal, ResponseError), "nothing was there to rename"
+    assert others == [0, 0]
     assert client.keys() == []
     assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
 

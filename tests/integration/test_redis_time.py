@@ -19,6 +19,7 @@ _TIMEOUT_S = 0.4
 _SLACK_S = 1.5  # a busy machine; a call whose timeout restarts with every byte takes minutes
 _TRICKLE_S = 0.02
 _OK = b"+OK\r\n"
+_ONE = b":1\r\n"
 _OLD = b"$3\r\nold\r\n"
 
 
@@ -108,9 +109,19 @@ _MUCH = b"x" * 1000
 @pytest.mark.parametrize(
     ("login", "script"),
     [
-        pytest.param("", {"CLIENT": [_OK, _OK], "GETEX": [b"|$100000\r\n" + _MUCH]}, id="value"),
-        pytest.param("", {"CLIENT": [_OK, _OK], "GETEX": [b"|$70000\r\n" + _MUCH]}, id="another"),
-        pytest.param("", {"CLIENT": [_OK, _OK], "GETEX": [b"|+" + _MUCH]}, id="line"),
+        pytest.param(
+            "",
+            {"CLIENT": [_OK, _OK], "PEXPIRE": [b":1\r\n"], "GET": [b"|$100000\r\n" + _MUCH]},
+            id="value",
+        ),
+        pytest.param(
+            "",
+            {"CLIENT": [_OK, _OK], "PEXPIRE": [b":1\r\n"], "GET": [b"|$70000\r\n" + _MUCH]},
+            id="another",
+        ),
+        pytest.param(
+            "", {"CLIENT": [_OK, _OK], "PEXPIRE": [b":1\r\n"], "GET": [b"|+" + _MUCH]}, id="line"
+        ),
         pytest.param("", {"CLIENT": [b"|+" + _MUCH]}, id="handshake"),
         pytest.param("user:password@", {"AUTH": [b"|+" + _MUCH]}, id="log-in"),
     ],
@@ -138,12 +149,12 @@ def test_a_call_to_a_trickling_deployment_of_another_kind_fails_in_time(scheme, 
 )
 def test_a_server_with_malformed_replies_is_unavailable(reply):
     keys = random_keys(2)
-    with scripted_store(CLIENT=[_OK, _OK], GETEX=[reply]) as (store, _):
+    with scripted_store(CLIENT=[_OK, _OK], PEXPIRE=[_ONE] * 2, GET=[reply]) as (store, _):
         assert_unavailable_in_time(lambda: store.get_into(keys, [blank(9), blank(9)]))
 
 
 def test_a_reply_that_a_call_left_unread_does_not_answer_the_next_call():
-    with scripted_store(CLIENT=[_OK, _OK], GETEX=[_OLD]) as (store, server):
+    with scripted_store(CLIENT=[_OK, _OK], PEXPIRE=[_ONE] * 2, GET=[_OLD]) as (store, server):
         assert_unavailable_in_time(lambda: store.get_into(random_keys(2), [blank(3)] * 2))
         assert server.num_connections == 1
         assert read(store, random_keys(1)[0], 3) == b"old"
@@ -151,7 +162,10 @@ def test_a_reply_that_a_call_left_unread_does_not_answer_the_next_call():
 
 
 def test_an_unrequested_reply_does_not_answer_the_next_call():
-    with scripted_store(CLIENT=[_OK, _OK], GETEX=[_OLD + _OLD]) as (store, server):
+    with scripted_store(CLIENT=[_OK, _OK], PEXPIRE=[_ONE] * 2, GET=[_OLD + _OLD]) as (
+        store,
+        server,
+    ):
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert server.num_connections == 2

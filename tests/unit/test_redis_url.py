@@ -1,10 +1,12 @@
 """Redis URLs: addresses, logins, options, refusals."""
 
 import pytest
+from redis import RedisError
 
 from baton.errors import ConfigurationError
 from kvstore.handoff import connector_name
 from kvstore.registry import open_store
+from kvstore.stores.redis.credentials import login_settings
 from kvstore.stores.redis.url import RedisUrl
 
 _PASSWORD = "hunter2"
@@ -56,30 +58,34 @@ def test_all_options_are_parsed(tmp_path):
     }
 
 
-def test_the_password_can_be_in_a_file(tmp_path):
-    file = tmp_path / "password"
-    file.write_text("s3cr/t\n")
-    assert RedisUrl.parse(f"redis://user@a?password_file={file}").login == {
-        "username": "user",
-        "password": "s3cr/t",
-    }
-
-
-@pytest.mark.parametrize(
-    ("content", "login", "reason"),
-    [
-        (None, "", "cannot be read"),
-        (b" \n", "", "is empty"),
-        (b"\xff\xfe", "", "cannot be read"),
-        (b"one", ":other@", "not both"),
-    ],
-)
-def test_a_bad_password_file_is_refused(tmp_path, content, login, reason):
+@pytest.mark.parametrize("content", [None, b" \n", b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_now_makes_the_store_unavailable(tmp_path, content):
+    """Also without its authority's file, a worker must start, and find the files when they come."""
     file = tmp_path / "password"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=rf"password_file.*{reason}") as refusal:
-        RedisUrl.parse(f"redis://{login}a?password_file={file}")
+    url = RedisUrl.parse(f"rediss://user@a?password_file={file}&ca_file=/no/such/file")
+    password = login_settings(url.login, "password_file", url.password_file)["credential_provider"]
+    reason = "is empty" if content == b" \n" else "cannot be read"
+    with pytest.raises(RedisError, match=rf"password_file is '{file}', which {reason}"):
+        password.get_credentials()
+    file.write_text("s3cr/t\n")
+    assert password.get_credentials() == ("user", "s3cr/t")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://:other@a?password_file=/p", "before the host or in password_file, not both"),
+        (
+            "redis+sentinel://a/kv?sentinel_password=other&sentinel_password_file=/p",
+            "sentinel_password or sentinel_password_file, not both",
+        ),
+    ],
+)
+def test_two_passwords_are_refused(url, reason):
+    with pytest.raises(ConfigurationError, match=reason) as refusal:
+        RedisUrl.parse(url)
     assert "other" not in refusal.value.message
 
 
@@ -108,7 +114,6 @@ def test_only_rediss_uses_tls():
         ("redis://a?sentinel_user=x", "unknown option 'sentinel_user'"),
         ("redis://a?max_connections=0", "max_connections is '0'; it must be 1 to 1024"),
         ("redis://a?max_connections=many", "max_connections is 'many'"),
-        ("rediss://a?ca_file=/no/such/file", "ca_file is '/no/such/file', which is no file"),
         ("rediss://a?cert_file=/no/such/file", "cert_file and key_file go together"),
         ("rediss://a?ssl_cert_reqs=none", "certificates are always checked"),
     ],

@@ -3,24 +3,31 @@
 They are redis-py's connections with a `ReplyReader` as parser and with socket timeouts set to
 what is left of the calling thread's time: connecting, TLS, logging in, sending and receiving
 together take no longer than the call may, however slowly a server answers. Only resolving host
-names is outside this bound.
+names is outside this bound. A name's addresses are tried one after the other, each for a share of
+the time.
 """
 
+import logging
 import math
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-from redis import Connection, SSLConnection
+from redis import AuthenticationError, Connection, RedisError, ResponseError, SSLConnection
 from redis import ConnectionError as RedisConnectionError
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 from kvstore.store import KvObject
+from kvstore.stores.redis.addresses import AddressBook
+from kvstore.stores.redis.messages import describe, is_closed, is_timeout
+from kvstore.stores.redis.protocols import other_protocol
 from kvstore.stores.redis.reply import Reply, ReplyReader
+from kvstore.stores.redis.url import address_text
 
 __all__ = [
     "Argument",
@@ -38,6 +45,10 @@ Argument: TypeAlias = "bytes | str | int | KvObject"
 _READ_BYTES = 64 << 10
 _JOINED_WRITE_BYTES = 6000  # shorter values are copied together, as that is quicker
 _MAX_BUFFERS_PER_SEND = 1024  # IOV_MAX of Linux
+_TLS_SHARE = 1 / 2
+_TLS_FILES = {"ca_file": "ca_certs", "cert_file": "certfile", "key_file": "keyfile"}
+
+_logger = logging.getLogger("baton.kvstore")
 
 
 class CallDeadline(threading.local):
@@ -54,6 +65,10 @@ class CallDeadline(threading.local):
             yield
         finally:
             self._ends_at = outer_end
+
+    def within_share(self, share: float) -> AbstractContextManager[None]:
+        """Limits the block to a share of the time left."""
+        return self.within(share * max(0.0, self._ends_at - time.monotonic()))
 
     def left_s(self) -> float:
         """Returns the seconds left.
@@ -86,17 +101,27 @@ class _Bounded:
 
     Args:
         deadline: of the thread that uses the connection.
+        addresses: those of the servers' names.
         longest_wait_s: for one answer, where another server may be asked instead.
         settings: what the connection's own class takes.
     """
 
+    host: str
+    port: int
     _sock: Any
     _parser: ReplyReader
 
     def __init__(
-        self, *, deadline: CallDeadline, longest_wait_s: float = math.inf, **settings: Any
+        self,
+        *,
+        deadline: CallDeadline,
+        addresses: AddressBook,
+        longest_wait_s: float = math.inf,
+        **settings: Any,
     ) -> None:
         self._deadline = deadline
+        self._addresses = addresses
+        self.address = ""
         self._longest_wait_s = longest_wait_s
         super().__init__(  # type: ignore[call-arg]  # of redis-py's class, which comes second
             parser_class=ReplyReader, socket_read_size=_READ_BYTES, **settings
@@ -109,6 +134,71 @@ class _Bounded:
             TimeoutError: none are left.
         """
         return min(self._longest_wait_s, self._deadline.left_s())
+
+    @property
+    def server(self) -> str:
+        """The server's name, for logs and errors."""
+        return address_text((self.host, self.port))
+
+    def connect_check_health(self, check_health: bool = True, **settings: Any) -> None:
+        """Connects to the first address that answers, and logs in. redis-py calls it.
+
+        Raises:
+            redis.RedisError: the server refuses, or no address answers in time.
+        """
+        if self._sock:
+            return
+        failures: list[str] = []
+        addresses = self._resolve()
+        for index, address in enumerate(addresses):
+            self.address = address
+            try:
+                with self._share(len(addresses) - index), self._first_part():
+                    super().connect_check_health(check_health, **settings)  # type: ignore[misc]
+            except (RedisError, OSError) as error:
+                self.disconnect()  # type: ignore[attr-defined]  # of redis-py's class
+                if isinstance(error, AuthenticationError | ResponseError):
+                    raise
+                failures.append(self._note_failure(address, error))
+            else:
+                return
+        raise RedisConnectionError("; ".join(failures))
+
+    def _resolve(self) -> list[str]:
+        try:
+            return self._addresses.addresses_of(self.host, self.port)
+        except OSError as error:
+            raise RedisConnectionError(f"the host cannot be resolved: {describe(error)}") from error
+
+    def _share(self, num_left: int) -> AbstractContextManager[None]:
+        """Limits the time of one of the addresses that are left."""
+        left_s = self.left_s()
+        return self._deadline.within(left_s if num_left == 1 else left_s / (num_left + 1))
+
+    def _first_part(self) -> AbstractContextManager[None]:
+        """Leaves a TLS connection time to find out why its handshake is not answered."""
+        return self._deadline.within_share(_TLS_SHARE if self._is_tls else 1)
+
+    @property
+    def _is_tls(self) -> bool:
+        return isinstance(self, SSLConnection)
+
+    def _note_failure(self, address: str, error: Exception) -> str:
+        """Returns what happened at an address, and logs it if it took time and is news."""
+        text = describe(error) if address == self.host else f"{address}: {describe(error)}"
+        if is_timeout(error) if self._is_tls else is_closed(error):
+            advice = self._other_protocol(address)
+            text += f" ({advice})" if advice else ""
+        if self._addresses.failed(self.host, address) and is_timeout(error):
+            _logger.warning("redis %s: %s", self.server, text)
+        return text
+
+    def _other_protocol(self, address: str) -> str:
+        try:
+            left_s = self.left_s()
+        except TimeoutError:
+            return ""
+        return other_protocol(address, self.port, is_tls=self._is_tls, seconds=left_s)
 
     @property
     def socket(self) -> socket.socket | Any:
@@ -158,24 +248,59 @@ class _Bounded:
         num_sent: int = sock.sendmsg(buffers)
         return num_sent
 
+    def refusal(self) -> RedisError | None:
+        """Returns the error with which the server closed a connection, if it has arrived."""
+        try:
+            reply = self._parser.read_reply() if self._parser.can_read() else None
+        except (RedisError, OSError):
+            return None
+        return reply if isinstance(reply, RedisError) else None
+
     def read_reply(self, into: KvObject | None = None) -> Reply:
         """Calls `ReplyReader.read_reply`. After an error the connection must be dropped."""
         return self._parser.read_reply(into)
 
 
-class BoundedConnection(_Bounded, Connection):  # type: ignore[misc]  # redis-py is untyped
+class _OneAddress(Connection):  # type: ignore[misc]  # redis-py is untyped
+    """Connects to one address of its host, and presents the host's name nevertheless."""
+
+    host: str
+    address: str
+
+    def _connect(self) -> socket.socket:
+        name = self.host
+        self.host = self.address
+        try:
+            connected: socket.socket = super()._connect()
+        finally:
+            self.host = name
+        return connected
+
+
+class _OneTlsAddress(SSLConnection, _OneAddress):  # type: ignore[misc]
+    """The same over TLS."""
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> Any:
+        for option, attribute in _TLS_FILES.items():
+            path = getattr(self, attribute)
+            if path and not os.access(path, os.R_OK):
+                raise RedisConnectionError(f"{option} is {path!r}, which cannot be read")
+        return super()._wrap_socket_with_ssl(sock)
+
+
+class BoundedConnection(_Bounded, _OneAddress):
     """A connection to a server, or to a sentinel."""
 
 
-class BoundedTlsConnection(_Bounded, SSLConnection):  # type: ignore[misc]
+class BoundedTlsConnection(_Bounded, _OneTlsAddress):
     """The same over TLS."""
 
 
-class BoundedSentinelConnection(_Bounded, SentinelManagedConnection):  # type: ignore[misc]
+class BoundedSentinelConnection(_Bounded, SentinelManagedConnection, _OneAddress):  # type: ignore[misc]
     """A connection to the server that is the sentinels' master when it connects."""
 
 
-class BoundedSentinelTlsConnection(_Bounded, SentinelManagedSSLConnection):  # type: ignore[misc]
+class BoundedSentinelTlsConnection(_Bounded, SentinelManagedSSLConnection, _OneTlsAddress):  # type: ignore[misc]
     """The same over TLS."""
 
 

@@ -3,8 +3,9 @@
 An object of up to 4 MiB is one value. A larger one is a hash: equal parts of at
 most 4 MiB, and a head with the object's size and random bytes. As it is one
 key, Redis touches, expires, evicts and deletes it as a whole. Its parts are put
-under a temporary key, and a script renames that to the object's name unless the
-name exists: so the object appears whole, and the first writer wins.
+under a temporary key, which is renamed to the object's name unless the name
+exists: so the object appears whole, and the first writer wins. Before that they
+are counted. What is evicted between, is evicted whole, and cannot be renamed.
 
 A hash is read part by part, after one read of its head and before another. If
 the random bytes differ, the object was deleted and put again meanwhile.
@@ -21,6 +22,7 @@ from kvstore.stores.redis.reply import Reply
 
 __all__ = [
     "IDENTITY_NAME",
+    "MAX_VALUE_BYTES",
     "StagedObject",
     "get_status",
     "object_name",
@@ -31,22 +33,10 @@ __all__ = [
 IDENTITY_NAME = b"baton:kv:identity"
 """The server's key of the store's identity; see `KvStore.identity`."""
 
-_MAX_VALUE_BYTES = 4 << 20
+MAX_VALUE_BYTES = 4 << 20
 _NUM_RANDOM_BYTES = 16
 _SIZE_BYTES = 8
 _HEAD = b"head"
-_COMMIT = """
-if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
-  redis.call('UNLINK', KEYS[1])
-  return 0
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-if redis.call('RENAMENX', KEYS[1], KEYS[2]) == 0 then
-  redis.call('UNLINK', KEYS[1])
-  redis.call('PEXPIRE', KEYS[2], ARGV[2])
-end
-return 1
-"""
 
 
 def object_name(key: bytes) -> bytes:
@@ -56,7 +46,7 @@ def object_name(key: bytes) -> bytes:
 
 def set_command(name: bytes, value: KvObject, ttl_ms: int) -> Command | None:
     """Returns the command that puts a small object unless it exists; None if it needs parts."""
-    if value.nbytes > _MAX_VALUE_BYTES:
+    if value.nbytes > MAX_VALUE_BYTES:
         return None
     return Command(name, ("SET", name, value, "NX", "PX", ttl_ms))
 
@@ -77,7 +67,7 @@ class StagedObject:
         self._head = value.nbytes.to_bytes(_SIZE_BYTES, "little") + random_bytes
 
     def put_commands(self, expire_ms: int) -> Iterator[Command]:
-        """Yields the commands that put the parts under the temporary key.
+        """Yields the commands that put the parts under the temporary key, and one that counts them.
 
         Each part sets the key's expiry, because after an eviction the next part makes a new hash
         without one.
@@ -87,43 +77,62 @@ class StagedObject:
         for field, value in fields.items():
             yield Command(self._name, ("HSET", self._staged_name, field, value))
             yield Command(self._name, ("PEXPIRE", self._staged_name, expire_ms))
+        yield Command(self._name, ("HLEN", self._staged_name))
 
-    def commit_command(self, ttl_ms: int) -> Command:
-        """Returns the command that commits the parts; its reply is 0 if some were evicted."""
-        num_fields = 1 + len(self._parts)
-        arguments = ("EVAL", _COMMIT, 2, self._staged_name, self._name, num_fields, ttl_ms)
-        return Command(self._name, arguments)
+    def is_whole(self, count: Reply) -> bool:
+        """Whether no part was evicted, by the reply to the last of `put_commands`."""
+        return count == 1 + len(self._parts)
+
+    def commit_commands(self, ttl_ms: int) -> list[Command]:
+        """Returns the commands that commit the parts, or touch the object that exists."""
+        return [
+            Command(self._name, ("RENAMENX", self._staged_name, self._name)),
+            Command(self._name, ("PEXPIRE", self._name, ttl_ms)),
+            Command(self._name, ("UNLINK", self._staged_name)),
+        ]
 
 
-def read_commands(name: bytes, there: KvObject, ttl_ms: int) -> list[Command]:
-    """Returns the commands that read an object into memory of its size, and touch it."""
-    if there.nbytes <= _MAX_VALUE_BYTES:
-        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=there)]
+def read_commands(name: bytes, there: KvObject, ttl_ms: int | None) -> list[Command]:
+    """Returns the commands that read an object into memory of its size.
+
+    The first one touches it. That is a command of its own, so that a server which takes no writes
+    refuses it alone.
+
+    Args:
+        name: from `object_name`.
+        there: the memory.
+        ttl_ms: how long the object lives from now; None to read it without a touch.
+    """
+    touch = [] if ttl_ms is None else [Command(name, ("PEXPIRE", name, ttl_ms))]
+    if there.nbytes <= MAX_VALUE_BYTES:
+        return [*touch, Command(name, ("GET", name), into=there)]
     head = Command(name, ("HGET", name, _HEAD))
     parts = [
         Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(there))
     ]
-    return [Command(name, ("PEXPIRE", name, ttl_ms)), head, *parts, head]
+    return [*touch, head, *parts, head]
 
 
 def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
-    """Returns the status of a read from the replies to its commands.
+    """Returns the status of a read from the replies to its commands, whatever the touch's is.
 
     Raises:
         redis.RedisError: an error that is not about the object.
     """
-    for reply in replies:
+    parts = _parts(there) if there.nbytes > MAX_VALUE_BYTES else None
+    values = replies[-1:] if parts is None else replies[-len(parts) - 2 :]
+    for reply in values:
         if isinstance(reply, RedisError):
-            # The object is small, and a large one was expected.
+            # The object is small, and a large one was expected, or the reverse.
             if str(reply).startswith("WRONGTYPE"):
                 return GetStatus.WRONG_SIZE
             raise reply
-    if there.nbytes <= _MAX_VALUE_BYTES:
-        return _status(None if replies[0] is None else replies[0] == there.nbytes)
-    _, head, *sizes, last_head = replies
+    if parts is None:
+        return _status(None if values[0] is None else values[0] == there.nbytes)
+    head, *sizes, last_head = values
     if not isinstance(head, bytes) or head != last_head or None in sizes:
         return GetStatus.MISSING
-    is_whole = sizes == [part.nbytes for part in _parts(there)]
+    is_whole = sizes == [part.nbytes for part in parts]
     return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == there.nbytes)
 
 
@@ -135,7 +144,7 @@ def _status(has_size: bool | None) -> GetStatus:
 
 def _parts(whole: KvObject) -> list[KvObject]:
     """Cuts an object into as few parts as possible, of equal size except the last."""
-    num_parts = -(-whole.nbytes // _MAX_VALUE_BYTES)
+    num_parts = -(-whole.nbytes // MAX_VALUE_BYTES)
     part_bytes = -(-whole.nbytes // num_parts)
     starts = range(0, whole.nbytes, part_bytes)
     return [_part(whole, start, start + part_bytes) for start in starts]

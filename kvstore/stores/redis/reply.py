@@ -12,6 +12,7 @@ from redis import InvalidResponse, RedisError
 from redis.connection import DefaultParser
 
 from kvstore.store import KvObject
+from kvstore.stores.redis.messages import CLOSED
 
 __all__ = ["Reply", "ReplyReader"]
 
@@ -20,6 +21,7 @@ Reply: TypeAlias = "bytes | int | list[Any] | RedisError | None"
 
 _MAX_REPLY_BYTES = 16 << 20
 _MAX_DEPTH = 8
+_MAX_QUOTED = 40
 
 
 class ReplyReader:
@@ -86,8 +88,7 @@ class ReplyReader:
         if kind == b"+":
             return text
         if kind == b"-":
-            error: RedisError = DefaultParser.parse_error(text.decode(errors="replace"))
-            return error
+            return _error(text.decode(errors="replace"))
         if kind == b"*" and depth < _MAX_DEPTH:
             return self._read_array(_number(text), depth + 1)
         raise InvalidResponse(f"no reply begins with {line[:20]!r}")
@@ -151,7 +152,7 @@ class ReplyReader:
         connection.socket.settimeout(connection.left_s())
         num_received: int = connection.socket.recv_into(into)
         if not num_received:
-            raise RedisConnectionError("the server closed the connection")
+            raise RedisConnectionError(CLOSED)
         return num_received
 
 
@@ -160,6 +161,14 @@ def _number(text: bytes) -> int:
         return int(text)
     except ValueError:
         raise InvalidResponse(f"{text[:20]!r} is no number") from None
+
+
+def _error(text: str) -> RedisError:
+    try:
+        error: RedisError = DefaultParser.parse_error(text)
+    except (ValueError, IndexError):  # a redirection without an address
+        raise InvalidResponse(f"{text[:_MAX_QUOTED]!r} is no error of redis") from None
+    return error
 
 
 def _bounded(size: int) -> int:

@@ -1,23 +1,21 @@
 """Which server holds a key: the only server, the sentinels' master, or a server of a cluster.
 
-redis-py's `RedisCluster` is not used, because it connects in its constructor,
-repeats commands with waits of its own, and reads values as `bytes`. This module
-uses its parts.
+`RedisServers` is what the pipelines ask; `kvstore.stores.redis.cluster` has clusters.
 """
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from redis import ConnectionError as RedisConnectionError
 from redis import ConnectionPool, Redis, RedisError
-from redis.cluster import parse_cluster_slots
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis.exceptions import AskError, MovedError
+from redis.exceptions import AskError
 from redis.sentinel import Sentinel, SentinelConnectionPool
+from typing_extensions import override
 
+from kvstore.stores.redis.addresses import AddressBook
 from kvstore.stores.redis.connection import (
     BoundedConnection,
     BoundedSentinelConnection,
@@ -25,9 +23,11 @@ from kvstore.stores.redis.connection import (
     BoundedTlsConnection,
     CallDeadline,
 )
-from kvstore.stores.redis.url import Address, RedisUrl
+from kvstore.stores.redis.credentials import login_settings
+from kvstore.stores.redis.messages import describe
+from kvstore.stores.redis.url import Address, RedisUrl, address_text
 
-__all__ = ["RedisServers", "borrowed", "open_servers"]
+__all__ = ["OneServer", "Pools", "RedisServers", "borrowed", "master_pool", "name_of"]
 
 
 class RedisServers(ABC):
@@ -35,9 +35,11 @@ class RedisServers(ABC):
 
     Attributes:
         is_one: whether one server holds all keys, so that one command may use any of them.
+        deadline: of the thread that calls.
     """
 
     is_one: bool
+    deadline: CallDeadline
 
     @abstractmethod
     def pools_of(self, names: Iterable[bytes]) -> list[ConnectionPool]:
@@ -48,8 +50,42 @@ class RedisServers(ABC):
         """
 
     @abstractmethod
-    def redirected(self, error: AskError) -> ConnectionPool:
-        """Returns the pool of the server that an error redirects to."""
+    def primaries(self) -> list[ConnectionPool]:
+        """Returns the pools of all servers that hold keys.
+
+        Raises:
+            redis.RedisError, OSError: as `pools_of`.
+        """
+
+    @abstractmethod
+    def redirected(self, error: AskError, asked: ConnectionPool, name: bytes) -> ConnectionPool:
+        """Returns the pool of the server that an error redirects to.
+
+        Args:
+            error: the reply.
+            asked: the pool of the server that replied.
+            name: the key of the command.
+
+        Raises:
+            redis.RedisError: it redirects to no known server.
+        """
+
+    def guard(self, pool: ConnectionPool) -> AbstractContextManager[None]:
+        """Returns a context for an exchange with one of several servers.
+
+        Raises:
+            NotAskedError: the server did not answer a moment ago.
+        """
+        return nullcontext()
+
+    def probe_due(self) -> float | None:
+        """Does what `KvStore.probe_servers` does."""
+        return None
+
+    @property
+    def failing(self) -> Sequence[str]:
+        """What `KvStore.failing_servers` has."""
+        return ()
 
     @abstractmethod
     def forget(self) -> None:
@@ -76,116 +112,89 @@ def borrowed(pool: ConnectionPool) -> Iterator[Any]:
         pool.release(connection)
 
 
-def open_servers(url: RedisUrl, deadline: CallDeadline) -> RedisServers:
-    """Returns the servers of a URL, without connecting to them."""
-    if url.topology == "cluster":
-        return _Cluster(url, deadline)
-    if url.topology == "sentinel":
-        return _OneServer(_master_pool(url, deadline))
-    return _OneServer(_pool(url, deadline, url.addresses[0], **url.login, db=url.database))
+def name_of(pool: ConnectionPool) -> str:
+    """Returns the name of a pool's server, for logs and errors."""
+    settings = pool.connection_kwargs
+    if "host" not in settings:
+        return f"the master of {pool.service_name!r}"
+    return address_text((settings["host"], settings["port"]))
 
 
-class _OneServer(RedisServers):
+class OneServer(RedisServers):
+    """A single server, or the sentinels' master."""
+
     is_one = True
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, pool: ConnectionPool, deadline: CallDeadline) -> None:
         self._pool = pool
+        self.deadline = deadline
 
+    @override
     def pools_of(self, names: Iterable[bytes]) -> list[ConnectionPool]:
         return [self._pool for _ in names]
 
-    def redirected(self, error: AskError) -> ConnectionPool:
+    @override
+    def primaries(self) -> list[ConnectionPool]:
+        return [self._pool]
+
+    @override
+    def redirected(self, error: AskError, asked: ConnectionPool, name: bytes) -> ConnectionPool:
         raise RedisConnectionError("the server is one of a cluster: write redis+cluster://")
 
+    @override
     def forget(self) -> None:
         """Does nothing: failed connections are closed, and new ones ask for the master."""
 
+    @override
     def close(self) -> None:
         self._pool.disconnect()
 
 
-class _Cluster(RedisServers):
-    """The primaries of a cluster by hash slot, asked for when first needed."""
+class Pools:
+    """Makes the connection pools of one store.
 
-    is_one = False
+    Args:
+        url: the store's.
+        deadline: of the thread that calls.
+    """
 
     def __init__(self, url: RedisUrl, deadline: CallDeadline) -> None:
-        self._url = url
-        self._deadline = deadline
-        self._lock = threading.Lock()
-        self._pools: dict[Address, ConnectionPool] = {}
-        self._candidates = list(url.addresses)  # servers to ask, in this order
-        self._owners: Sequence[ConnectionPool | None] | None = None  # by slot
+        self.url = url
+        self.deadline = deadline
+        self.login = login_settings(url.login, "password_file", url.password_file)
+        # Not protocol 3: for its pushes, redis-py skips the check for stale connections.
+        self.settings: dict[str, Any] = {
+            "protocol": 2,
+            "max_connections": url.max_connections,
+            "deadline": deadline,
+            "addresses": AddressBook(),
+            **(url.tls or {}),
+        }
 
-    def pools_of(self, names: Iterable[bytes]) -> list[ConnectionPool]:
-        owners = self._owners or self._find_owners()
-        pools = [owners[key_slot(name)] for name in names]
-        if None in pools:
-            self.forget()
-            raise RedisConnectionError("the cluster has no server for some of the keys")
-        return [pool for pool in pools if pool is not None]
+    def of(self, address: Address, **settings: Any) -> ConnectionPool:
+        """Returns a pool of connections to an address, which log in as servers want it."""
+        return self._pool(address, **self.login, **settings)
 
-    def redirected(self, error: AskError) -> ConnectionPool:
-        address = (error.host, error.port)
-        with self._deadline.locked(self._lock):
-            if isinstance(error, MovedError):
-                self._owners = None
-                self._candidates = _first(address, self._candidates)
-            return self._pool(address)
+    def of_sentinel(self, address: Address, longest_wait_s: float) -> ConnectionPool:
+        """Returns a pool of connections to a sentinel."""
+        url = self.url
+        login = login_settings(
+            url.sentinel_login, "sentinel_password_file", url.sentinel_password_file
+        )
+        return self._pool(address, longest_wait_s=longest_wait_s, **login)
 
-    def forget(self) -> None:
-        self._owners = None
-
-    def close(self) -> None:
-        with self._lock:
-            for pool in self._pools.values():
-                pool.disconnect()
-
-    def _find_owners(self) -> Sequence[ConnectionPool | None]:
-        """Asks one server after the other, each for a share of the time left."""
-        with self._deadline.locked(self._lock):
-            if self._owners is not None:
-                return self._owners
-            failure: Exception | None = None
-            for index, address in enumerate(self._candidates):
-                share_s = self._deadline.left_s() / (len(self._candidates) - index + 1)
-                try:
-                    with self._deadline.within(share_s):
-                        return self._learn(address, self._ask(address))
-                except (RedisError, OSError) as error:
-                    failure = error
-            raise RedisConnectionError(f"no server of the cluster answers: {failure}")
-
-    def _ask(self, address: Address) -> dict[tuple[int, int], Any]:
-        """Returns the primary and the replicas of each range of slots (CLUSTER SLOTS)."""
-        with borrowed(self._pool(address)) as connection:
-            connection.send_command("CLUSTER", "SLOTS")
-            reply = connection.read_response()
-        slots: dict[tuple[int, int], Any] = parse_cluster_slots(reply, current_host=address[0])
-        return slots
-
-    def _learn(
-        self, asked: Address, slots: dict[tuple[int, int], Any]
-    ) -> Sequence[ConnectionPool | None]:
-        owners: list[ConnectionPool | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        known = {asked}
-        for (first, last), servers in slots.items():
-            primary = servers["primary"]
-            owners[first : last + 1] = [self._pool(primary)] * (last + 1 - first)
-            known.update((primary, *servers["replicas"]))
-        for address in self._pools.keys() - known:
-            self._pools.pop(address).disconnect(inuse_connections=False)
-        self._candidates = _first(asked, [*sorted(known), *self._url.addresses])
-        self._owners = owners
-        return owners
-
-    def _pool(self, address: Address) -> ConnectionPool:
-        if address not in self._pools:
-            self._pools[address] = _pool(self._url, self._deadline, address, **self._url.login)
-        return self._pools[address]
+    def _pool(self, address: Address, **settings: Any) -> ConnectionPool:
+        host, port = address
+        return ConnectionPool(
+            connection_class=BoundedConnection if self.url.tls is None else BoundedTlsConnection,
+            host=host,
+            port=port,
+            **settings,
+            **self.settings,
+        )
 
 
-class _LockedSentinel(Sentinel):  # type: ignore[misc]
+class _LockedSentinel(Sentinel):  # type: ignore[misc]  # redis-py is untyped
     """Sentinels for several threads. The one that answers is asked first the next time."""
 
     def __init__(self, clients: list[Redis], deadline: CallDeadline) -> None:
@@ -195,51 +204,40 @@ class _LockedSentinel(Sentinel):  # type: ignore[misc]
         self._deadline = deadline
 
     def discover_master(self, service_name: str) -> Address:
+        """Asks one sentinel after the other.
+
+        Raises:
+            redis.ConnectionError: none of them names a master that is up.
+        """
         with self._deadline.locked(self._lock):
-            host, port = super().discover_master(service_name)
-            return host, port
+            failures = []
+            for sentinel in list(self.sentinels):
+                try:
+                    state = sentinel.sentinel_masters().get(service_name)
+                except (RedisError, OSError) as error:
+                    name = name_of(sentinel.connection_pool)
+                    failures.append(f"sentinel {name}: {describe(error)}")
+                    continue
+                if state and self.check_master_state(state, service_name):
+                    self.sentinels.sort(key=lambda client: client is not sentinel)
+                    return state["ip"], state["port"]
+            reasons = f": {'; '.join(failures)}" if failures else ""
+            raise RedisConnectionError(f"No master found for {service_name!r}{reasons}")
 
 
-def _master_pool(url: RedisUrl, deadline: CallDeadline) -> ConnectionPool:
+def master_pool(pools: Pools) -> ConnectionPool:
+    """Returns a pool of connections to the master that the sentinels name."""
+    url = pools.url
     share_s = url.timeout_s / (len(url.addresses) + 1)  # one share is the master's
     clients = [
-        Redis(
-            connection_pool=_pool(
-                url, deadline, address, **url.sentinel_login, longest_wait_s=share_s
-            )
-        )
-        for address in url.addresses
+        Redis(connection_pool=pools.of_sentinel(address, share_s)) for address in url.addresses
     ]
     kind = BoundedSentinelConnection if url.tls is None else BoundedSentinelTlsConnection
     return SentinelConnectionPool(
         url.service,
-        _LockedSentinel(clients, deadline),
+        _LockedSentinel(clients, pools.deadline),
         connection_class=kind,
         db=url.database,
-        **url.login,
-        **_common_settings(url, deadline),
+        **pools.login,
+        **pools.settings,
     )
-
-
-def _pool(url: RedisUrl, deadline: CallDeadline, address: Address, **settings: Any) -> Any:
-    host, port = address
-    return ConnectionPool(
-        connection_class=BoundedConnection if url.tls is None else BoundedTlsConnection,
-        host=host,
-        port=port,
-        **settings,
-        **_common_settings(url, deadline),
-    )
-
-
-def _common_settings(url: RedisUrl, deadline: CallDeadline) -> dict[str, Any]:
-    """Returns settings for all pools. Not protocol 3: for its pushes, redis-py skips the check for
-    stale connections.
-    """
-    common = {"protocol": 2, "max_connections": url.max_connections, "deadline": deadline}
-    return common | dict(url.tls or {})
-
-
-def _first(address: Address, others: Iterable[Address]) -> list[Address]:
-    """Returns the addresses, each once, with `address` first."""
-    return list(dict.fromkeys([address, *others]))

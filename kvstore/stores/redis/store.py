@@ -7,28 +7,36 @@ it with `maxmemory` and `maxmemory-policy allkeys-lru`.
 A call takes `timeout_s` in all, and no command is tried again. A connection
 that the server closed is replaced when it is next taken from the pool, so the
 store works again as soon as the server does.
+
+A server that takes no writes is read nevertheless, without the touches.
 """
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from typing import Self
 
-from redis import RedisError, ResponseError
+from redis import RedisError
 from typing_extensions import override
 
+from kvstore.diagnosis import StoreDiagnosis
 from kvstore.store import (
     GetStatus,
     KvObject,
     KvStore,
+    PartlyUnavailableError,
     StoreCapabilities,
     StoreStats,
     StoreUnavailableError,
 )
 from kvstore.stores.base import StoreCounters
+from kvstore.stores.redis.allowances import Allowance
+from kvstore.stores.redis.cluster import open_servers
 from kvstore.stores.redis.connection import Argument, CallDeadline
+from kvstore.stores.redis.diagnosis import RedisDiagnosis
+from kvstore.stores.redis.messages import describe, is_refusal
 from kvstore.stores.redis.objects import (
     IDENTITY_NAME,
     StagedObject,
@@ -37,9 +45,8 @@ from kvstore.stores.redis.objects import (
     read_commands,
     set_command,
 )
-from kvstore.stores.redis.pipeline import Command, run_commands
+from kvstore.stores.redis.pipeline import Command, UnansweredError, run_commands
 from kvstore.stores.redis.reply import Reply
-from kvstore.stores.redis.servers import open_servers
 from kvstore.stores.redis.url import RedisUrl
 
 __all__ = ["RedisStore"]
@@ -72,14 +79,17 @@ class RedisStore(KvStore):
         self._places = threading.BoundedSemaphore(url.max_connections)
         self._servers = open_servers(url, self._deadline)
         self._counters = StoreCounters()
+        self._touches = Allowance("objects are read without being kept for longer")
+        self._scripts = Allowance("look-ups take two round trips")
 
     @classmethod
     @override
     def from_url(cls, url: str) -> Self:
         """Opens a URL that `kvstore.stores.redis.url` describes.
 
-        Options are `ttl_s`, `timeout_s`, `max_connections`; for TLS `ca_file`,
-        `cert_file`, `key_file`; for sentinels `sentinel_user`, `sentinel_password`.
+        Options are `ttl_s`, `timeout_s`, `max_connections`, `password_file`; for TLS `ca_file`,
+        `cert_file`, `key_file`; for sentinels `sentinel_user`, `sentinel_password`,
+        `sentinel_password_file`.
 
         Raises:
             ConfigurationError: the host is missing, or a port, the path or an option is wrong.
@@ -92,59 +102,105 @@ class RedisStore(KvStore):
         named = [(object_name(key), new) for key, new in zip(keys, objects, strict=True)]
         with self._call():
             exist = self._run(self._touch_command(name) for name, _ in named)
-            missing = [pair for pair, exists in zip(named, exist, strict=True) if not exists]
-            self._put_missing(missing)
+            missing = [pair for pair, reply in zip(named, exist, strict=True) if reply == 0]
+            _raise_unanswered([*exist, *self._put_missing(missing)])
         self._counters.count_puts(objects)
 
-    def _put_missing(self, named: Sequence[tuple[bytes, KvObject]]) -> None:
+    def _put_missing(self, named: Sequence[tuple[bytes, KvObject]]) -> list[Reply]:
+        """Puts objects; returns all replies, among which may be commands without an answer."""
         sets = [(pair, set_command(*pair, self._ttl_ms)) for pair in named]
-        self._run(command for _, command in sets if command)
-        staged = [StagedObject(*pair) for pair, command in sets if not command]
+        replies = self._run(command for _, command in sets if command)
         expire_ms = round(2000 * self.timeout_s)  # this call adds to it for half as long at most
-        self._run(command for one in staged for command in one.put_commands(expire_ms))
-        if 0 in self._run(one.commit_command(self._ttl_ms) for one in staged):
+        staged = [StagedObject(*pair) for pair, command in sets if not command]
+        parts = self._run_groups([[*one.put_commands(expire_ms)] for one in staged])
+        whole = [one for one, of_one in zip(staged, parts, strict=True) if one.is_whole(of_one[-1])]
+        commits = self._run_groups([one.commit_commands(self._ttl_ms) for one in whole])
+        replies += [reply for of_one in (*parts, *commits) for reply in of_one]
+        if len(whole) < len(staged) and not _unanswered_in(replies):
             raise StoreUnavailableError("redis: an object was evicted while it was put")
+        return replies
 
     @override
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Receives values where the objects' memory lies."""
-        reads = [
-            (there, read_commands(object_name(key), there, self._ttl_ms))
+        ttl_ms = self._ttl_ms if self._touches else None
+        groups = [
+            read_commands(object_name(key), there, ttl_ms)
             for key, there in zip(keys, objects, strict=True)
         ]
         with self._call():
-            commands = (command for _, of_object in reads for command in of_object)
-            replies = iter(run_commands(self._servers, commands))
+            replies = _grouped(run_commands(self._servers, chain.from_iterable(groups)), groups)
+            _raise_if_none_answered(replies)
             statuses = [
-                get_status(there, [next(replies) for _ in of_object]) for there, of_object in reads
+                GetStatus.MISSING if _unanswered_in(of_one) else get_status(there, of_one)
+                for there, of_one in zip(objects, replies, strict=True)
             ]
+        if ttl_ms is not None:
+            self._note_touches([touch for touch, *_ in replies])
         self._counters.count_gets(statuses, objects)
         return statuses
 
+    def _note_touches(self, replies: Sequence[Reply]) -> None:
+        """Notes whether replies to touches refuse one."""
+        refusals = [
+            reply
+            for reply in _answered(replies)
+            if isinstance(reply, RedisError) and is_refusal(reply)
+        ]
+        if refusals:
+            self._touches.refuse(describe(refusals[0]))
+        elif any(isinstance(reply, int) for reply in replies):
+            self._touches.allow()
+
     @override
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """Runs one script, or in a cluster, where a script cannot reach all keys, two pipelines:
+        """Runs one script. Where a script cannot reach all keys, or is refused, runs two pipelines:
         the first finds the missing key, so that none behind it is touched.
         """
         names = [object_name(key) for key in keys]
         if not names:
             return 0
         with self._call():
-            if self._servers.is_one:
-                head: tuple[Argument, ...] = ("EVAL", _TOUCH_PREFIX, len(names))
-                script = (*head, *names, self._ttl_ms)
-                (num_touched,) = self._run([Command(names[0], script)])
-                assert isinstance(num_touched, int)
-                return num_touched
+            refusal = None
+            if self._servers.is_one and self._scripts and self._touches:
+                reply = self._run_script(names)
+                if isinstance(reply, int):
+                    return reply
+                refusal = reply
             exist = self._run(Command(name, ("EXISTS", name)) for name in names)
-            present = names[: _num_leading(exist)]
-            return _num_leading(self._run(self._touch_command(name) for name in present))
+            _raise_if_none_answered([[reply] for reply in exist])
+            num_touched = self._touch(names[: _num_leading(exist)])
+            was_refused_for_touches = bool(self._touches.refusal) or not num_touched
+            if refusal and not was_refused_for_touches:
+                self._scripts.refuse(describe(refusal))
+            return num_touched
+
+    def _run_script(self, names: Sequence[bytes]) -> int | RedisError:
+        """Touches a prefix by one command; returns its length, or the server's refusal."""
+        head: tuple[Argument, ...] = ("EVAL", _TOUCH_PREFIX, len(names))
+        (reply,) = run_commands(self._servers, [Command(names[0], (*head, *names, self._ttl_ms))])
+        if isinstance(reply, RedisError):
+            if is_refusal(reply):
+                return reply
+            raise reply
+        assert isinstance(reply, int)
+        self._scripts.allow()
+        return reply
+
+    def _touch(self, names: Sequence[bytes]) -> int:
+        """Touches objects; returns how many leading ones are there, touched or not."""
+        if not self._touches:
+            return len(names)
+        replies = run_commands(self._servers, (self._touch_command(name) for name in names))
+        self._note_touches(replies)
+        return len(names) if self._touches.refusal else _num_leading(_checked(replies))
 
     @override
     def delete(self, keys: Sequence[bytes]) -> int:
         names = [object_name(key) for key in keys]
         with self._call():
             existed = self._run(Command(name, ("UNLINK", name)) for name in names)
+            _raise_unanswered(existed)
         return existed.count(1)
 
     @override
@@ -155,16 +211,30 @@ class RedisStore(KvStore):
             if found is None:
                 new = secrets.token_hex(_IDENTITY_BYTES)
                 command = ("SET", IDENTITY_NAME, new, "NX")
-                replies = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
-                if isinstance(replies[0], ResponseError):
+                (reply,) = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
+                if isinstance(reply, RedisError):
                     return ""
                 (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
         return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
 
     @override
+    def probe_servers(self) -> float | None:
+        return self._servers.probe_due()
+
+    @property
+    @override
+    def failing_servers(self) -> Sequence[str]:
+        return self._servers.failing
+
+    @override
     def stats(self) -> StoreStats:
         """Leaves size and age out: servers hold other data too, and telling it apart is slow."""
         return self._counters.snapshot(num_objects=None, num_bytes=None)
+
+    @property
+    @override
+    def diagnosis(self) -> StoreDiagnosis:
+        return RedisDiagnosis(self._servers, self._call, (self._touches, self._scripts))
 
     @override
     def close(self) -> None:
@@ -175,11 +245,11 @@ class RedisStore(KvStore):
 
     def _run(self, commands: Iterable[Command]) -> list[Reply]:
         """Runs commands; returns their replies, or raises the first error among these."""
-        replies = run_commands(self._servers, commands)
-        for reply in replies:
-            if isinstance(reply, RedisError):
-                raise reply
-        return replies
+        return _checked(run_commands(self._servers, commands))
+
+    def _run_groups(self, groups: Sequence[Sequence[Command]]) -> list[Sequence[Reply]]:
+        """Runs groups of commands as `_run` does; returns the replies of each."""
+        return _grouped(self._run(chain.from_iterable(groups)), groups)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -188,9 +258,47 @@ class RedisStore(KvStore):
             with self._deadline.within(self.timeout_s), self._deadline.locked(self._places):
                 yield
         except (RedisError, OSError) as error:
-            raise StoreUnavailableError(f"redis: {error}") from error
+            raise StoreUnavailableError(f"redis {describe(error)}") from error
+
+
+def _grouped(replies: Iterable[Reply], groups: Iterable[Sized]) -> list[Sequence[Reply]]:
+    """Returns the replies to groups of commands, group by group."""
+    left = iter(replies)
+    return [list(islice(left, len(group))) for group in groups]
+
+
+def _checked(replies: list[Reply]) -> list[Reply]:
+    """Returns replies.
+
+    Raises:
+        redis.RedisError: the first error among them that a server replied with.
+    """
+    for reply in _answered(replies):
+        if isinstance(reply, RedisError):
+            raise reply
+    return replies
+
+
+def _answered(replies: Iterable[Reply]) -> list[Reply]:
+    return [reply for reply in replies if not isinstance(reply, UnansweredError)]
+
+
+def _unanswered_in(replies: Iterable[Reply]) -> UnansweredError | None:
+    return next((reply for reply in replies if isinstance(reply, UnansweredError)), None)
+
+
+def _raise_unanswered(replies: Iterable[Reply]) -> None:
+    """Raises PartlyUnavailableError if one of several servers did not answer."""
+    if unanswered := _unanswered_in(replies):
+        raise PartlyUnavailableError(f"redis {unanswered}")
+
+
+def _raise_if_none_answered(groups: Sequence[Sequence[Reply]]) -> None:
+    """Raises PartlyUnavailableError if no group of replies is answered in full."""
+    if all(map(_unanswered_in, groups)):
+        _raise_unanswered(chain.from_iterable(groups))
 
 
 def _num_leading(replies: Iterable[Reply]) -> int:
-    """Returns how many replies are true before the first that is not."""
-    return sum(1 for _ in takewhile(bool, replies))
+    """Returns how many replies are positive before the first that is not."""
+    return sum(1 for _ in takewhile(lambda reply: isinstance(reply, int) and reply > 0, replies))

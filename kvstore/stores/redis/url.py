@@ -5,25 +5,33 @@
     redis[s]+cluster://[user:password@]host[:port],...
 
 `rediss` uses TLS for all servers. User and password are percent-encoded and are
-those of the servers, whose password can be in a file, too; sentinels have
-options of their own.
+those of the servers; sentinels have options of their own. Either password can be
+in a file. Files that a URL names are opened when the store connects, so that one
+that is absent now makes the store unavailable and does not end a start.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import unquote
 
 from kvstore.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
-__all__ = ["Address", "RedisUrl"]
+__all__ = ["Address", "RedisUrl", "address_text"]
 
 Address = tuple[str, int]
 """Host and port."""
 
+
+def address_text(address: Address) -> str:
+    """Returns `host:port`, with brackets around an IPv6 address."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SENTINEL_LOGIN = {"sentinel_user": "username", "sentinel_password": "password"}
+_SENTINEL_OPTIONS = (*_SENTINEL_LOGIN, "sentinel_password_file")
 _COMMON_OPTIONS = ("ttl_s", "timeout_s", "max_connections", "password_file")
 _REFUSED_OPTIONS = {
     "max_bytes": "max_bytes is the server's to keep: start it with --maxmemory SIZE "
@@ -48,7 +56,9 @@ class RedisUrl:
         service: the sentinels' name for the master; empty without sentinels.
         database: number of the database; 0 in a cluster.
         login: redis-py's `username` and `password` for the servers.
-        sentinel_login: the same for the sentinels.
+        password_file: file with their password; empty if the URL has none.
+        sentinel_login: as `login`, for the sentinels.
+        sentinel_password_file: as `password_file`, for the sentinels.
         tls: files for `redis.SSLConnection`; None without TLS.
         max_connections: most concurrent calls, and connections to one server.
         timeout_s: longest time of a call.
@@ -60,7 +70,9 @@ class RedisUrl:
     service: str
     database: int
     login: Mapping[str, str]
+    password_file: str
     sentinel_login: Mapping[str, str]
+    sentinel_password_file: str
     tls: Mapping[str, str] | None
     max_connections: int
     timeout_s: float
@@ -82,7 +94,9 @@ class RedisUrl:
             service=service,
             database=database,
             login=_login(parts),
-            sentinel_login=_given(parts, _SENTINEL_LOGIN),
+            password_file=parts.options.get("password_file", ""),
+            sentinel_login=_sentinel_login(parts),
+            sentinel_password_file=parts.options.get("sentinel_password_file", ""),
             tls=_tls_files(parts) if security == "rediss" else None,
             max_connections=_max_connections(parts),
             timeout_s=parts.seconds("timeout_s", DEFAULT_TIMEOUT_S),
@@ -99,7 +113,7 @@ def _options_of(scheme: str) -> tuple[set[str], dict[str, str]]:
     else:
         refused.update({name: f"{name} is for TLS: write rediss://" for name in _TLS_FILES})
     if topology == "sentinel":
-        known.update(_SENTINEL_LOGIN)
+        known.update(_SENTINEL_OPTIONS)
     return known, refused
 
 
@@ -121,24 +135,16 @@ def _address(parts: StoreUrl, text: str, default_port: int) -> Address:
 def _login(parts: StoreUrl) -> dict[str, str]:
     """Returns only what the URL has, because a server without a password refuses a log-in."""
     user, _, password = parts.authority.rpartition("@")[0].partition(":")
-    if "password_file" not in parts.options:
-        login = {"username": unquote(user), "password": unquote(password)}
-    elif password:
+    if password and "password_file" in parts.options:
         raise parts.error("the password is written before the host or in password_file, not both")
-    else:
-        login = {"username": unquote(user), "password": _password_of(parts)}
+    login = {"username": unquote(user), "password": unquote(password)}
     return {name: value for name, value in login.items() if value}
 
 
-def _password_of(parts: StoreUrl) -> str:
-    path = parts.options["password_file"]
-    try:
-        password = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):  # their texts can quote the file
-        raise parts.error(f"password_file is {path!r}, which cannot be read") from None
-    if not password:
-        raise parts.error(f"password_file is {path!r}, which is empty")
-    return password
+def _sentinel_login(parts: StoreUrl) -> dict[str, str]:
+    if {"sentinel_password", "sentinel_password_file"} <= parts.options.keys():
+        raise parts.error("write sentinel_password or sentinel_password_file, not both")
+    return _given(parts, _SENTINEL_LOGIN)
 
 
 def _service_and_database(parts: StoreUrl, topology: str) -> tuple[str, int]:
@@ -156,9 +162,6 @@ def _service_and_database(parts: StoreUrl, topology: str) -> tuple[str, int]:
 def _tls_files(parts: StoreUrl) -> dict[str, str]:
     if ("cert_file" in parts.options) != ("key_file" in parts.options):
         raise parts.error("cert_file and key_file go together")
-    for name in _TLS_FILES.keys() & parts.options.keys():
-        if not Path(parts.options[name]).is_file():
-            raise parts.error(f"{name} is {parts.options[name]!r}, which is no file")
     return _given(parts, _TLS_FILES)
 
 

@@ -1,0 +1,44 @@
+"""`StoreDiagnosis`: what `baton doctor` asks of a store beside the calls that workers make."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from kvstore.block_key import KEY_BYTES
+
+__all__ = ["StoreDiagnosis"]
+
+
+class StoreDiagnosis:
+    """Answers for a store of one server that can be written to without harm.
+
+    Stores for which that is not true override it.
+    """
+
+    def new_keys(self) -> Mapping[str, bytes]:
+        """Returns unused keys that together reach every server of the store, by its name.
+
+        Raises:
+            StoreUnavailableError: the store does not know its servers.
+        """
+        return {"": secrets.token_bytes(KEY_BYTES)}
+
+    def has_room(self, key: bytes, num_bytes: int) -> bool:
+        """Whether a key's server can take that much without evicting anything.
+
+        Raises:
+            StoreUnavailableError: the server does not answer.
+        """
+        return True
+
+    def rehearse_put(self, key: bytes, num_bytes: int) -> None:
+        """Sends a server what a put of an object sends, so that it stores nothing.
+
+        Called where `has_room` is false.
+
+        Raises:
+            StoreUnavailableError: the server refuses it.
+        """
+
+    def remarks(self) -> Sequence[str]:
+        """Returns what the servers refused of calls that succeeded nevertheless."""
+        return ()
