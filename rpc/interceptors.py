@@ -31,11 +31,13 @@ import grpc
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
+from baton.reasons import Reason
 from baton.traceparent import TraceContext, parse_traceparent
-from rpc.errors import status_of_number, to_status, to_trailers
+from rpc.errors import abort_with, status_of_number
 from rpc.logs import CURRENT_CALL, CallInfo, log_fields
 
 __all__ = ["Authorize", "CallInterceptor", "CountCall", "name_call", "request_id_of"]
@@ -58,6 +60,7 @@ _LONGEST_LOGGED_ID = 128
 _MOST_OPEN_CALLS = 1000
 """Calls at the same time of services that are open to all."""
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
+_RETRY_AFTER_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
@@ -145,7 +148,9 @@ class _Places:
     def __enter__(self) -> None:
         if self._num_taken == self._most:
             raise ResourceExhaustedError(
-                f"this server answers {self._most} calls at the same time; try again later"
+                f"this server answers {self._most} calls at the same time; try again later",
+                _RETRY_AFTER_S,
+                reason=Reason.CALLS_FULL,
             )
         self._num_taken += 1
 
@@ -230,9 +235,12 @@ async def _first(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             request = await anext(requests, None)
     except TimeoutError:
-        raise DeadlineExceededError(f"the call's request did not come in {timeout_s:g} s") from None
+        raise DeadlineExceededError(
+            f"the call's request did not come in {timeout_s:g} s",
+            reason=Reason.REQUEST_NOT_RECEIVED,
+        ) from None
     if request is None:
-        raise InvalidArgumentError("the call has no request")
+        raise InvalidArgumentError("the call has no request", reason=Reason.MALFORMED_MESSAGE)
     return request
 
 
@@ -265,7 +273,8 @@ def _strict(deserialize: Deserialize | None) -> Deserialize:
             return deserialize(data)
         except Exception as error:  # protobuf's parsers raise types of their own
             raise InvalidArgumentError(
-                "the request is not a valid message: torn bytes, or a string that is not UTF-8"
+                "the request is not a valid message: torn bytes, or a string that is not UTF-8",
+                reason=Reason.MALFORMED_MESSAGE,
             ) from error
 
     return deserialize_strictly
@@ -333,13 +342,11 @@ async def _guard(
     except grpc.aio.AbortError:
         raise  # the method has set a status itself
     except BatonError as error:
-        await call.context.abort(*to_status(error), trailing_metadata=to_trailers(error))
+        await abort_with(call.context, error)
     except Exception:
         request_id = ascii(call.info.request_id)
         _LOGGER.exception("failed method=%s request_id=%s", call.method, request_id)
-        await call.context.abort(
-            grpc.StatusCode.INTERNAL, f"internal error; request_id={request_id}"
-        )
+        await abort_with(call.context, InternalError(f"internal error; request_id={request_id}"))
     finally:
         call.log()
         if count_call is not None:

@@ -25,14 +25,15 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
+from baton.reasons import Reason
 from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import Authorize, CallInterceptor, CountCall
 from rpc.logs import start_logging
+from rpc.reflection import add_reflection
 from rpc.server_config import ServerConfig, join_host_port
 from rpc.stop_signals import stop_signals_in_use
 
@@ -108,7 +109,7 @@ class _HandlerTable(grpc.GenericRpcHandler):
 
 
 async def _refuse(requests: Any, context: Any) -> None:
-    raise UnavailableError("the server is starting")
+    raise UnavailableError("the server is starting", reason=Reason.SERVER_STARTING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +176,7 @@ class RpcServer:
         )
         self._server.add_generic_rpc_handlers((self._handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(reflected, self._server)
+        add_reflection(self._server, (*service_names, HEALTH_SERVICE_NAME))
 
     @property
     def address(self) -> str:
