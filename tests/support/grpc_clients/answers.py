@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -75,7 +75,13 @@ class Candidate:
     finish_reason: int
     matched_stop: bytes
     top_token_ids: tuple[tuple[int, ...], ...]
-    logprobs: Any  # equals those near it
+    logprobs: Any
+
+    def nearly(self) -> "Candidate":
+        """The same; equals candidates whose log-probabilities differ in the last bits, which depend
+        on the batch.
+        """
+        return replace(self, logprobs=pytest.approx(self.logprobs, abs=1e-3))
 
 
 def candidates_of(messages: Sequence[Any]) -> dict[tuple[int, int], Candidate]:
@@ -100,6 +106,5 @@ def _joined(pieces: Iterable[Any]) -> Candidate:
         pieces[-1].finish_reason,
         pieces[-1].matched_stop.SerializeToString(),
         tuple(tuple(entry.top_token_ids) for entry in logprobs),
-        # The last bits depend on the batch.
-        pytest.approx([entry.logprob for entry in logprobs], abs=1e-3),
+        [entry.logprob for entry in logprobs],
     )
