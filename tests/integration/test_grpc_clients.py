@@ -20,6 +20,7 @@ from baton.v1 import generation_pb2_grpc
 from tests.support.cluster import WORKER_CALL, Cluster, running_cluster
 from tests.support.grpc_clients.answers import CASES, Candidate, candidates_of, stop_request
 from tests.support.grpc_clients.builds import KINDS, PROTOS, go_variables
+from tests.support.grpc_clients.page import code_under
 from tests.support.grpc_clients.program import ClientProgram, require_client, running_client
 from tests.support.proxies import PROXIES, running_proxy
 
@@ -149,6 +150,15 @@ async def printed_by(*command: object, folder: Path, **variables: str) -> str:
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     return output.decode()
+
+
+async def test_a_client_without_protos(served: Fixture) -> None:
+    """The page's command takes all types from the router's reflection."""
+    _, built = require_client("connect-node")
+    command = code_under("## Try it without code", served.router)["sh"]
+    path = f"{built / 'node_modules/.bin'}:{os.environ['PATH']}"
+    printed = await printed_by("sh", "-ec", command, folder=served.folder, PATH=path)
+    assert '"finishReason": "FINISH_REASON_LENGTH"' in printed.replace('":"', '": "')
 
 
 async def test_the_example_in_node(served: Fixture, tmp_path: Path) -> None:
