@@ -20,6 +20,7 @@ from typing import Self
 
 from typing_extensions import override
 
+from baton.machine_limits import is_in_memory
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, batches
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
@@ -31,7 +32,7 @@ from kvstore.stores.files import (
     touch,
     write_all,
 )
-from kvstore.url import LIMIT_OPTIONS, StoreUrl, usable_folder
+from kvstore.url import LIMIT_OPTIONS, StoreUrl, bound_in_memory, usable_folder
 
 __all__ = ["FileStore", "ObjectFolder"]
 
@@ -67,7 +68,7 @@ class FileStore(SharedStore):
         syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):
             raise parts.error("write file:///absolute/path")
-        limits = parts.limits(_DEFAULT_MAX_BYTES)
+        limits = parts.limits(_default_bound(Path(parts.path)))
         with usable_folder(parts, Path(parts.path)) as path:
             # The folder itself may be a volume's root, which belongs to root.
             for inner in ("objects", "temporary"):
@@ -79,6 +80,22 @@ class FileStore(SharedStore):
                     )
             space = FolderSpace(path, limits)
         return cls(ObjectFolder(space, syncs=syncs), limits)
+
+    @classmethod
+    @override
+    def memory_bytes(cls, url: str) -> int:
+        """Counts objects in a file system that lies in memory, such as tmpfs; a limit of memory
+        does not count others, whose cached pages the kernel takes back.
+        """
+        parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
+        path = Path(parts.path)
+        if not is_in_memory(path):
+            return 0
+        return parts.num_bytes("max_bytes") or bound_in_memory(_DEFAULT_MAX_BYTES, path)
+
+
+def _default_bound(path: Path) -> int:
+    return bound_in_memory(_DEFAULT_MAX_BYTES) if is_in_memory(path) else _DEFAULT_MAX_BYTES
 
 
 @dataclass(frozen=True, slots=True)

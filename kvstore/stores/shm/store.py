@@ -13,7 +13,7 @@ from kvstore.stores.base import SharedStore
 from kvstore.stores.files import is_private
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
-from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
+from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, bound_in_memory, usable_folder
 
 __all__ = ["LEAST_FREE_BYTES", "ShmStore"]
 
@@ -48,7 +48,8 @@ class ShmStore(SharedStore):
     def from_url(cls, url: str) -> Self:
         """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
 
-        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB.
+        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB and a quarter
+        of the container's memory limit.
 
         Raises:
             ConfigurationError: the name or an option is wrong; the machine has no /dev/shm, or it
@@ -66,7 +67,7 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        limits = parts.limits(_DEFAULT_MAX_BYTES)
+        limits = parts.limits(bound_in_memory(_DEFAULT_MAX_BYTES))
         if limits.max_bytes is None and not folder.exists():
             _check_free_memory(parts)
         with usable_folder(parts, folder):
@@ -75,6 +76,12 @@ class ShmStore(SharedStore):
                     f"{folder} is not a private folder of this user; choose another name"
                 )
             return cls(Arena(folder, limits), limits)
+
+    @classmethod
+    @override
+    def memory_bytes(cls, url: str) -> int:
+        limits = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED).limits(_DEFAULT_MAX_BYTES)
+        return limits.max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES, _SHARED_MEMORY)
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
