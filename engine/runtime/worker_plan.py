@@ -14,6 +14,7 @@ from engine.runtime.memory_plan import MemoryPlan
 from kvstore.layout import KvLayout
 from kvstore.mover.staging import staging_bytes
 from kvstore.registry import memory_bytes
+from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 __all__ = ["plan_memory", "start_threads", "step_bytes"]
 
@@ -78,12 +79,18 @@ def plan_memory(
         "weights": private_weights or weights // of_worker.num_workers,
         "process": max(0, (private_bytes() or 0) - private_weights) + _GROWTH_BYTES,
         "step": step_bytes(config, loaded) + drafter_bytes if is_on_cpu else 0,
-        "transfers": staging_bytes(layout) if config.kv_connector else 0,
+        "transfers": _num_connectors(config) * staging_bytes(layout),
         "swapped KV": config.swap_space or 0,
         # A worker is charged for the objects that it touches first, which may be all.
         "KV store": memory_bytes(config.kv_connector or "") // share.num_workers,
     }
     return MemoryPlan(limit, share, parts)
+
+
+def _num_connectors(config: EngineConfig) -> int:
+    """Returns how many connectors there are, each of which has buffers."""
+    url = config.kv_connector or ""
+    return len(split_members(url)) if scheme_of(url) == MULTI_SCHEME else int(bool(url))
 
 
 def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -84,11 +84,13 @@ def test_what_flags_add_is_planned(limited, demo, flags, part, num_bytes):
     assert plan.parts[part] == num_bytes
 
 
-def test_staging_is_planned_with_a_connector_alone(limited, demo):
+def test_staging_is_planned_for_each_connector(limited, demo):
     limited(1000 * MIB)
-    with_connector = replace(CONFIG, kv_connector="grpc://")
-    assert plan_memory(CONFIG, demo, LAYOUT).parts["transfers"] == 0
-    assert plan_memory(with_connector, demo, LAYOUT).parts["transfers"] > 0
+    urls = None, "grpc://", "multi://grpc://,memory://,redis://host:6379/0"
+    configs = [replace(CONFIG, kv_connector=url) for url in urls]
+    sizes = [plan_memory(config, demo, LAYOUT).parts["transfers"] for config in configs]
+    assert sizes == [0, sizes[1], 3 * sizes[1]]
+    assert sizes[1] > 0
 
 
 def test_a_larger_step_needs_more(demo):
