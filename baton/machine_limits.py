@@ -18,6 +18,7 @@ __all__ = [
     "count_memory_kills",
     "cpu_quota",
     "is_in_memory",
+    "kept_memory_share",
     "private_bytes",
     "read_memory",
     "read_tasks",
@@ -129,6 +130,22 @@ def count_memory_kills(root: Path = Path("/")) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
+def kept_memory_share(root: Path = Path("/")) -> float | None:
+    """Returns the part of the control groups' memory limit that is in use and that the kernel
+    cannot take back, which leaves cached files out; None without a limit.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    total = _keyed_numbers(root / "proc/meminfo").get("MemTotal", math.inf) * _KIB
+    shares = [
+        (usage - _cached(stat_file, "active_file", "inactive_file")) / limit
+        for limit_file, usage_file, stat_file in _memory_files(root)
+        if (limit := _number(limit_file)) and (usage := _number(usage_file)) and limit < total
+    ]
+    return max(shares, default=None)
+
+
 def private_bytes(root: Path = Path("/")) -> int | None:
     """Returns the bytes of memory that this process has for itself alone: no files, and nothing
     that it shares. None if the system does not report it.
@@ -200,9 +217,13 @@ def _limit_and_room(limit_file: Path, usage_file: Path, stat_file: Path) -> tupl
     limit, usage = _number(limit_file), _number(usage_file)
     if limit is None or usage is None:
         return None
+    return limit, max(0, limit - usage + _cached(stat_file, "inactive_file"))
+
+
+def _cached(stat_file: Path, *kinds: str) -> int:
+    """Returns the bytes of cached files, which version 1 also counts with those of groups below."""
     statistics = _keyed_numbers(stat_file)
-    cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-    return limit, max(0, limit - usage + cached)
+    return sum(statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in kinds)
 
 
 def _keyed_numbers(path: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ from baton.machine_limits import (
     count_memory_kills,
     cpu_quota,
     is_in_memory,
+    kept_memory_share,
     private_bytes,
     read_memory,
     read_tasks,
@@ -136,6 +137,20 @@ def test_processes_killed_for_memory_are_counted_in_both_versions(machine):
     assert count_memory_kills(machine("0::/pod\n", events)) == 2
     control = {"sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\noom_kill 3\n"}
     assert count_memory_kills(machine("4:memory:/docker/abc\n0::/other\n", control)) == 3
+
+
+def test_cached_files_do_not_count_as_kept(machine):
+    assert kept_memory_share(machine("", {})) is None
+    group = "sys/fs/cgroup/pod"
+    root = machine(
+        "0::/pod\n",
+        {
+            f"{group}/memory.max": "1000\n",
+            f"{group}/memory.current": "900\n",
+            f"{group}/memory.stat": "anon 600\nactive_file 100\ninactive_file 200\n",
+        },
+    )
+    assert kept_memory_share(root) == 0.6
 
 
 def test_the_memory_of_a_process_itself_leaves_files_out(machine):
