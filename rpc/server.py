@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from baton.container_limits import describe_limits
 from baton.errors import ConfigurationError, UnavailableError
 from baton.reasons import Reason
 from baton.unknown_variables import unknown_variables
@@ -390,6 +391,7 @@ def run_process(
     for warning in unknown_variables():
         _LOGGER.warning("%s", warning)
     raise_descriptor_limit()
+    _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
     try:
         asyncio.run(_exit_if_interrupted(run()))
     except ConfigurationError as error:

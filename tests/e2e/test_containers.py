@@ -1,7 +1,6 @@
 """Real containers of `docker-compose.yml` under steady load, while they come, go and fail."""
 
 import asyncio
-import functools
 import itertools
 import shutil
 import statistics
@@ -19,15 +18,7 @@ from baton.demo import demo_model_path
 from baton.errors import BatonError, UnavailableError
 from baton.results import CompletionChunk
 from tests.support.checkpoints import prompt_of, reference_greedy
-from tests.support.containers import (
-    IMAGE,
-    RANK_1,
-    ROUTER_2,
-    ComposeProject,
-    NoContainersError,
-    container_engine,
-    run_program,
-)
+from tests.support.containers import IMAGE, RANK_1, ROUTER_2, ComposeProject, run_program
 
 REQUESTS_PER_S = 4.0
 NUM_TOKENS = 48
@@ -171,21 +162,6 @@ def jobs() -> Iterator[list[tuple[list[int], list[int]]]]:
     prompts = [prompt_of(24 + 23 * seed, seed=seed) for seed in range(10)]
     yield [(one, reference_greedy(demo_model_path(), one, NUM_TOKENS)) for one in prompts]
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def open_project(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., ComposeProject]]:
-    """Makes projects without containers, whose image is built."""
-    try:
-        with container_engine() as variables:
-            folder: Path = tmp_path_factory.mktemp("containers")
-            opened = functools.partial(ComposeProject, folder, variables)
-            opened().compose("build", "router", timeout_s=1500)  # all services have one image
-            yield opened
-    except NoContainersError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
@@ -64,6 +64,8 @@ class ComposeProject:
             a user that the image does not know.
         two_routers: whether there is a second router. The ports of both stay the same when their
             containers are replaced.
+        limits: by service, keys of compose and their values, as in "mem_limit: 512m".
+        kv_connector: URL of the workers' connector; empty for the default.
     """
 
     def __init__(
@@ -73,14 +75,17 @@ class ComposeProject:
         *,
         ranks: bool = False,
         two_routers: bool = False,
+        limits: Mapping[str, str] | None = None,
+        kv_connector: str = "",
     ) -> None:
-        kind = "-ranks" if ranks else "-routers" if two_routers else ""
+        kind = "-ranks" if ranks else "-routers" if two_routers else "-limits" if limits else ""
         self._name = f"baton-test-{os.getpid()}{kind}"
         self._environment = {
             **variables,
             "BATON_IMAGE": IMAGE,
             "BATON_PORT": "127.0.0.1:",  # a free port
             "BATON_GRPC_PORT": "127.0.0.1:",
+            "BATON_KV_CONNECTOR": kv_connector,
         }
         services = (*_SERVICES, *([RANK_1] if ranks else []))
         overrides = folder / f"{self._name}.yml"
@@ -90,7 +95,9 @@ class ComposeProject:
             self._environment |= dict(zip(_PORTS, ports, strict=True))
             changes = f"healthcheck: {{interval: {_HEALTH_INTERVAL}}}"
             services = (*_SERVICES, ROUTER_2)
-        changed = [f"  {service}: {{{changes}}}" for service in services]
+        changed = [
+            f"  {service}: {{{(limits or {}).get(service, changes)}}}" for service in services
+        ]
         overrides.write_text("\n".join(["services:", *changed]))
         self._images: list[str] = []
         self._routers = ("router", ROUTER_2) if two_routers else ("router",)
@@ -157,6 +164,10 @@ class ComposeProject:
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail=200")
+
+    def log(self, service: str) -> str:
+        """Returns what the containers of a service have written."""
+        return self.compose("logs", "--no-color", service)
 
     def kill(self, container: str) -> None:
         """Kills the container's process, so that the engine starts it again.
