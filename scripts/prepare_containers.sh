@@ -108,6 +108,7 @@ make_python_image() {
     debootstrap --variant=minbase --include=python3-dev,python3-venv,python3-pip,ca-certificates \
         "$suite" "$root" "$mirror" >"$STATE/debootstrap.log" 2>&1 \
         || cannot "debootstrap failed: $(tail -n 1 "$STATE/debootstrap.log")"
+    rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
     copy_sources "$mirror" "$root"
     [[ ! -f $CERTIFICATES ]] || cp -L "$CERTIFICATES" "$root$CERTIFICATES"
     write_pip_settings "$root" >"$root/etc/pip.conf"

@@ -13,26 +13,23 @@ set -euo pipefail
 readonly DRAIN_S=40 START_S=${START_TIMEOUT_S:-600}
 (($#)) || set -- docker-compose
 readonly COMPOSE=("$@")
+any=$("${COMPOSE[@]}" ps --quiet)
+any=${any%%$'\n'*}
+[[ -n $any ]] || { echo "no container runs: $*" >&2; exit 1; }
+PROJECT=$(docker inspect --format '{{index .Config.Labels "com.docker.compose.project"}}' "$any")
+readonly PROJECT
+
+# Prints the ids of a service's running containers; further arguments are filters.
+containers() {
+    docker ps --quiet --filter "label=com.docker.compose.project=$PROJECT" \
+        --filter "label=com.docker.compose.service=$1" "${@:2}"
+}
 
 up() { "${COMPOSE[@]}" up --detach --no-deps --no-build "$@"; }
 
-# The ids of a service's running containers.
-containers() {
-    local id
-    for id in $("${COMPOSE[@]}" ps --quiet "$1" 2>/dev/null); do
-        [[ $(docker inspect --format '{{.State.Running}}' "$id") != true ]] || echo "$id"
-    done
-}
-
-# Waits until so many containers of a service are healthy.
 wait_healthy() {
-    local service=$1 number=$2 deadline=$((SECONDS + START_S)) id healthy
-    while :; do
-        healthy=0
-        for id in $(containers "$service"); do
-            [[ $(docker inspect --format '{{.State.Health.Status}}' "$id") != healthy ]] || ((++healthy))
-        done
-        ((healthy < number)) || return 0
+    local service=$1 number=$2 deadline=$((SECONDS + START_S))
+    while (($(containers "$service" --filter health=healthy | wc -l) < number)); do
         if ((SECONDS > deadline)); then
             echo "a new container of $service is not healthy: ${COMPOSE[*]} logs $service" >&2
             exit 1
