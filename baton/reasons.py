@@ -10,6 +10,7 @@ class Reason(StrEnum):
     table in generation.proto. Their texts are stable: programs compare them.
     """
 
+    ANSWER_NOT_READ = "ANSWER_NOT_READ"
     ANSWER_TOO_LARGE = "ANSWER_TOO_LARGE"
     CALLS_FULL = "CALLS_FULL"
     CLIENT_CONCURRENCY = "CLIENT_CONCURRENCY"
@@ -31,5 +32,4 @@ class Reason(StrEnum):
     ROUTER_DEADLINE = "ROUTER_DEADLINE"
     ROUTER_FULL = "ROUTER_FULL"
     SERVER_STARTING = "SERVER_STARTING"
-    SERVER_STOPPING = "SERVER_STOPPING"
     UNKNOWN_FIELD = "UNKNOWN_FIELD"

@@ -7,7 +7,7 @@ A status' message is short: some proxies take 4 KiB of trailers, and the details
 """
 
 import math
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote_from_bytes
 
 import grpc
@@ -29,15 +29,15 @@ from baton.errors import (
 )
 from baton.short_texts import cut_bytes
 from baton.v1 import request_pb2
-from rpc.error_details import apply_trailers, trailers_of
+from rpc.error_details import Trailers, apply_trailers, trailers_of
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
-    "abort_with",
     "from_rpc_error",
     "from_worker_error",
     "status_of_number",
     "to_status",
+    "to_trailers",
     "to_worker_error",
 ]
 
@@ -80,10 +80,9 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode[error.code], message
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
-    """Ends a call with the status and the details of an error."""
-    status, message = to_status(error)
-    await context.abort(status, message, trailing_metadata=trailers_of(error, status, message))
+def to_trailers(error: BatonError) -> Trailers:
+    """The metadata that follows the status of `error`: its details, and when to try again."""
+    return trailers_of(error, *to_status(error))
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

@@ -67,10 +67,10 @@ class GenerationServiceStub(object):
     | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
     | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
     | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
-    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -79,7 +79,8 @@ class GenerationServiceStub(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -177,10 +178,10 @@ class GenerationServiceServicer(object):
     | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
     | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
     | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
-    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -189,7 +190,8 @@ class GenerationServiceServicer(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -330,10 +332,10 @@ class GenerationService(object):
     | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
     | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
     | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
-    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -342,7 +344,8 @@ class GenerationService(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
