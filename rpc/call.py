@@ -80,7 +80,8 @@ class Call:
         except TimeoutError:
             pass
         except grpc.aio.InternalError:
-            self.note_client_left()
+            if not self.context.is_unread:
+                self.note_client_left()
         raise asyncio.CancelledError
 
     def note_client_left(self) -> None:

@@ -6,8 +6,12 @@ from typing import Any
 import grpc
 
 from baton.errors import DeadlineExceededError
+from baton.reasons import Reason
 
 __all__ = ["CallContext", "Context"]
+
+_MAX_JOINED_BYTES = 1024
+"""Of a first message that is sent together with the metadata before it, which is faster."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -21,6 +25,9 @@ class CallContext:
     Args:
         context: of grpc.aio.
         send_timeout_s: the longest wait of a write; None for no limit.
+
+    Attributes:
+        is_unread: whether a write has waited for too long.
     """
 
     def __init__(self, context: Context, send_timeout_s: float | None) -> None:
@@ -30,7 +37,7 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[Any] | None = None
         self._writes_since = 0.0
-        self._is_unread = False
+        self.is_unread = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -45,23 +52,29 @@ class CallContext:
         self._writing, self._writes_since = asyncio.current_task(), self._loop.time()
         try:
             if self._timer is None and self._timeout_s is not None:
-                self._timer = self._loop.call_later(self._timeout_s, self._check, self._timeout_s)
-                # With the first message they would be sent anew before the status of a call whose
-                # first message nobody reads, which is an error.
-                await self._context.send_initial_metadata(())
+                await self._begin(message, self._timeout_s)
             await self._context.write(message)
         except grpc.aio.InternalError:
             # The call is over. grpc.aio cancels its task then, but perhaps not before this error.
             raise asyncio.CancelledError from None
         except asyncio.CancelledError:
-            if self._is_unread and self._writing is not None:
+            if self.is_unread and self._writing is not None:
                 self._writing.uncancel()
                 raise DeadlineExceededError(
-                    f"the client has read nothing for {self._timeout_s:g} s (--send-timeout-s)"
+                    f"the client has read nothing for {self._timeout_s:g} s (--send-timeout-s)",
+                    reason=Reason.ANSWER_NOT_READ,
                 ) from None
             raise
         finally:
             self._writing = None
+
+    async def _begin(self, message: Any, timeout_s: float) -> None:
+        """Called before the first message."""
+        self._timer = self._loop.call_later(timeout_s, self._check, timeout_s)
+        if message.ByteSize() > _MAX_JOINED_BYTES:
+            # If nobody read the message, its call could have no status: grpc.aio would send the
+            # metadata before the message once more.
+            await self._context.send_initial_metadata(())
 
     def close(self) -> None:
         """Called when the call has ended."""
@@ -76,5 +89,5 @@ class CallContext:
         if left_s > 0 or self._writing is None:
             self._timer = self._loop.call_later(left_s, self._check, timeout_s)
         else:
-            self._is_unread = True
+            self.is_unread = True
             self._writing.cancel()

@@ -19,7 +19,7 @@ from baton.errors import BatonError
 from baton.reasons import Reason
 from baton.short_texts import cut_bytes, short_name
 
-__all__ = ["DOMAIN", "apply_trailers", "trailers_of"]
+__all__ = ["DOMAIN", "Trailers", "apply_trailers", "trailers_of"]
 
 DOMAIN = "baton.v1"
 """`ErrorInfo.domain`: whose reasons they are."""

@@ -37,6 +37,7 @@ __all__ = [
     "from_worker_error",
     "status_of_number",
     "to_status",
+    "to_trailers",
     "to_worker_error",
 ]
 

@@ -70,6 +70,7 @@ class GenerationServiceStub(object):
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -78,8 +79,8 @@ class GenerationServiceStub(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -180,6 +181,7 @@ class GenerationServiceServicer(object):
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -188,8 +190,8 @@ class GenerationServiceServicer(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -333,6 +335,7 @@ class GenerationService(object):
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -341,8 +344,8 @@ class GenerationService(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and

@@ -68,6 +68,7 @@ class GenerationServiceStub:
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -76,8 +77,8 @@ class GenerationServiceStub:
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -168,6 +169,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -176,8 +178,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -264,6 +266,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
     | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
     | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | DEADLINE_EXCEEDED | ANSWER_NOT_READ | - | never | 504 | the client has read nothing for --send-timeout-s |
     | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
     | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
     | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
@@ -272,8 +275,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and at the end of the drain of a router
-    that stops, and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection and for a router that stops (another one
+    may serve), and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and

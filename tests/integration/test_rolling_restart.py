@@ -23,7 +23,7 @@ CALLS_PER_S = 5
 @asynccontextmanager
 async def running_routers(folder: Path, decode: FakeDecode) -> AsyncIterator[list[ServerProcess]]:
     model = write_byte_level_folder(folder / MODEL)
-    flags = ["--model", str(model), "--decode", decode.address]
+    flags = ["--model", str(model), "--decode", decode.address, "--drain-timeout-s", "1"]
     routers = [ServerProcess("router", folder, f"router{index}", flags) for index in range(2)]
     try:
         await asyncio.gather(*(router.wait_serving() for router in routers))
@@ -33,33 +33,41 @@ async def running_routers(folder: Path, decode: FakeDecode) -> AsyncIterator[lis
             router.kill()
 
 
-async def call_often(targets: Sequence[str], has_ended: asyncio.Event) -> list[str]:
-    """Makes calls until the event; returns the errors. Without any options the channel stays on
-    the first router that takes the connection.
-    """
-    errors: list[str] = []
-    async with grpc.aio.insecure_channel(f"ipv4:{','.join(targets)}") as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+def channel_to(targets: Sequence[str]) -> grpc.aio.Channel:
+    """A channel without any options, which stays on the first router that takes the connection."""
+    return grpc.aio.insecure_channel(f"ipv4:{','.join(targets)}")
 
-        async def call(number: int) -> None:
-            message = request("hello", max_tokens=len(script_of(TEXT)))
-            try:
-                if number % 2:
-                    responses = [r async for r in stub.GenerateStream(message, timeout=20)]
-                    assert text_of(responses) == TEXT
-                else:
-                    response = await stub.Generate(message, timeout=20)
-                    assert response.completions[0].text == TEXT
-            except grpc.aio.AioRpcError as error:
-                errors.append(f"{number}: {error.code().name} {error.details()}")
 
-        async with asyncio.TaskGroup() as calls:
-            number = 0
-            while not has_ended.is_set():
-                number += 1
-                calls.create_task(call(number))
-                await asyncio.sleep(1 / CALLS_PER_S)
-    return errors
+async def text_of_call(channel: grpc.aio.Channel, *, streams: bool) -> str:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    message = request("hello", max_tokens=len(script_of(TEXT)))
+    if streams:
+        return text_of([response async for response in stub.GenerateStream(message, timeout=30)])
+    return (await stub.Generate(message, timeout=30)).completions[0].text
+
+
+async def call_often(targets: Sequence[str], has_ended: asyncio.Event) -> int:
+    """Makes calls until the event; returns how many. None of them may fail."""
+    number = 0
+    async with channel_to(targets) as channel, asyncio.TaskGroup() as calls:
+
+        async def call(streams: bool) -> None:
+            assert await text_of_call(channel, streams=streams) == TEXT
+
+        while not has_ended.is_set():
+            number += 1
+            calls.create_task(call(streams=number % 2 == 0))
+            await asyncio.sleep(1 / CALLS_PER_S)
+    return number
+
+
+async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
+    """The text of a call that fails as UNAVAILABLE once."""
+    async with channel_to(targets) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await text_of_call(channel, streams=streams)
+        assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+        return await text_of_call(channel, streams=streams)
 
 
 async def test_no_call_fails_while_two_routers_restart(tmp_path):
@@ -76,4 +84,18 @@ async def test_no_call_fails_while_two_routers_restart(tmp_path):
             await router.restart()
         await asyncio.sleep(1)
         has_ended.set()
-        assert await asyncio.gather(*clients) == [[]] * len(clients)
+        assert min(await asyncio.gather(*clients)) > CALLS_PER_S
+        # Calls that last longer than the drain are cut, and succeed with one retry.
+        decode.pause_after = 2
+        long_calls = [
+            asyncio.create_task(call_with_a_retry(targets, streams=streams))
+            for streams in (False, True)
+        ]
+        await decode.changes.until(lambda: len(decode.running) == len(long_calls))
+        assert await asyncio.to_thread(routers[0].stop) == 0
+        decode.resume()
+        assert await asyncio.gather(*long_calls) == [TEXT] * len(long_calls)
+        log = routers[0].log()
+        assert "the drain ends with 2 calls under way" in log
+        assert log.count("code=UNAVAILABLE") == 2
+        assert "Traceback" not in log

@@ -4,17 +4,21 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
-from baton.errors import UnavailableError
+from baton.errors import BatonError, UnavailableError
 from baton.v1 import common_pb2, generation_pb2
 from router import servicer
 from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
+from rpc.call_context import CallContext
 from rpc.channels import open_channel
+from rpc.errors import to_status, to_trailers
 from rpc.interceptors import CallInterceptor
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
@@ -268,6 +272,21 @@ async def silent_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(defaults, "first_message_timeout_s", 0.05)
     async with router_of() as router:
         return await failed_call(router.channel.stream_unary(GENERATE)(never(), timeout=20)), None
+
+
+@refusal("DEADLINE_EXCEEDED", "ANSWER_NOT_READ")
+async def idle_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Python's library reads ahead, so its part is played by a write that does not end."""
+    context = SimpleNamespace(send_initial_metadata=AsyncMock(), write=forever)
+    with pytest.raises(BatonError) as caught:
+        await CallContext(context, 0.05).write(b"")  # type: ignore[arg-type]
+    status, message = to_status(caught.value)
+    trailers = grpc.aio.Metadata(*to_trailers(caught.value))
+    return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailers, message), None
+
+
+async def forever(message: bytes) -> None:
+    await asyncio.Event().wait()
 
 
 @refusal("ABORTED", "REPLICAS_LOST")
