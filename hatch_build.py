@@ -1,4 +1,6 @@
-"""The part of the build that hatchling cannot know: compiles the CPU kernels.
+"""The part of the build that hatchling cannot know: compiles the CPU kernels, and puts the protos
+beside the stubs that are generated from them, where compilers for other languages find them by
+`-I SITE_PACKAGES baton/v1/generation.proto`.
 
 Runs at `pip install .`, `pip install -e .` and `pip wheel .`. The libraries go into
 the wheel; an editable install finds them in the source tree. Without a compiler the
@@ -42,6 +44,9 @@ class NativeKernelsHook(BuildHookInterface):
         records = [variants.record_path(variant.name) for variant in wanted]
         for path in (*built, *records):
             build_data["force_include"][str(path)] = path.relative_to(root).as_posix()
+        protos = root / "protos"
+        for path in protos.rglob("*.proto"):
+            build_data["force_include"][str(path)] = path.relative_to(protos).as_posix()
         if built:
             build_data["pure_python"] = False
             build_data["infer_tag"] = True

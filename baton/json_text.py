@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
+from baton.short_texts import short_repr
 
 __all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "check_text", "compact_json", "utf8_of"]
 
@@ -106,6 +107,8 @@ def _children(field: str, value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise InvalidArgumentError(f"{field} has the key {key!r}; keys must be texts")
+                raise InvalidArgumentError(
+                    f"{field} has the key {short_repr(key)}; keys must be texts"
+                )
         return value.values()
     return value if isinstance(value, list | tuple) else ()

@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, NotRequired, TypedDict
 
 from baton.errors import InvalidArgumentError
+from baton.short_texts import short_repr
 
 __all__ = [
     "ParsedPrompt",
@@ -95,7 +96,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key, value in prompt.items():
         if key not in _KEYS and value:
             raise InvalidArgumentError(
-                f"a prompt has the key {key!r}; known are {', '.join(_KEYS)}"
+                f"a prompt has the key {short_repr(key)}; known are {', '.join(_KEYS)}"
             )
     for key in ("prompt", "cache_salt"):
         if not isinstance(prompt.get(key), str | NoneType):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.errors import DeadlineExceededError
+from baton.reasons import Reason
 from baton.sampling_params import SamplingParams
 
 __all__ = [
@@ -172,7 +173,9 @@ class RequestSpec:
         assert self.deadline is not None, "a request between tiers has a deadline"
         remaining_s = self.deadline - time.monotonic()
         if remaining_s <= 0:
-            raise DeadlineExceededError(f"request {self.client_id} exceeded its deadline")
+            raise DeadlineExceededError(
+                f"request {self.client_id} exceeded its deadline", reason=Reason.REQUEST_DEADLINE
+            )
         return remaining_s
 
 

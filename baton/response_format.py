@@ -5,7 +5,6 @@ Errors name the part that is malformed, such as `tools[0].function.name`.
 """
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
 from baton.schema_parts import SchemaPart, change_references, rebase
+from baton.short_texts import short_name, short_repr
 
 __all__ = ["ToolSchema", "fields_of_response_format", "fields_of_tools", "read_tools"]
 
@@ -41,7 +41,7 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
         case "structural_tag":
             return {"structural_tag": compact_json("response_format", given)}
     limit = "one of text, json_object, json_schema, structural_tag"
-    raise _wrong_value("response_format.type", kind, limit)
+    raise InvalidArgumentError.for_field("response_format.type", kind, limit)
 
 
 def fields_of_tools(
@@ -73,7 +73,7 @@ def fields_of_tools(
         return _form_of_calls(list(functions.values()), parallel_tool_calls)
     if name not in functions:
         limit = f"the name of one of tools: {', '.join(functions)}"
-        raise _wrong_value("tool_choice.function.name", name, limit)
+        raise InvalidArgumentError.for_field("tool_choice.function.name", name, limit)
     return _form_of_call(functions[name].schema, [functions[name].part("")])
 
 
@@ -121,7 +121,8 @@ def read_tools(tools: Any, schema_fields: Sequence[str] = ()) -> dict[str, ToolS
         function = _function_of(f"tools[{i}]", tool, schema_field)
         if function.name in functions:
             raise InvalidArgumentError(
-                f"tools[{i}].function.name is {function.name!r}, the name of an earlier tool"
+                f"tools[{i}].function.name is {short_repr(function.name)}, the name of an "
+                "earlier tool"
             )
         functions[function.name] = function
     return functions
@@ -171,7 +172,7 @@ def _chosen_name(tool_choice: Any) -> str:
     """Returns the name of the function that must be called."""
     if not isinstance(tool_choice, Mapping):
         limit = "none, auto, required, or an object that names a function"
-        raise _wrong_value("tool_choice", tool_choice, limit)
+        raise InvalidArgumentError.for_field("tool_choice", tool_choice, limit)
     _check_names("tool_choice", tool_choice, ("type", "function"))
     _check_is_function("tool_choice", tool_choice)
     function = _object("tool_choice.function", tool_choice.get("function"))
@@ -212,13 +213,13 @@ def _local(identity: str, reference: str) -> str:
 def _name_of(field: str, function: Mapping[str, Any]) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise _wrong_value(f"{field}.name", name, "a text that is not empty")
+        raise InvalidArgumentError.for_field(f"{field}.name", name, "a text that is not empty")
     return name
 
 
 def _check_is_function(field: str, value: Mapping[str, Any]) -> None:
     if value.get("type") != "function":
-        raise _wrong_value(f"{field}.type", value.get("type"), "'function'")
+        raise InvalidArgumentError.for_field(f"{field}.type", value.get("type"), "'function'")
 
 
 def _object(field: str, value: Any) -> Mapping[str, Any]:
@@ -230,15 +231,12 @@ def _object(field: str, value: Any) -> Mapping[str, Any]:
 def _check_names(field: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in value:
         if name not in known:
-            raise InvalidArgumentError(f"{field}.{name} is unknown; it has {', '.join(known)}")
+            raise InvalidArgumentError(
+                f"{field}.{short_name(name)} is unknown; it has {', '.join(known)}"
+            )
 
 
 def _check_kind(field: str, value: Any, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
         what = "a text" if kind is str else "true or false"
-        raise _wrong_value(field, value, what)
-
-
-def _wrong_value(field: str, value: Any, limit: str) -> InvalidArgumentError:
-    """The standard wording, with a value of any size or depth cut short."""
-    return InvalidArgumentError(f"{field} is {reprlib.repr(value)}; it must be {limit}")
+        raise InvalidArgumentError.for_field(field, value, what)

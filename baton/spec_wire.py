@@ -9,17 +9,16 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 import asyncio
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.errors import InvalidArgumentError
+from baton.known_fields import check_known, check_value
 from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
 from baton.sampling_params import SamplingParams, over_defaults
 from baton.schema_parts import SchemaPart
@@ -28,7 +27,6 @@ from baton.v1 import common_pb2, request_pb2
 
 __all__ = [
     "params_from_proto",
-    "reasoning_start_of",
     "receive_spec",
     "sampling_to_proto",
     "spec_from_proto",
@@ -197,11 +195,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         InvalidArgumentError: a field is missing or out of range; names the field, its
             value and the limit.
     """
-    unknown = ", ".join(_unknown_fields(message, "spec"))
-    if unknown:
-        raise FailedPreconditionError(
-            f"this worker does not know {unknown}; the router is newer: update the worker"
-        )
+    check_known(message, "worker", "router", "spec")
     if not message.request_id:
         raise InvalidArgumentError.for_field("request_id", "", "not empty")
     if message.timeout_ms < 1:
@@ -236,20 +230,6 @@ async def receive_spec(message: request_pb2.RequestSpec) -> RequestSpec:
     return await asyncio.to_thread(read)
 
 
-def _unknown_fields(message: Message, name: str) -> Iterator[str]:
-    """The fields of a message, and of the messages in it, that this build does not know.
-
-    The wire carries their numbers alone, so a field is named by its message's name and its
-    number.
-    """
-    unknown = UnknownFieldSet(message)
-    for index in range(len(unknown)):
-        yield f"field {unknown[index].field_number} of {name}"
-    for field, value in message.ListFields():
-        if isinstance(value, Message):
-            yield from _unknown_fields(value, f"{name}.{field.name}")
-
-
 def _reasoning_to_proto(marks: ReasoningMarks | None) -> request_pb2.ReasoningMarks | None:
     if marks is None:
         return None
@@ -269,20 +249,8 @@ def _reasoning_from_proto(message: request_pb2.RequestSpec) -> ReasoningMarks | 
     return ReasoningMarks(
         tuple(marks.start_token_ids),
         tuple(marks.end_token_ids),
-        reasoning_start_of("reasoning.start", marks.start),
+        ReasoningStart(marks.start),
     )
-
-
-def reasoning_start_of(field: str, value: int) -> ReasoningStart:
-    """Returns where a text begins.
-
-    Raises:
-        InvalidArgumentError: the number is unknown.
-    """
-    try:
-        return ReasoningStart(value)
-    except ValueError:
-        raise InvalidArgumentError.for_field(field, value, "a known value") from None
 
 
 def _beam_search(params: SamplingParams) -> common_pb2.BeamSearch | None:
@@ -297,9 +265,7 @@ def _beam_search(params: SamplingParams) -> common_pb2.BeamSearch | None:
 
 def _beam_search_fields(message: common_pb2.BeamSearch) -> dict[str, Any]:
     number = message.early_stopping
-    if number not in _EARLY_STOPPING_OF:
-        limit = f"one of {sorted(_EARLY_STOPPING_OF)}"
-        raise InvalidArgumentError.for_field("early_stopping", number, limit)
+    check_value("early_stopping", common_pb2.EarlyStopping.DESCRIPTOR, number)
     fields = {"beam_width": message.beam_width, "early_stopping": _EARLY_STOPPING_OF[number]}
     if message.HasField("length_penalty"):
         fields["length_penalty"] = message.length_penalty

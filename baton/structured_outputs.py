@@ -14,6 +14,7 @@ from baton.errors import InvalidArgumentError
 from baton.json_text import MAX_JSON_BYTES, check_text, compact_json
 from baton.response_format import fields_of_response_format, fields_of_tools
 from baton.schema_parts import MAX_PARTS, SchemaPart, value_at
+from baton.short_texts import short_name, short_repr
 
 __all__ = [
     "MAX_CHOICES",
@@ -95,7 +96,7 @@ class StructuredOutputs:
         for name in value:
             if name not in names:
                 raise InvalidArgumentError(
-                    f"structured_outputs has no field {name!r}; it has {', '.join(names)}"
+                    f"structured_outputs has no field {short_repr(name)}; it has {', '.join(names)}"
                 )
         return cls(**value)
 
@@ -149,7 +150,9 @@ class StructuredOutputs:
     @property
     def client_field(self) -> str:
         """The client's fields that state the form, for errors."""
-        names = list(dict.fromkeys(part.field for part in self.parts)) or [_name(self.form)]
+        names = list(dict.fromkeys(short_name(part.field) for part in self.parts)) or [
+            _name(self.form)
+        ]
         further = len(names) - _MAX_NAMED_FIELDS
         return ", ".join(names[:_MAX_NAMED_FIELDS]) + (
             f" and {further} more" if further > 0 else ""
@@ -167,7 +170,7 @@ class StructuredOutputs:
                 object.__setattr__(self, form, compact_json(_name(form), getattr(self, form)))
             case "json_object":
                 if self.json_object is not True:
-                    raise _error(form, f"is {self.json_object!r}; it must be true")
+                    raise _error(form, f"is {short_repr(self.json_object)}; it must be true")
             case "regex":
                 check_text(_name(form), self.regex, MAX_REGEX_BYTES)
             case "grammar":
@@ -200,12 +203,14 @@ class StructuredOutputs:
                 value_at(document, part.pointer)
             except LookupError:
                 limit = f"a JSON pointer into {self.form}"
-                raise _error("parts", f"has {part.pointer!r}; it must be {limit}") from None
+                raise _error(
+                    "parts", f"has {short_repr(part.pointer)}; it must be {limit}"
+                ) from None
         object.__setattr__(self, "parts", tuple(self.parts))
 
     def _check_whitespace(self) -> None:
         if not isinstance(self.disable_any_whitespace, bool):
-            problem = f"is {self.disable_any_whitespace!r}; it must be true or false"
+            problem = f"is {short_repr(self.disable_any_whitespace)}; it must be true or false"
             raise _error("disable_any_whitespace", problem)
         if self.whitespace_pattern is None:
             return

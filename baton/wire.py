@@ -311,7 +311,7 @@ def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
         vocab_size=response.vocab_size,
         eos_token_ids=tuple(response.eos_token_ids),
         block_size=response.block_size,
-        namespace=response.namespace,
+        namespace=response.kv_namespace,
     )
 
 

@@ -10,7 +10,12 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
-from baton.errors import BatonError, InternalError, InvalidArgumentError
+from baton.errors import (
+    AlreadyExistsError,
+    BatonError,
+    InternalError,
+    InvalidArgumentError,
+)
 from baton.sampling_params import MAX_LOGPROBS
 from baton.spec_wire import receive_spec
 from baton.traceparent import parse_traceparent
@@ -170,10 +175,7 @@ class RouterSession:
     def _end_duplicate(self, request_id: str) -> None:
         """Ends the running request too: the router could not distinguish their tokens."""
         self._cancel_request(request_id)
-        error = InvalidArgumentError.for_field(
-            "request_id", request_id, "unique among this stream's running requests"
-        )
-        self._refuse(request_id, error)
+        self._refuse(request_id, AlreadyExistsError.for_request_id(request_id))
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._live.pop(request_id, None)

@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.errors import (
+    AlreadyExistsError,
     InternalError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.reasons import Reason
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
@@ -45,6 +46,7 @@ __all__ = ["AsyncEngine"]
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
+_RETRY_AFTER_S = 1.0
 _WATCH_INTERVAL_S = 0.1
 _MIN_WAITING_EVENTS = 1024
 
@@ -124,8 +126,8 @@ class AsyncEngine:
                 `is_last`; it always comes, unless `abort` is called first.
 
         Raises:
-            InvalidArgumentError: the model cannot take a token id or the length, or a request
-                with this id is live.
+            AlreadyExistsError: a request with this id is live.
+            InvalidArgumentError: the model cannot take a token id or the length.
             FailedPreconditionError: the handoff is not for this engine.
             ResourceExhaustedError: the queue is full, or the request needs more blocks than the
                 pool has.
@@ -136,11 +138,12 @@ class AsyncEngine:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
         if request_id in self._handlers:
-            limit = "unique among running requests"
-            raise InvalidArgumentError.for_field("request_id", request_id, limit)
+            raise AlreadyExistsError.for_request_id(request_id)
         if len(self._handlers) >= self.config.max_requests:
             raise ResourceExhaustedError(
-                f"{self.config.max_requests} requests are queued here already"
+                f"{self.config.max_requests} requests are queued here already",
+                _RETRY_AFTER_S,
+                reason=Reason.REPLICAS_FULL,
             )
         self._core.check(request)
         self._handlers[request_id] = on_output

@@ -3,7 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from baton.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from baton.reasons import Reason
 from baton.request_spec import RequestSpec
 from engine.config import EngineConfig
 from engine.kv_cache.spec import spec_of
@@ -230,7 +235,8 @@ def _check_blocks(
     if needed > num_blocks:
         raise ResourceExhaustedError(
             f"the request needs {needed} KV blocks of {config.block_size} tokens for "
-            f"{_tokens_in_words(request, info)}; the pool has {num_blocks}"
+            f"{_tokens_in_words(request, info)}; the pool has {num_blocks}",
+            reason=Reason.NO_REPLICA_FITS,
         )
 
 

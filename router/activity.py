@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.errors import BatonError, InvalidArgumentError, NotFoundError
+from baton.errors import AlreadyExistsError, BatonError, InvalidArgumentError, NotFoundError
 from router.request_record import RequestRecord
 
 __all__ = ["Activity", "RecentTimes", "RequestError"]
@@ -19,7 +19,7 @@ _MAX_TIMES = 1000
 _WINDOW_S = 60.0
 _MAX_MESSAGE_CHARS = 256
 _MAX_ID_CHARS = 128
-_CLIENTS_MISTAKES = (InvalidArgumentError, NotFoundError)
+_CLIENTS_MISTAKES = (AlreadyExistsError, InvalidArgumentError, NotFoundError)
 """Errors whose messages may quote a request. Operators can do nothing about them."""
 
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import AlreadyExistsError, ResourceExhaustedError
+from baton.reasons import Reason
 
 __all__ = ["MAX_WAITING", "Admission", "Turns"]
 
@@ -41,7 +42,9 @@ class Turns:
         """
         if self._num_waiting >= self._max_waiting:
             raise ResourceExhaustedError(
-                f"{self._max_waiting} calls wait for {self._name}, the most this router takes"
+                f"{self._max_waiting} calls wait for {self._name}, the most this router takes",
+                _RETRY_AFTER_S,
+                reason=Reason.ROUTER_FULL,
             )
         self._num_waiting += 1
         try:
@@ -95,19 +98,18 @@ class Admission:
             client: the client's name; each has ids of its own.
 
         Raises:
-            InvalidArgumentError: a request with that id is running.
+            AlreadyExistsError: a request with that id is running.
             ResourceExhaustedError: `max_requests` are running.
         """
         key = (client, request_id)
         if key in self._running:
-            raise InvalidArgumentError.for_field(
-                "request_id", request_id, "unique among running requests"
-            )
+            raise AlreadyExistsError.for_request_id(request_id)
         if len(self._running) >= self.max_requests:
             raise ResourceExhaustedError(
                 f"{self.max_requests} requests are running, the most this router takes "
                 "(--max-concurrent-requests)",
                 _RETRY_AFTER_S,
+                reason=Reason.ROUTER_FULL,
             )
         self._running.add(key)
         try:

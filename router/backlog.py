@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton.errors import ResourceExhaustedError
+from baton.reasons import Reason
 
 __all__ = ["Backlog", "Place"]
 
@@ -157,6 +158,7 @@ class Backlog:
                 f"requests like this one take about {expected_s:.1f} s now, too long for its "
                 f"deadline in {left_s:.1f} s",
                 max(excess_s, _MIN_RETRY_AFTER_S),
+                reason=Reason.OVERLOADED,
             )
 
     def check_start(self, left_s: float, max_tokens: int | None = None) -> None:
@@ -176,6 +178,7 @@ class Backlog:
                 f"the request waited for a replica until {left_s:.1f} s before its deadline; "
                 f"it would take about {alone_s:.1f} s",
                 _MIN_RETRY_AFTER_S,
+                reason=Reason.OVERLOADED,
             )
 
     def _learn_from(self, place: Place) -> None:

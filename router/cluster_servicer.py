@@ -6,6 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from baton.errors import InvalidArgumentError, NotFoundError
+from baton.short_texts import short_repr
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from router.cluster_status import ClusterStatus
 from router.models import Models
@@ -47,7 +48,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             if (replica := model.fleet.find(request.replica)) is not None:
                 await model.fleet.change_role(replica, request.role)
                 return cluster_pb2.ChangeReplicaRoleResponse()
-        raise NotFoundError(f"no replica {request.replica[:128]!r} is connected")
+        raise NotFoundError(f"no replica {short_repr(request.replica)} is connected")
 
     @override
     async def GetTrace(
@@ -57,7 +58,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             record = self._log.find(request.request_id)
             if record is None:
                 raise NotFoundError(
-                    f"no record of request {request.request_id[:128]!r}: it runs still, never "
+                    f"no record of request {short_repr(request.request_id)}: it runs still, never "
                     "came, or was dropped for later ones"
                 )
             return cluster_pb2.GetTraceResponse(traces=[_trace_of(record)])

@@ -169,9 +169,14 @@ class _Candidate:
 
 
 class WholeGeneration:
-    """Joins the messages of a stream into one response."""
+    """Joins the messages of a stream into one response.
+
+    Attributes:
+        num_bytes: about how many bytes the response has so far; it has no fewer.
+    """
 
     def __init__(self) -> None:
+        self.num_bytes = 0
         self._completions: dict[int, generation_pb2.Completion] = {}
         self._texts: dict[int, list[str]] = {}
         self._first: _Response | None = None
@@ -187,6 +192,7 @@ class WholeGeneration:
         self._completions[message.index].token_ids.extend(message.token_ids)
         self._completions[message.index].logprobs.extend(message.logprobs)
         self._texts[message.index].append(message.text)
+        self.num_bytes += len(message.token_ids) + len(message.text)
         if message.finish_reason:
             self._add_end(self._completions[message.index], message)
         self._last = message

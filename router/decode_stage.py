@@ -18,12 +18,13 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.reasons import Reason
 from baton.request_spec import RequestSpec
 from baton.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2, request_pb2
 from router.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.decode_replica import DecodeReplica
-from router.fleet import NONE_READY, RETRY_AFTER_S, Fleet
+from router.fleet import RETRY_AFTER_S, Fleet, none_ready
 from router.held_handoff import HeldHandoff
 from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
@@ -243,6 +244,8 @@ class DecodeStage:
         )
         if replica is not None:
             return replica
+        if error.reason == Reason.NO_REPLICA_FITS:  # not a matter of load: no retry helps
+            raise FailedPreconditionError(error.message, reason=error.reason)
         if isinstance(error, FailedPreconditionError) or not may_wait:
             raise error
         if is_new:
@@ -251,6 +254,7 @@ class DecodeStage:
             f"the decode replica of request {request.spec.client_id} was lost or refused it, and "
             f"no other continued it within {self._resume_timeout_s:g} s (--resume-timeout-s)",
             RETRY_AFTER_S,
+            reason=Reason.NOT_RESUMED,
         ) from error
 
     async def _wait(
@@ -280,10 +284,14 @@ class DecodeStage:
         replicas = self._fleet.decode.candidates
         bound = waited(self._queue_timeout_s)
         if not replicas:
-            return UnavailableError(f"{NONE_READY}; {bound}", RETRY_AFTER_S)
+            return none_ready(f"; {bound}")
         if not any(_fits(replica.capacity, request.spec) for replica in replicas):
-            return UnavailableError(f"no decode replica can hold this request; {bound}")
-        return ResourceExhaustedError(f"all decode replicas are full; {bound}", RETRY_AFTER_S)
+            return FailedPreconditionError(
+                f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
+            )
+        return ResourceExhaustedError(
+            f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
+        )
 
 
 def _fits(capacity: Capacity, spec: RequestSpec) -> bool:

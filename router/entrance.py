@@ -4,9 +4,11 @@ import asyncio
 from collections import deque
 
 from baton.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.reasons import Reason
 
 __all__ = ["Entrance"]
 
+_RETRY_AFTER_S = 1.0
 _MAX_PER_ROUND = 4
 """Parsing, tokenizing and sending one request takes a few milliseconds."""
 
@@ -41,7 +43,9 @@ class Entrance:
             self._count()
             return
         if len(self._waiting) >= max_waiting:
-            raise ResourceExhaustedError(f"{max_waiting} requests wait to be read", 1.0)
+            raise ResourceExhaustedError(
+                f"{max_waiting} requests wait to be read", _RETRY_AFTER_S, reason=Reason.ROUTER_FULL
+            )
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         try:
@@ -49,7 +53,8 @@ class Entrance:
                 await place
         except TimeoutError:
             raise DeadlineExceededError(
-                f"the request could not be read within {timeout_s:.1f} s"
+                f"the request could not be read within {timeout_s:.1f} s",
+                reason=Reason.REQUEST_DEADLINE,
             ) from None
 
     def _count(self) -> None:

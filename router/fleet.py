@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.errors import FailedPreconditionError, UnavailableError
+from baton.reasons import Reason
 from baton.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config import ServedModelConfig
@@ -16,13 +17,24 @@ from router.served_model import RequestLimits, ServedModel, check_tokenizer
 from router.tier import Tier
 from router.waiting import Turn, WaitingRequests, waited
 
-__all__ = ["NONE_READY", "RETRY_AFTER_S", "Fleet"]
+__all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]
 
-NONE_READY = "no decode replica is ready"
+_NONE_READY = "no decode replica is ready"
 RETRY_AFTER_S = 5.0
 """When a client may try again that no replica could serve: workers start in about this time."""
 
 _CALL_TIMEOUT_S = 5.0
+
+
+def none_ready(how_long: str = "") -> UnavailableError:
+    """The error of a request for which there is no decode replica.
+
+    Args:
+        how_long: follows the text; how long the request waited for one.
+    """
+    return UnavailableError(
+        f"{_NONE_READY}{how_long}", RETRY_AFTER_S, reason=Reason.NO_REPLICA_READY
+    )
 
 
 class Fleet:
@@ -123,7 +135,7 @@ class Fleet:
         """
         served = self.served()
         if served is None:
-            raise UnavailableError(NONE_READY, RETRY_AFTER_S)
+            raise none_ready()
         return served
 
     async def wait_for_model(
@@ -142,7 +154,7 @@ class Fleet:
         turn = Turn(is_new=True, priority=priority, deadline=deadline)
         served = await self.waiting.wait(self.served, turn, timeout_s, lambda: "a model")
         if served is None:
-            raise UnavailableError(f"{NONE_READY}; {waited(timeout_s)}", RETRY_AFTER_S)
+            raise none_ready(f"; {waited(timeout_s)}")
         return served
 
     def served(self) -> tuple[ServedModel, RequestLimits] | None:
@@ -177,7 +189,7 @@ class Fleet:
         async with self._changing_role:  # two changes at a time could leave no decode replica
             others = [r for r in self.decode.candidates if r.replica_id != replica.replica_id]
             if role == PrefillReplica.tier and not others:
-                raise FailedPreconditionError(f"{NONE_READY} besides {replica.address}")
+                raise FailedPreconditionError(f"{_NONE_READY} besides {replica.address}")
             await replica.change_role(role, _CALL_TIMEOUT_S)
             for each in self._connected():
                 if each.replica_id == replica.replica_id:

@@ -15,9 +15,11 @@ from baton.errors import (
     ResourceExhaustedError,
 )
 from baton.model_files import open_model_files
+from baton.reasons import Reason
 from baton.request_spec import ReasoningStart
 from baton.sampling_params import SamplingParams
 from baton.security.cluster import ClusterSecurity
+from baton.short_texts import short_repr
 from baton.v1 import generation_pb2
 from router.admission import Admission
 from router.backlog import Backlog
@@ -42,8 +44,6 @@ from router.tokenizer import Tokenizer
 from router.validation import MAX_TOKENIZE_CHARS
 
 __all__ = ["Model", "Models", "RouterFiles"]
-
-_SHOWN_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,9 @@ class Model:
         """
         if self.chat_template is None:
             raise FailedPreconditionError(
-                f"model {self.name!r} has no chat template; the operator can set --chat-template"
+                f"model {self.name!r} has no chat template; the operator can set --chat-template",
+                reason=Reason.NOT_CONFIGURED,
+                field="chat",
             )
         async with self._admission.rendering.turn():
             return await asyncio.to_thread(self.chat_template.render, conversation)
@@ -314,6 +316,15 @@ class Model:
         longest_s = self._default_timeout_s
         return longest_s if timeout_s is None else min(timeout_s, longest_s)
 
+    def _deadline_error(self, timeout_s: float) -> DeadlineExceededError:
+        """The error of a request that did not end; names the flag if the time is the router's."""
+        is_clients = timeout_s < self._default_timeout_s
+        flag = "" if is_clients else " (--default-timeout-s)"
+        return DeadlineExceededError(
+            f"the request did not end within {timeout_s:.1f} s{flag}",
+            reason=Reason.REQUEST_DEADLINE if is_clients else Reason.ROUTER_DEADLINE,
+        )
+
     @asynccontextmanager
     async def _opened(
         self, message: generation_pb2.GenerateRequest, timeout_s: float, operation: str
@@ -327,9 +338,11 @@ class Model:
                 async with aclosing(opened) as responses:
                     yield responses
         except TimeoutError:
-            raise DeadlineExceededError(
-                f"the request did not end within {timeout_s:.1f} s"
-            ) from None
+            raise self._deadline_error(timeout_s) from None
+        except DeadlineExceededError as error:
+            if error.reason != Reason.REQUEST_DEADLINE:
+                raise
+            raise self._deadline_error(timeout_s) from None  # a worker may notice it first
 
     def _find_mark_texts(self) -> tuple[str | None, str | None]:
         """The marks that flags state, or those of the reasoning parser."""
@@ -376,8 +389,11 @@ class Models:
         model = self._by_name.get(name) if name else next(iter(usable), self._models[0])
         if model is None:
             names = ", ".join(repr(each) for one in usable for each in one.names)
-            shown = repr(name[:_SHOWN_CHARS])
-            raise NotFoundError(f"model {shown} does not exist; this router serves {names}")
+            raise NotFoundError(
+                f"model {short_repr(name)} does not exist; this router serves {names}",
+                reason=Reason.MODEL_NOT_FOUND,
+                field="model",
+            )
         tenant_of_call().check_model(model.names)
         return model
 

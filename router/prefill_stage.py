@@ -14,6 +14,7 @@ from contextlib import aclosing
 from functools import partial
 
 from baton.errors import InternalError, UnavailableError
+from baton.reasons import Reason
 from baton.v1 import request_pb2
 from router.decode_replica import DecodeReplica
 from router.fleet import RETRY_AFTER_S, Fleet
@@ -126,6 +127,7 @@ class PrefillStage:
         return UnavailableError(
             f"no prefill replica computes this prompt{tried}{bound} (--no-prefill-policy {policy})",
             RETRY_AFTER_S,
+            reason=Reason.NO_REPLICA_READY,
         )
 
     def _pick(self, prompt: Prompt, slow: PrefillReplica | None = None) -> PrefillReplica | None:

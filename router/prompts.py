@@ -76,6 +76,11 @@ class WholePrompts:
         self._request_id = request_id
         self._prompts = [WholeGeneration() for _ in range(num_prompts)]
 
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes the response has so far; it has no fewer."""
+        return sum(prompt.num_bytes for prompt in self._prompts)
+
     def add(self, message: _Response) -> None:
         """Adds the next message."""
         self._prompts[message.prompt_index].add(message)

@@ -4,6 +4,7 @@ The router and `LLM` use it.
 """
 
 from baton.errors import ConfigurationError, FailedPreconditionError
+from baton.reasons import Reason
 from baton.request_spec import ReasoningMarks
 from baton.sampling_params import SamplingParams
 from router.tokenizer import Tokenizer
@@ -53,13 +54,15 @@ def marks_for(
         if budget is not None:
             raise FailedPreconditionError(
                 f"thinking_token_budget is {budget}, but no marks of a reasoning part are "
-                f"configured; the operator must set {_FLAGS}"
+                f"configured; the operator must set {_FLAGS}",
+                reason=Reason.NOT_CONFIGURED,
             )
         return None
     largest = max(*marks.start_token_ids, *marks.end_token_ids)
     if largest >= vocab_size:
         raise FailedPreconditionError(
-            f"{_FLAGS} have the token {largest}, which the model, with {vocab_size} tokens, lacks"
+            f"{_FLAGS} have the token {largest}, which the model, with {vocab_size} tokens, lacks",
+            reason=Reason.NOT_CONFIGURED,
         )
     return marks
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from baton.request_spec import ReasoningMarks, RequestSpec, unique_request_id
+from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
-from baton.spec_wire import reasoning_start_of
 from baton.v1 import generation_pb2
 from kvstore.block_key import BlockKeyChain
 from router.reasoning import marks_for
@@ -148,7 +147,7 @@ def _reasoning(
     reasoning = marks_for(params, marks, limits.vocab_size)
     if reasoning is None:
         return None
-    return replace(reasoning, start=reasoning_start_of("reasoning_start", message.reasoning_start))
+    return replace(reasoning, start=ReasoningStart(message.reasoning_start))
 
 
 def _checked(

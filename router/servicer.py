@@ -7,7 +7,9 @@ from typing import Any
 import grpc
 from typing_extensions import override
 
-from baton.errors import DeadlineExceededError
+from baton.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.known_fields import check_known
+from baton.reasons import Reason
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.completion import WholeGeneration
 from router.models import Models
@@ -18,6 +20,7 @@ from router.validation import (
     check_length,
     check_token_ids,
 )
+from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.interceptors import name_call
 
 __all__ = ["GenerationServicer"]
@@ -43,7 +46,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 whole = WholePrompts(request.request_id, len(request.prompts.prompts))
             async for response in responses:
                 whole.add(response)
-        return whole.response()
+                _check_answer_size(whole.num_bytes)
+        answer = whole.response()
+        _check_answer_size(answer.ByteSize())
+        return answer
 
     @override
     async def GenerateStream(  # type: ignore[override]  # the stubs expect a generator
@@ -60,6 +66,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: Any
     ) -> generation_pb2.GetModelResponse:
+        check_known(request, "router", "client")
         model, limits = self._models.find(request.model).fleet.require_model()
         return generation_pb2.GetModelResponse(
             model=model.model,
@@ -67,13 +74,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             block_size=model.block_size,
-            namespace=model.namespace.hex(),
+            kv_namespace=model.namespace.hex(),
         )
 
     @override
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: Any
     ) -> generation_pb2.TokenizeResponse:
+        check_known(request, "router", "client")
         model = self._models.find(request.model)
         check_length("text", request.text, MAX_TOKENIZE_CHARS)
         add_special_tokens = request.add_special_tokens or not request.HasField(
@@ -86,6 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: Any
     ) -> generation_pb2.DetokenizeResponse:
+        check_known(request, "router", "client")
         model = self._models.find(request.model)
         check_length("token_ids", request.token_ids, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
         check_token_ids("token_ids", request.token_ids, model.vocab_size)
@@ -98,11 +107,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
         """Opens the messages of a request within the call's deadline."""
+        check_known(request, "router", "client")
         model = self._models.find(request.model)
         await model.enter(_timeout_s(context))
         async with model.responses(request, _timeout_s(context)) as responses:
             name_call(request.request_id)
             yield responses
+
+
+def _check_answer_size(num_bytes: int) -> None:
+    """Refuses an answer that one message cannot hold.
+
+    Raises:
+        ResourceExhaustedError: names the limit, and what to do.
+    """
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise ResourceExhaustedError(
+            f"the answer has more than {MAX_MESSAGE_BYTES} bytes, the most of Generate; use "
+            "GenerateStream, or lower max_tokens, n, logprobs or the number of prompts",
+            reason=Reason.ANSWER_TOO_LARGE,
+        )
 
 
 def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
@@ -113,5 +137,7 @@ def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
     """
     remaining_s = context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceededError("the call's deadline has passed")
+        raise DeadlineExceededError(
+            "the call's deadline has passed", reason=Reason.REQUEST_DEADLINE
+        )
     return remaining_s

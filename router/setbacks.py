@@ -2,7 +2,13 @@
 
 import logging
 
-from baton.errors import AbortedError, BatonError, InternalError, ResourceExhaustedError
+from baton.errors import (
+    AbortedError,
+    BatonError,
+    InternalError,
+    ResourceExhaustedError,
+)
+from baton.reasons import Reason
 from baton.request_spec import RequestSpec
 from router.decode_connection import ReplicaLostError
 from router.decode_replica import DecodeReplica
@@ -66,5 +72,6 @@ class Setbacks:
         if self._num_losses >= _MAX_LOSSES:
             raise AbortedError(
                 f"{self._num_losses} decode replicas were lost while request "
-                f"{self._spec.client_id} ran"
+                f"{self._spec.client_id} ran",
+                reason=Reason.REPLICAS_LOST,
             )

@@ -95,7 +95,9 @@ def _prompt_of(
     """The prompt of a message; `path` is the place of the message, for errors."""
     which = message.WhichOneof("prompt")
     if which not in ("text", "token_ids"):
-        raise InvalidArgumentError(f"{path}prompt is unset; set one of text, token_ids")
+        forms = message.DESCRIPTOR.oneofs_by_name["prompt"].fields
+        names = ", ".join(form.name for form in forms)
+        raise InvalidArgumentError(f"{path}prompt is unset; set one of {names}")
     prompt = message.text if which == "text" else message.token_ids.ids
     if not prompt:
         raise InvalidArgumentError(f"{path}{which} is empty; the prompt must have at least 1 token")

@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
+from baton.errors import BatonError
 from baton.traceparent import TraceContext, parse_traceparent
 from rpc.call_context import CallContext
-from rpc.errors import status_of_number
+from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 
 __all__ = ["PRESENT_CALL", "QUIET_METHODS", "Call"]
@@ -35,7 +35,7 @@ _ROUNDED_SHARE = 0.02
 
 
 class Call:
-    """One call.
+    """One call, made in its task.
 
     Args:
         method: its full name.
@@ -53,15 +53,19 @@ class Call:
         self.context = context
         self.info = CallInfo(trace=_trace_of(context))
         self.status: grpc.StatusCode | None = None
+        self._task = asyncio.current_task()
+
+    def cancel(self) -> None:
+        """Ends the call's method."""
+        if self._task is not None:
+            self._task.cancel()
 
     @property
     def code(self) -> str:
         """The name of its status, once it has ended."""
         return (self.status or status_of_number(_number(self.context.code()))).name
 
-    async def abort(
-        self, code: grpc.StatusCode, details: str, trailers: Sequence[tuple[str, str]] = ()
-    ) -> NoReturn:
+    async def abort(self, error: BatonError) -> NoReturn:
         """Ends the call with an error.
 
         The client gets the status behind the messages that were sent before it. If it does not
@@ -71,10 +75,10 @@ class Call:
             AbortError: the status is sent.
             CancelledError: the client has left, or does not read.
         """
-        self.status = code
+        self.status = grpc.StatusCode[error.code]
         try:
             async with asyncio.timeout(_MAX_STATUS_WAIT_S):
-                await self.context.abort(code, details, trailing_metadata=tuple(trailers))
+                await abort_with(self.context, error)
         except TimeoutError:
             pass
         except grpc.aio.InternalError:

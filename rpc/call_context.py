@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from baton.errors import DeadlineExceededError
+from baton.reasons import Reason
 
 __all__ = ["CallContext", "Context"]
 
@@ -60,7 +61,8 @@ class CallContext:
             if self.is_unread and self._writing is not None:
                 self._writing.uncancel()
                 raise DeadlineExceededError(
-                    f"the client has read nothing for {self._timeout_s:g} s (--send-timeout-s)"
+                    f"the client has read nothing for {self._timeout_s:g} s (--send-timeout-s)",
+                    reason=Reason.ANSWER_NOT_READ,
                 ) from None
             raise
         finally:

@@ -12,6 +12,7 @@ import grpc
 __all__ = [
     "CHANNEL_OPTIONS",
     "MAX_MESSAGE_BYTES",
+    "MAX_METADATA_BYTES",
     "RETRIED_METHODS",
     "SERVER_OPTIONS",
     "open_blocking_channel",
@@ -20,6 +21,10 @@ __all__ = [
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Enough for a prompt of a million tokens and its block keys."""
+MAX_METADATA_BYTES = 64 * 1024
+"""The most bytes of a call's metadata, as of HTTP's headers; each entry counts 32 bytes more. gRPC
+refuses calls between a soft and a hard limit at random, so both are this one.
+"""
 
 _KEEPALIVE_TIME_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
@@ -34,6 +39,8 @@ _MAX_RECONNECT_BACKOFF_MS = 2_000
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),

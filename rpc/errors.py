@@ -2,15 +2,19 @@
 
 BatonError  <->  gRPC status           between any client and server
 BatonError  <->  baton.v1.WorkerError  of one request in a DecodeService.Connect stream
+
+A status' message is short: some proxies take 4 KiB of trailers, and the details repeat it.
 """
 
 import math
-from typing import cast
+from typing import Any, cast
+from urllib.parse import quote_from_bytes
 
 import grpc
 
 from baton.errors import (
     AbortedError,
+    AlreadyExistsError,
     BatonError,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -23,22 +27,27 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from baton.short_texts import cut_bytes
 from baton.v1 import request_pb2
+from rpc.error_details import apply_trailers, trailers_of
 
 __all__ = [
+    "MAX_MESSAGE_BYTES",
+    "abort_with",
     "from_rpc_error",
     "from_worker_error",
     "status_of_number",
     "to_status",
-    "to_trailers",
     "to_worker_error",
 ]
 
-_MOST_MESSAGE_BYTES = 6000
-"""gRPC takes 8 KiB of trailers, where a byte that is not ASCII takes three."""
-_RETRY_AFTER = "retry-after-ms"
+MAX_MESSAGE_BYTES = 1200
+"""The most bytes of a status' message on the wire, where a byte that is not printable ASCII takes
+three.
+"""
 _ERRORS: tuple[type[BatonError], ...] = (
     AbortedError,
+    AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
@@ -54,6 +63,8 @@ _ERROR_BY_STATUS = {grpc.StatusCode[error.code]: error for error in _ERRORS}
 _STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {
     status.value[0]: status for status in grpc.StatusCode
 }
+_PRINTABLE = bytes(set(range(0x20, 0x7F)) - {ord("%")})
+"""The bytes of a message that gRPC sends as they are; it writes the others as %XX."""
 
 
 def status_of_number(number: int) -> grpc.StatusCode:
@@ -62,42 +73,46 @@ def status_of_number(number: int) -> grpc.StatusCode:
 
 
 def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
-    """The status and the message that a caller receives for `error`.
-
-    The message is cut to what fits into the trailers of a call. A lone surrogate, which a client's
-    JSON may have, is written as a question mark.
-    """
-    text = error.message.encode(errors="replace")
-    most_bytes = _MOST_MESSAGE_BYTES if text.isascii() else _MOST_MESSAGE_BYTES // 3
-    return grpc.StatusCode[error.code], text[:most_bytes].decode(errors="ignore")
+    """The status and the message that a caller receives for `error`; a long message is cut."""
+    message = cut_bytes(error.message, MAX_MESSAGE_BYTES)
+    if len(quote_from_bytes(message.encode(), safe=_PRINTABLE)) > MAX_MESSAGE_BYTES:
+        message = cut_bytes(message, MAX_MESSAGE_BYTES // 3)
+    return grpc.StatusCode[error.code], message
 
 
-def to_trailers(error: BatonError) -> tuple[tuple[str, str], ...]:
-    """The metadata that follows the status of `error`."""
-    if error.retry_after_s is None:
-        return ()
-    return ((_RETRY_AFTER, str(math.ceil(error.retry_after_s * 1000))),)
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+    """Ends a call with the status and the details of an error."""
+    status, message = to_status(error)
+    await context.abort(status, message, trailing_metadata=trailers_of(error, status, message))
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The error that a failed call of grpc or grpc.aio stands for, with its message."""
     call = cast("grpc.Call", error)  # grpc raises objects that are both; its types do not say so
     known = _error_of(call.code(), call.details() or "")
-    for name, value in call.trailing_metadata() or ():
-        if name == _RETRY_AFTER and isinstance(value, str) and value.isdecimal():
-            known.retry_after_s = int(value) / 1000
+    apply_trailers(known, call.trailing_metadata() or ())
     return known
 
 
 def to_worker_error(error: BatonError) -> request_pb2.WorkerError:
     """The message for the failure of one request in a Connect stream."""
     status, message = to_status(error)
-    return request_pb2.WorkerError(code=status.value[0], message=message)
+    wire = request_pb2.WorkerError(
+        code=status.value[0], message=message, reason=error.reason, field=error.field or ""
+    )
+    if error.retry_after_s is not None:
+        wire.retry_after_ms = math.ceil(error.retry_after_s * 1000)
+    return wire
 
 
 def from_worker_error(error: request_pb2.WorkerError) -> BatonError:
     """The error that such a message stands for."""
-    return _error_of(status_of_number(error.code), error.message)
+    known = _error_of(status_of_number(error.code), error.message)
+    known.reason = error.reason or known.reason
+    known.field = error.field or known.field
+    if error.HasField("retry_after_ms"):
+        known.retry_after_s = error.retry_after_ms / 1000
+    return known
 
 
 def _error_of(status: grpc.StatusCode, message: str) -> BatonError:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from baton.errors import NotFoundError
+from baton.short_texts import short_repr
 
 __all__ = ["HEALTH_SERVICE_NAME", "HealthServicer"]
 
@@ -52,7 +53,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
     async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: N802 - gRPC's name
         """Returns the status; NOT_FOUND for a service that this server does not have."""
         if request.service not in self._service_names:
-            raise NotFoundError(f"service {request.service!r} is not served here")
+            raise NotFoundError(f"service {short_repr(request.service)} is not served here")
         return HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(  # noqa: N802 - gRPC's name

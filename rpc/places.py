@@ -1,6 +1,7 @@
 """`Places`: bounds the calls that are open at the same time, each kind of them apart."""
 
 from baton.errors import ResourceExhaustedError
+from baton.reasons import Reason
 
 __all__ = ["CallPlaces", "Places"]
 
@@ -33,6 +34,7 @@ class Places:
             raise ResourceExhaustedError(
                 f"this server answers {self._most} {self._name} at the same time; try again later",
                 _RETRY_AFTER_S,
+                reason=Reason.CALLS_FULL,
             )
         self.num_taken += 1
 

@@ -25,14 +25,15 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
+from baton.reasons import Reason
 from rpc.channels import SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
 from rpc.logs import start_logging
+from rpc.reflection import add_reflection
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig, join_host_port
 from rpc.stop_signals import stop_signals_in_use
@@ -54,6 +55,7 @@ _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
 _UNWINDING_TURNS = 10  # of the event loop, in which calls that gRPC has passed on begin or end
 _QUIET_S = 0.002
+_CUT_S = 0.2  # for the statuses of calls that the server ends
 _MAX_QUIET_WAITS = 100
 _NO_END_S = 1e6  # of gRPC's own grace, as the server ends the calls itself
 
@@ -111,7 +113,7 @@ class _HandlerTable(grpc.GenericRpcHandler):
 
 
 async def _refuse(requests: Any, context: Any) -> None:
-    raise UnavailableError("the server is starting")
+    raise UnavailableError("the server is starting", reason=Reason.SERVER_STARTING)
 
 
 class RpcServer:
@@ -160,8 +162,7 @@ class RpcServer:
         )
         self._server.add_generic_rpc_handlers((self._handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(reflected, self._server)
+        add_reflection(self._server, (*service_names, HEALTH_SERVICE_NAME))
 
     @property
     def address(self) -> str:
@@ -244,10 +245,12 @@ class RpcServer:
         await asyncio.sleep(0)  # gRPC's part, which closes the port
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits `grace_s` for those under way, then cancels them."""
+        """Refuses new calls, waits `grace_s` for those under way, then ends them."""
         self.begin_stop()
-        await asyncio.wait((self._begin_stopping(),), timeout=grace_s)
-        self._interceptor.is_cut = True
+        stopped = self._begin_stopping()
+        await asyncio.wait((stopped,), timeout=grace_s)
+        self._interceptor.cut_calls()
+        await asyncio.wait((stopped,), timeout=_CUT_S)
         await self._server.stop(None)
         # gRPC logs a traceback for each cancelled call that the end of the event loop interrupts.
         for _ in range(_UNWINDING_TURNS):

@@ -388,7 +388,7 @@ class RouterActivity(google.protobuf.message.Message):
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RecentError]:
         """The last errors, the latest first; at most 20. Clients' mistakes
-        (INVALID_ARGUMENT, NOT_FOUND) are not among them.
+        (INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS) are not among them.
         """
 
     @property

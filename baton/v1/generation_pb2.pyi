@@ -43,8 +43,10 @@ class GenerateRequest(google.protobuf.message.Message):
     REASONING_START_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and for WorkerService.Abort. Must be unique among
-    this router's running requests. At most 128 characters. Empty: the router
-    chooses one. Of several prompts, prompt i runs under this id, "-" and i.
+    the client's running requests at this router (else ALREADY_EXISTS), so a
+    call that may be sent twice leaves it empty. At most 128 characters. Empty:
+    the router chooses one. Of several prompts, prompt i runs under this id,
+    "-" and i.
     """
     model: builtins.str
     """The model to use. Empty: the router's first one."""
@@ -62,8 +64,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Whether the tokenizer adds the model's special tokens to texts. Unset: true."""
     reasoning_start: baton.v1.common_pb2.ReasoningStart.ValueType
     """Where the completion begins, if the prompt alone does not say it: a prompt
-    may contain the marks of a reasoning part as plain text. The router sets it
-    for chats.
+    may contain the marks of a reasoning part as plain text. For chats the
+    router finds it out itself.
     """
     @property
     def token_ids(self) -> baton.v1.common_pb2.TokenIds:
@@ -472,7 +474,7 @@ class GetModelResponse(google.protobuf.message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    KV_NAMESPACE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """The name that requests use."""
     max_model_len: builtins.int
@@ -481,7 +483,7 @@ class GetModelResponse(google.protobuf.message.Message):
     """Size of the vocabulary; token ids are below it."""
     block_size: builtins.int
     """Tokens in one KV block."""
-    namespace: builtins.str
+    kv_namespace: builtins.str
     """Hex digest of everything that KV bytes depend on; equal on all workers."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -495,9 +497,9 @@ class GetModelResponse(google.protobuf.message.Message):
         vocab_size: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         block_size: builtins.int = ...,
-        namespace: builtins.str = ...,
+        kv_namespace: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "model", b"model", "namespace", b"namespace", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "model", b"model", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse

@@ -26,14 +26,78 @@ GRPC_VERSION: str
 class GenerationServiceStub:
     """Text generation, served by the router.
 
-    Errors of every method:
-    INVALID_ARGUMENT: a field is out of range; the message names the field, its
-    value and the limit.
-    NOT_FOUND: the model is unknown.
-    RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: no replica can take the request now; safe to retry.
-    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
-    cancelled.
+    A call that fails ends with a status whose message says what is wrong, in
+    at most 1,200 bytes: a message about a field begins with the field's name.
+    Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
+
+    - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
+      Reasons do not change; texts may.
+    - google.rpc.BadRequest, if the error is about a field: its name, as at the
+      start of the message. Fields of sampling, stopping and text_params stand
+      alone (`temperature`), those below them have a path
+      (`structured_outputs.regex`).
+    - google.rpc.RetryInfo, if it is known when the call can succeed. Then the
+      trailers grpc-retry-pushback-ms, which a library's retry policy obeys, and
+      retry-after-ms have the same time.
+
+    In the column "retry", `after` stands for a time in these places, `never` for
+    a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
+
+    | code | reason | field | retry | HTTP | when |
+    | --- | --- | --- | --- | --- | --- |
+    | INVALID_ARGUMENT | INVALID_ARGUMENT | its name | - | 400 | a field is unset or out of range, or has an unknown value |
+    | INVALID_ARGUMENT | PROMPT_TOO_LONG | prompt or text | - | 400 | the prompt leaves no room for a token |
+    | INVALID_ARGUMENT | MALFORMED_MESSAGE | - | - | 400 | torn bytes, a string that is not UTF-8, or no message |
+    | FAILED_PRECONDITION | UNKNOWN_FIELD | - | - | 400 | the client is newer than the router, and has set a field that it does not know |
+    | FAILED_PRECONDITION | NOT_CONFIGURED | its name | - | 400 | a field needs a flag that the operator has not set, or a part that the model lacks |
+    | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
+    | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
+    | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
+    | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
+    | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |
+    | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
+    | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
+    | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
+    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
+    | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
+    | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
+    | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
+    | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
+    | PERMISSION_DENIED | PERMISSION_DENIED | - | - | 403 | the client may not use this router |
+    | INTERNAL | INTERNAL | - | never | 500 | a bug; the message has the request's id, the router's log has the cause |
+
+    gRPC itself, on either side, ends calls without these details: CANCELLED if
+    the client cancelled or left, UNIMPLEMENTED for an unknown method,
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    metadata above a limit:
+
+    - The router takes requests of up to --max-request-bytes (16 MiB), and
+      metadata of up to 64 KiB, where each entry counts 32 bytes more than its
+      name and value. A credential has at most 8,192 characters.
+    - The router sends messages of up to 16 MiB. Most libraries take 4 MiB unless
+      they are told otherwise, and find out only when all the work is done: raise
+      the limit of clients that call Generate for long answers, many prompts or
+      logprobs. GenerateStream sends a message per few tokens; only the first
+      one is larger if the request asks for prompt_logprobs.
+
+    Retries: UNAVAILABLE is safe to retry before the first message of an answer;
+    RESOURCE_EXHAUSTED after the time that it states. Calls that libraries send
+    twice (hedging, or a retry after a connection was lost in silence) must leave
+    request_id empty: the first call may still run, and the second one would be
+    refused as ALREADY_EXISTS. With a seed, both have the same tokens.
+
+    Unknown fields and values are refused and not ignored, by routers as by
+    workers: an answer without what a newer client asked for would be wrong in
+    silence. So upgrade routers before clients, and workers before routers.
     """
 
     @typing.overload
@@ -41,8 +105,8 @@ class GenerationServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: grpc.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateResponse]
-    """Generates a completion and returns it whole. Not idempotent unless the
-    request carries a seed.
+    """Generates a completion and returns it whole, in one message of at most
+    16 MiB. Not idempotent unless the request carries a seed.
     """
     GenerateStream: grpc.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]
     """Generates a completion and streams it. Each message carries the new tokens
@@ -62,20 +126,84 @@ class GenerationServiceStub:
 class GenerationServiceAsyncStub(GenerationServiceStub):
     """Text generation, served by the router.
 
-    Errors of every method:
-    INVALID_ARGUMENT: a field is out of range; the message names the field, its
-    value and the limit.
-    NOT_FOUND: the model is unknown.
-    RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: no replica can take the request now; safe to retry.
-    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
-    cancelled.
+    A call that fails ends with a status whose message says what is wrong, in
+    at most 1,200 bytes: a message about a field begins with the field's name.
+    Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
+
+    - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
+      Reasons do not change; texts may.
+    - google.rpc.BadRequest, if the error is about a field: its name, as at the
+      start of the message. Fields of sampling, stopping and text_params stand
+      alone (`temperature`), those below them have a path
+      (`structured_outputs.regex`).
+    - google.rpc.RetryInfo, if it is known when the call can succeed. Then the
+      trailers grpc-retry-pushback-ms, which a library's retry policy obeys, and
+      retry-after-ms have the same time.
+
+    In the column "retry", `after` stands for a time in these places, `never` for
+    a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
+
+    | code | reason | field | retry | HTTP | when |
+    | --- | --- | --- | --- | --- | --- |
+    | INVALID_ARGUMENT | INVALID_ARGUMENT | its name | - | 400 | a field is unset or out of range, or has an unknown value |
+    | INVALID_ARGUMENT | PROMPT_TOO_LONG | prompt or text | - | 400 | the prompt leaves no room for a token |
+    | INVALID_ARGUMENT | MALFORMED_MESSAGE | - | - | 400 | torn bytes, a string that is not UTF-8, or no message |
+    | FAILED_PRECONDITION | UNKNOWN_FIELD | - | - | 400 | the client is newer than the router, and has set a field that it does not know |
+    | FAILED_PRECONDITION | NOT_CONFIGURED | its name | - | 400 | a field needs a flag that the operator has not set, or a part that the model lacks |
+    | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
+    | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
+    | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
+    | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
+    | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |
+    | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
+    | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
+    | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
+    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
+    | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
+    | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
+    | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
+    | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
+    | PERMISSION_DENIED | PERMISSION_DENIED | - | - | 403 | the client may not use this router |
+    | INTERNAL | INTERNAL | - | never | 500 | a bug; the message has the request's id, the router's log has the cause |
+
+    gRPC itself, on either side, ends calls without these details: CANCELLED if
+    the client cancelled or left, UNIMPLEMENTED for an unknown method,
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    metadata above a limit:
+
+    - The router takes requests of up to --max-request-bytes (16 MiB), and
+      metadata of up to 64 KiB, where each entry counts 32 bytes more than its
+      name and value. A credential has at most 8,192 characters.
+    - The router sends messages of up to 16 MiB. Most libraries take 4 MiB unless
+      they are told otherwise, and find out only when all the work is done: raise
+      the limit of clients that call Generate for long answers, many prompts or
+      logprobs. GenerateStream sends a message per few tokens; only the first
+      one is larger if the request asks for prompt_logprobs.
+
+    Retries: UNAVAILABLE is safe to retry before the first message of an answer;
+    RESOURCE_EXHAUSTED after the time that it states. Calls that libraries send
+    twice (hedging, or a retry after a connection was lost in silence) must leave
+    request_id empty: the first call may still run, and the second one would be
+    refused as ALREADY_EXISTS. With a seed, both have the same tokens.
+
+    Unknown fields and values are refused and not ignored, by routers as by
+    workers: an answer without what a newer client asked for would be wrong in
+    silence. So upgrade routers before clients, and workers before routers.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Generate: grpc.aio.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates a completion and returns it whole. Not idempotent unless the
-    request carries a seed.
+    """Generates a completion and returns it whole, in one message of at most
+    16 MiB. Not idempotent unless the request carries a seed.
     """
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Generates a completion and streams it. Each message carries the new tokens
@@ -94,14 +222,78 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Text generation, served by the router.
 
-    Errors of every method:
-    INVALID_ARGUMENT: a field is out of range; the message names the field, its
-    value and the limit.
-    NOT_FOUND: the model is unknown.
-    RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: no replica can take the request now; safe to retry.
-    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
-    cancelled.
+    A call that fails ends with a status whose message says what is wrong, in
+    at most 1,200 bytes: a message about a field begins with the field's name.
+    Programs read the trailer grpc-status-details-bin, a google.rpc.Status with:
+
+    - google.rpc.ErrorInfo: `domain` is "baton.v1", `reason` is one of the table.
+      Reasons do not change; texts may.
+    - google.rpc.BadRequest, if the error is about a field: its name, as at the
+      start of the message. Fields of sampling, stopping and text_params stand
+      alone (`temperature`), those below them have a path
+      (`structured_outputs.regex`).
+    - google.rpc.RetryInfo, if it is known when the call can succeed. Then the
+      trailers grpc-retry-pushback-ms, which a library's retry policy obeys, and
+      retry-after-ms have the same time.
+
+    In the column "retry", `after` stands for a time in these places, `never` for
+    a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
+    neither. HTTP is the status that the HTTP API has for it. An error with
+    another cause than those has its code's name as its reason.
+
+    | code | reason | field | retry | HTTP | when |
+    | --- | --- | --- | --- | --- | --- |
+    | INVALID_ARGUMENT | INVALID_ARGUMENT | its name | - | 400 | a field is unset or out of range, or has an unknown value |
+    | INVALID_ARGUMENT | PROMPT_TOO_LONG | prompt or text | - | 400 | the prompt leaves no room for a token |
+    | INVALID_ARGUMENT | MALFORMED_MESSAGE | - | - | 400 | torn bytes, a string that is not UTF-8, or no message |
+    | FAILED_PRECONDITION | UNKNOWN_FIELD | - | - | 400 | the client is newer than the router, and has set a field that it does not know |
+    | FAILED_PRECONDITION | NOT_CONFIGURED | its name | - | 400 | a field needs a flag that the operator has not set, or a part that the model lacks |
+    | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
+    | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
+    | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
+    | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
+    | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |
+    | UNAVAILABLE | NO_REPLICA_READY | - | after | 503 | no replica was ready for --queue-timeout-s |
+    | UNAVAILABLE | NOT_RESUMED | - | after | 503 | the request lost its replica, and none continued it for --resume-timeout-s |
+    | UNAVAILABLE | SERVER_STARTING | - | - | 503 | the server is starting |
+    | UNAVAILABLE | SERVER_STOPPING | - | - | 503 | the router is stopping; others may serve |
+    | DEADLINE_EXCEEDED | REQUEST_DEADLINE | - | never | 504 | the call's deadline passed; most clients notice it themselves |
+    | DEADLINE_EXCEEDED | ROUTER_DEADLINE | - | never | 504 | the router's own deadline passed, --default-timeout-s (600): no call lasts longer |
+    | DEADLINE_EXCEEDED | REQUEST_NOT_RECEIVED | - | never | 504 | the call's request did not come within 30 s of its beginning |
+    | ABORTED | REPLICAS_LOST | - | never | 503 | the request lost several replicas, probably by its own fault |
+    | UNAUTHENTICATED | UNAUTHENTICATED | - | - | 401 | the call lacks a valid key, token or certificate |
+    | PERMISSION_DENIED | MODEL_NOT_ALLOWED | model | - | 403 | the client may not use the model |
+    | PERMISSION_DENIED | PERMISSION_DENIED | - | - | 403 | the client may not use this router |
+    | INTERNAL | INTERNAL | - | never | 500 | a bug; the message has the request's id, the router's log has the cause |
+
+    gRPC itself, on either side, ends calls without these details: CANCELLED if
+    the client cancelled or left, UNIMPLEMENTED for an unknown method,
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
+    metadata above a limit:
+
+    - The router takes requests of up to --max-request-bytes (16 MiB), and
+      metadata of up to 64 KiB, where each entry counts 32 bytes more than its
+      name and value. A credential has at most 8,192 characters.
+    - The router sends messages of up to 16 MiB. Most libraries take 4 MiB unless
+      they are told otherwise, and find out only when all the work is done: raise
+      the limit of clients that call Generate for long answers, many prompts or
+      logprobs. GenerateStream sends a message per few tokens; only the first
+      one is larger if the request asks for prompt_logprobs.
+
+    Retries: UNAVAILABLE is safe to retry before the first message of an answer;
+    RESOURCE_EXHAUSTED after the time that it states. Calls that libraries send
+    twice (hedging, or a retry after a connection was lost in silence) must leave
+    request_id empty: the first call may still run, and the second one would be
+    refused as ALREADY_EXISTS. With a seed, both have the same tokens.
+
+    Unknown fields and values are refused and not ignored, by routers as by
+    workers: an answer without what a newer client asked for would be wrong in
+    silence. So upgrade routers before clients, and workers before routers.
     """
 
     @abc.abstractmethod
@@ -110,8 +302,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.generation_pb2.GenerateResponse, collections.abc.Awaitable[baton.v1.generation_pb2.GenerateResponse]]:
-        """Generates a completion and returns it whole. Not idempotent unless the
-        request carries a seed.
+        """Generates a completion and returns it whole, in one message of at most
+        16 MiB. Not idempotent unless the request carries a seed.
         """
 
     @abc.abstractmethod

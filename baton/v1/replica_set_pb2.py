@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/replica_set.proto\x12\x08\x62\x61ton.v1\"\x16\n\x14WatchReplicasRequest\"*\n\x15WatchReplicasResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\"b\n\x0cScaleRequest\x12\x19\n\x0cnum_replicas\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_replicasB\r\n\x0b_timeout_ms\"8\n\rScaleResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0cnum_changing\x18\x02 \x01(\r2\xab\x01\n\x11ReplicaSetService\x12W\n\rWatchReplicas\x12\x1e.baton.v1.WatchReplicasRequest\x1a\x1f.baton.v1.WatchReplicasResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/replica_set.proto\x12\x08\x62\x61ton.v1\"\x16\n\x14WatchReplicasRequest\"*\n\x15WatchReplicasResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\"b\n\x0cScaleRequest\x12\x19\n\x0cnum_replicas\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_replicasB\r\n\x0b_timeout_ms\"8\n\rScaleResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0cnum_changing\x18\x02 \x01(\r2\xab\x01\n\x11ReplicaSetService\x12W\n\rWatchReplicas\x12\x1e.baton.v1.WatchReplicasRequest\x1a\x1f.baton.v1.WatchReplicasResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\"\x03\x90\x02\x02\x42r\n\x0c\x63om.baton.v1B\x0fReplicaSetProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.replica_set_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\014com.baton.v1B\017ReplicaSetProtoP\001Z\020baton/v1;batonv1\242\002\003BXX\252\002\010Baton.V1\312\002\010Baton\\V1\342\002\024Baton\\V1\\GPBMetadata\352\002\tBaton::V1'
   _globals['_REPLICASETSERVICE'].methods_by_name['WatchReplicas']._loaded_options = None
   _globals['_REPLICASETSERVICE'].methods_by_name['WatchReplicas']._serialized_options = b'\220\002\001'
   _globals['_REPLICASETSERVICE'].methods_by_name['Scale']._loaded_options = None

@@ -315,17 +315,34 @@ class WorkerError(google.protobuf.message.Message):
 
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
     code: builtins.int
     """The number of a canonical gRPC status code."""
     message: builtins.str
     """What went wrong, fit for the client."""
+    reason: builtins.str
+    """As in google.rpc.ErrorInfo; empty if `code` says enough."""
+    field: builtins.str
+    """The field of the client's request that is wrong; empty if it is not known."""
+    retry_after_ms: builtins.int
+    """When the request can succeed; unset if that is not known."""
     def __init__(
         self,
         *,
         code: builtins.int = ...,
         message: builtins.str = ...,
+        reason: builtins.str = ...,
+        field: builtins.str = ...,
+        retry_after_ms: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["code", b"code", "message", b"message"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "field", b"field", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_ms: typing_extensions.TypeAlias = typing.Literal["retry_after_ms"]
+    _WhichOneofArgType__retry_after_ms: typing_extensions.TypeAlias = typing.Literal["_retry_after_ms", b"_retry_after_ms"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_ms) -> _WhichOneofReturnType__retry_after_ms | None: ...
 
 Global___WorkerError: typing_extensions.TypeAlias = WorkerError

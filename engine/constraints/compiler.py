@@ -19,6 +19,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.reasons import Reason
 from baton.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
@@ -34,6 +35,7 @@ __all__ = ["CompileLimits", "GrammarCompiler", "marks_of"]
 _logger = logging.getLogger("baton.engine")
 
 _LARGE_HINT_CHARS = 2048
+_RETRY_AFTER_S = 1.0
 _Waiting = tuple[bytes, StructuredOutputs]  # with its key
 
 
@@ -156,7 +158,11 @@ class GrammarCompiler:
 
     def _too_many(self) -> ResourceExhaustedError:
         limit = self._limits.max_waiting
-        return ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
+        return ResourceExhaustedError(
+            f"{limit} grammars wait to be compiled; try again later",
+            _RETRY_AFTER_S,
+            reason=Reason.REPLICAS_FULL,
+        )
 
     def close(self) -> None:
         """Ends the compile process; pending futures fail. Idempotent."""

@@ -32,6 +32,7 @@ from typing_extensions import TypeVar
 
 from baton.errors import ConfigurationError, InternalError, InvalidArgumentError
 from baton.plugins import load_plugin
+from baton.short_texts import short_names
 
 __all__ = [
     "LogitsProcessor",
@@ -205,10 +206,9 @@ def check_extra_args(processors: Sequence[AnyProcessor], args: Mapping[str, Any]
         raise InternalError("a logits processor failed to check extra_args") from error
     if not found:
         loaded = ", ".join(_name_of(type(processor)) for processor in processors) or "none"
-        names = ", ".join(map(repr, args))
         raise InvalidArgumentError(
-            f"extra_args has {names}, which no logits processor of this worker applies to; "
-            f"loaded by {_FLAG}: {loaded}"
+            f"extra_args has {short_names(args)}, which no logits processor of this worker "
+            f"applies to; loaded by {_FLAG}: {loaded}"
         )
 
 

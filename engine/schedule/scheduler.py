@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from baton.errors import BatonError, DeadlineExceededError
+from baton.reasons import Reason
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
@@ -307,7 +308,9 @@ class Scheduler:
         now = self._clock()
         outputs = self._end_transfers(*self._transfers.expire(now))
         for request_id in self._deadlines.take_passed(now):
-            error = DeadlineExceededError("the request's deadline passed on the worker")
+            error = DeadlineExceededError(
+                "the request's deadline passed on the worker", reason=Reason.REQUEST_DEADLINE
+            )
             outputs.append(self._outputs.end(self._groups[request_id], FinishReason.ERROR, error))
         return outputs
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from baton.errors import InvalidArgumentError
+from baton.short_texts import short_repr
 from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
 from router.json_input import InvalidJsonError, JsonBudget, parse_json
@@ -32,7 +33,6 @@ MAX_TOOLS = 1024
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of text parts, with the field that has their text."""
-_MOST_SHOWN_CHARS = 100
 _TEXT_OR_NULL = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
@@ -127,9 +127,7 @@ def _message(path: str, message: Any, budget: JsonBudget) -> Mapping[str, Any]:
     fields = {name: value for name, value in _object(path, message).items() if value is not None}
     role = _text(f"{path}.role", fields.get("role"))
     if role not in _ROLES:
-        raise InvalidArgumentError.for_field(
-            f"{path}.role", _shown(role), f"one of {', '.join(_ROLES)}"
-        )
+        raise InvalidArgumentError.for_field(f"{path}.role", role, f"one of {', '.join(_ROLES)}")
     for name in _TEXT_OR_NULL:
         if name in fields:
             _text(f"{path}.{name}", fields[name])
@@ -163,7 +161,7 @@ def _part_text(path: str, part: Any) -> str:
     fields = _object(path, part)
     kind = _text(f"{path}.type", fields.get("type"))
     if kind not in _TEXT_FIELDS:
-        raise InvalidArgumentError(f"{path}.type is {_shown(kind)!r}; Baton serves text only")
+        raise InvalidArgumentError(f"{path}.type is {short_repr(kind)}; Baton serves text only")
     name = _TEXT_FIELDS[kind]
     return _text(f"{path}.{name}", fields.get(name))
 
@@ -215,7 +213,7 @@ def _tool(path: str, tool: Any) -> Mapping[str, Any]:
 def _function_type(path: str, fields: Mapping[str, Any]) -> None:
     kind = fields.get("type", "function")
     if kind != "function":
-        raise InvalidArgumentError.for_field(f"{path}.type", _shown(kind), "'function'")
+        raise InvalidArgumentError.for_field(f"{path}.type", kind, "'function'")
 
 
 def _array(path: str, value: Any, most: int) -> Sequence[Any]:
@@ -236,11 +234,6 @@ def _text(path: str, value: Any) -> str:
     if not isinstance(value, str):
         _refuse(path, value, "a text")
     return value
-
-
-def _shown(value: Any) -> str:
-    """A value for an error, cut: clients choose its length."""
-    return str(value)[:_MOST_SHOWN_CHARS]
 
 
 def _refuse(path: str, value: Any, form: str) -> NoReturn:

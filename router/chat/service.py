@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.reasons import Reason
 from baton.request_spec import ReasoningStart
 from baton.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, generation_pb2
@@ -209,7 +210,8 @@ class _Answers:
             raise FailedPreconditionError(
                 "tools is set, but the format of the model's tool calls is not known; the "
                 "operator must set --tool-call-parser, or the request must force a call "
-                "(tool_choice)"
+                "(tool_choice)",
+                reason=Reason.NOT_CONFIGURED,
             )
         return self._model.tool_parser(tools)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import MAX_JSON_DEPTH, compact_json
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 
 __all__ = [
     "SERVER_RESULTS",
@@ -62,7 +62,9 @@ def text_of_block(block: Fields) -> str:
 
 def wrong_kind(block: Fields, kind: str, limit: str) -> InvalidArgumentError:
     """The error for a block of a kind that has no place or no text."""
-    return wrong_value(block.path_of("type"), kind, _ONLY_TEXT if kind in _OF_FILES else limit)
+    return InvalidArgumentError.for_field(
+        block.path_of("type"), kind, _ONLY_TEXT if kind in _OF_FILES else limit
+    )
 
 
 def text_of_server_use(block: Fields) -> str:
@@ -126,7 +128,9 @@ def _text_of_document(block: Fields) -> str:
         source.required("content")
         text = text_of_blocks(source, "content")
     else:
-        raise wrong_value(source.path_of("type"), kind, f"text or content, {_ONLY_TEXT}")
+        raise InvalidArgumentError.for_field(
+            source.path_of("type"), kind, f"text or content, {_ONLY_TEXT}"
+        )
     return _lines(block.text("title"), block.text("context"), text)
 
 

@@ -15,7 +15,7 @@ from router.http.anthropic_errors import ThreadUnsupportedError
 from router.http.anthropic_messages import continues_answer, messages_of_turns
 from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
 from router.http.bodies import Array, JsonObject
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 
 __all__ = ["MessagesBody", "counted_conversation", "read_messages_request"]
 
@@ -117,12 +117,16 @@ def _refuse_meanings(fields: Fields) -> None:
     management = fields.object("context_management")
     for edit in management.objects("edits") if management else ():
         if edit.required_text("type") != _CLEAR_THINKING:
-            raise wrong_value(edit.path_of("type"), edit.get("type"), f"unset: {_NO_EDITS}")
+            raise InvalidArgumentError.for_field(
+                edit.path_of("type"), edit.get("type"), f"unset: {_NO_EDITS}"
+            )
     if fields.get("fallbacks") not in (None, [], "default"):
-        raise wrong_value("fallbacks", fields.get("fallbacks"), "unset: Baton asks no other model")
+        raise InvalidArgumentError.for_field(
+            "fallbacks", fields.get("fallbacks"), "unset: Baton asks no other model"
+        )
     if fields.get("inference_geo") not in (None, _ANYWHERE):
         limit = f"unset or {_ANYWHERE!r}: Baton does not know where its workers are"
-        raise wrong_value("inference_geo", fields.get("inference_geo"), limit)
+        raise InvalidArgumentError.for_field("inference_geo", fields.get("inference_geo"), limit)
 
 
 def counted_conversation(body: MessagesBody) -> Conversation:

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 
 __all__ = ["allows_parallel_calls", "choice_of", "tools_of"]
 
@@ -45,7 +45,7 @@ def choice_of(
     name, names = choice.required_text("name"), [tool["function"]["name"] for tool in tools]
     if name not in names:
         limit = f"the name of one of tools: {', '.join(names)}"
-        raise wrong_value("tool_choice.name", name, limit)
+        raise InvalidArgumentError.for_field("tool_choice.name", name, limit)
     return {"type": "function", "function": {"name": name}}
 
 
@@ -62,7 +62,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
     kind = tool.text("type")
     if kind not in (None, "custom"):
         limit = "'custom' or unset; Baton has no built-in tools"
-        raise wrong_value(tool.path_of("type"), kind, limit)
+        raise InvalidArgumentError.for_field(tool.path_of("type"), kind, limit)
     schema = tool.required("input_schema")
     compact_json(tool.path_of("input_schema"), schema)
     function = {"name": tool.required_text("name"), "parameters": schema}

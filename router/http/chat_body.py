@@ -10,7 +10,7 @@ from baton.sampling_params import MAX_LOGPROBS
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Integer, JsonObject, SamplingBody
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 from router.http.params import stated_fields
 
 __all__ = ["ChatBody"]
@@ -106,7 +106,7 @@ class ChatBody(SamplingBody):
             name = function.required_text("name")
             if name not in by_name:
                 limit = f"the name of one of tools: {', '.join(by_name)}"
-                raise wrong_value(function.path_of("name"), name, limit)
+                raise InvalidArgumentError.for_field(function.path_of("name"), name, limit)
             chosen.append(by_name[name])
         return chosen
 

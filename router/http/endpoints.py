@@ -56,6 +56,7 @@ _STATUSES: Mapping[int, str] = {
     403: "The client may not use the model.",
     404: "The model does not exist.",
     408: "The body did not arrive in time.",
+    409: "A running request has this request_id.",
     413: "The body is too large.",
     415: "The body is not application/json.",
     429: "Too many requests, or more than the client may use; see Retry-After.",

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from baton.errors import BatonError, PromptTooLongError
-from router.http.fields import short_repr
+from baton.short_texts import cut_bytes, short_repr
 from router.http.json_bytes import json_response
 
 __all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]
@@ -27,7 +27,7 @@ _LOGGER = logging.getLogger("baton.http")
 
 INVALID_REQUEST = "invalid_request_error"
 _RETRY_AFTER_S = "1"
-_MOST_MESSAGE_CHARS = 2000
+_MAX_MESSAGE_BYTES = 2000
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -83,6 +83,7 @@ _OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
     "UNAUTHENTICATED": (401, INVALID_REQUEST, "invalid_api_key"),
     "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
     "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
+    "ALREADY_EXISTS": (409, INVALID_REQUEST, "request_id_in_use"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": (503, "server_error", "service_unavailable"),
     "ABORTED": (503, "server_error", "aborted"),
@@ -96,22 +97,20 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
 }
 _RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
 # The official clients would send the request twice more: each time up to its deadline, to lose
-# further replicas, or to meet the same bug.
+# further replicas, or to meet the same bug or the same running request.
 _NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
 _HEADERS: Mapping[str, Mapping[str, str]] = {
     "UNAUTHENTICATED": MappingProxyType({"WWW-Authenticate": "Bearer"}),
     "RESOURCE_EXHAUSTED": _RETRY,
     "UNAVAILABLE": _RETRY,
     "ABORTED": _NO_RETRY,
+    "ALREADY_EXISTS": _NO_RETRY,
     "DEADLINE_EXCEEDED": _NO_RETRY,
 }
 """By the code of a `BatonError`."""
-_FIELD = re.compile(r"([a-z_][a-z0-9_]*(?:\[\d+\]|\.[A-Za-z_][A-Za-z0-9_]*)*) ")
-"""A field's name, with which messages about a field begin."""
-_PROMPT_INDEX = re.compile(r"^prompts\[\d+\][:.] ?")
-_PROMPT_FIELDS = ("text", "token_ids", "prompts")
-"""Fields of the pipeline's message that hold the body's `prompt`."""
-_WORDS = frozenset({"a", "the", "this", "one", "no", "internal", "cannot"})
+_PROMPT_INDEX = re.compile(r"^prompts\[\d+\]\.")
+_BODY_FIELDS = {"text": "prompt", "token_ids": "prompt", "prompts": "prompt", "chat": "messages"}
+"""Fields of the body by those of the pipeline's message that hold them."""
 
 
 def problem_of(error: BaseException, request_id: str) -> Problem:
@@ -121,7 +120,9 @@ def problem_of(error: BaseException, request_id: str) -> Problem:
         error: what was raised.
         request_id: of the request that failed.
     """
-    return replace(_problem_of(error, request_id), request_id=request_id)
+    problem = _problem_of(error, request_id)
+    message = cut_bytes(problem.message, _MAX_MESSAGE_BYTES)
+    return replace(problem, message=message, request_id=request_id)
 
 
 def _problem_of(error: BaseException, request_id: str) -> Problem:
@@ -150,13 +151,13 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEA
 
 def _of_baton_error(error: BatonError) -> Problem:
     status, kind, code = _OF_CODE[error.code]
-    param = "model" if status == 404 else _field_of(error.message) if status == 400 else None
+    param = _body_field(error.field) if error.field else None
     message = error.message
     if isinstance(error, PromptTooLongError):
         param, code, message = "prompt", "context_length_exceeded", _context_text(error)
     return Problem(
         status=status,
-        message=message[:_MOST_MESSAGE_CHARS],
+        message=message,
         kind=kind,
         param=param,
         code=code,
@@ -183,12 +184,10 @@ def _headers_of(error: BatonError) -> Mapping[str, str]:
     }
 
 
-def _field_of(message: str) -> str | None:
-    """The field that a message is about; None if it does not begin with a name."""
-    found = _FIELD.match(_PROMPT_INDEX.sub("", message))
-    if found is None or found[1] in _WORDS:
-        return None
-    return "prompt" if found[1] in _PROMPT_FIELDS else found[1]
+def _body_field(field: str) -> str:
+    """The body's field that a field of the pipeline's message stands for."""
+    name = _PROMPT_INDEX.sub("", field)
+    return _BODY_FIELDS.get(name, name)
 
 
 def _of_validation_error(error: RequestValidationError) -> Problem:
@@ -199,7 +198,7 @@ def _of_validation_error(error: RequestValidationError) -> Problem:
     param = str(first["loc"][1])
     own = [first, *(other for other in others if other["loc"][1:2] == first["loc"][1:2])]
     reasons = dict.fromkeys(str(each["msg"]) for each in own)
-    message = f"{param}: {', or: '.join(reasons)}"[:_MOST_MESSAGE_CHARS]
+    message = f"{param}: {', or: '.join(reasons)}"
     if first["type"] != "missing":
         message += f"; it is {short_repr(first['input'])}"
     return Problem(status=400, message=message, param=param)

@@ -1,16 +1,13 @@
 """`Fields`: reads the fields of a JSON object and checks their types."""
 
-import reprlib
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 from typing import Any
-
-from typing_extensions import override
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import utf8_of
+from baton.short_texts import short_repr
 
-__all__ = ["Fields", "short_repr", "wrong_value"]
+__all__ = ["Fields"]
 
 
 class Fields:
@@ -60,14 +57,16 @@ class Fields:
         """One of the allowed texts, or None."""
         value = self.raw.get(name)
         if value is not None and (not isinstance(value, str) or value not in allowed):
-            raise wrong_value(self.path_of(name), value, f"one of {', '.join(allowed)}")
+            raise InvalidArgumentError.for_field(
+                self.path_of(name), value, f"one of {', '.join(allowed)}"
+            )
         return value
 
     def boolean(self, name: str) -> bool | None:
         """True, false or None."""
         value = self.raw.get(name)
         if value is not None and not isinstance(value, bool):
-            raise wrong_value(self.path_of(name), value, "true or false")
+            raise InvalidArgumentError.for_field(self.path_of(name), value, "true or false")
         return value
 
     def integer(self, name: str, least: int, most: int) -> int | None:
@@ -78,7 +77,9 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise wrong_value(self.path_of(name), value, f"an integer in [{least}, {most}]")
+            raise InvalidArgumentError.for_field(
+                self.path_of(name), value, f"an integer in [{least}, {most}]"
+            )
         return value
 
     def object(self, name: str) -> "Fields | None":
@@ -92,7 +93,7 @@ class Fields:
         if value is None:
             return
         if not isinstance(value, list):
-            raise wrong_value(path, value, "an array")
+            raise InvalidArgumentError.for_field(path, value, "an array")
         for i, entry in enumerate(value):
             yield Fields(entry, f"{path}[{i}]")
 
@@ -107,31 +108,8 @@ class Fields:
                 raise InvalidArgumentError(f"{self.path_of(name)} is not supported: {reason}")
 
 
-def wrong_value(path: str, value: Any, limit: str) -> InvalidArgumentError:
-    """The standard wording, with a value of any size cut short."""
-    return InvalidArgumentError(f"{path} is {short_repr(value)}; it must be {limit}")
-
-
 def _text(path: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise wrong_value(path, value, "a text")
+        raise InvalidArgumentError.for_field(path, value, "a text")
     utf8_of(path, value)
     return value
-
-
-def short_repr(value: Any) -> str:
-    """A short text of a value of any size; `repr` of a huge integer would raise ValueError."""
-    if isinstance(value, int) and not -(10**20) < value < 10**20:
-        return "an integer of more than 20 digits"
-    return _SHORT.repr(value)
-
-
-class _ShortRepr(reprlib.Repr):
-    """Shows the first entries of objects; the base class would sort the keys of them all."""
-
-    @override
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
-
-
-_SHORT = _ShortRepr()

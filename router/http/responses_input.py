@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 from router.http.json_bytes import text_json
 from router.http.message_builder import MessageBuilder
 from router.http.responses_tools import INPUT, model_name
@@ -55,7 +55,7 @@ def _add_item(builder: MessageBuilder, item: Fields) -> None:
         limit = f"one of {', '.join(_ITEMS)}"
         if kind == "item_reference":
             limit += f"; {_NEEDS_STORE}"
-        raise wrong_value(item.path_of("type"), kind, limit)
+        raise InvalidArgumentError.for_field(item.path_of("type"), kind, limit)
     add(builder, item)
 
 
@@ -120,7 +120,9 @@ def _text_of_part(part: Fields, kinds: tuple[str, ...]) -> str:
     if kind in ("input_image", "input_file", "input_audio"):
         raise InvalidArgumentError(f"{part.path_of('type')} is {kind!r}; {_NOT_SUPPORTED}")
     if kind not in kinds:
-        raise wrong_value(part.path_of("type"), kind, f"one of {', '.join(kinds)}")
+        raise InvalidArgumentError.for_field(
+            part.path_of("type"), kind, f"one of {', '.join(kinds)}"
+        )
     return part.required_text("refusal" if kind == "refusal" else "text")
 
 

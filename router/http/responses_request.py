@@ -15,7 +15,7 @@ from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
 from router.http.bodies import Array, FewEntries, Integer, JsonObject
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 from router.http.responses_input import messages_of_input
 from router.http.responses_tools import ClientTool, Tools, tools_of
 
@@ -186,7 +186,7 @@ def _text_form(text: Fields) -> StructuredOutputs | None:
             schema = compact_json(given.path_of("schema"), given.required("schema"))
             return StructuredOutputs(json=schema)
     limit = "one of text, json_object, json_schema"
-    raise wrong_value(given.path_of("type"), given.get("type"), limit)
+    raise InvalidArgumentError.for_field(given.path_of("type"), given.get("type"), limit)
 
 
 def _template_kwargs(body: ResponsesBody) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.json_text import compact_json
-from router.http.fields import Fields, wrong_value
+from router.http.fields import Fields
 
 __all__ = ["INPUT", "ClientTool", "Tools", "model_name", "tools_of"]
 
@@ -121,7 +121,9 @@ def tools_of(
     if isinstance(given, dict):
         choice, names = _choice_of(Fields(given, "tool_choice"), by_name)
     elif given is not None and given not in _CHOICES:
-        raise wrong_value("tool_choice", given, f"one of {', '.join(_CHOICES)}, or an object")
+        raise InvalidArgumentError.for_field(
+            "tool_choice", given, f"one of {', '.join(_CHOICES)}, or an object"
+        )
     if choice == "required" and not names:
         lack = "has no tool that Baton can offer" if fields else "is empty"
         raise InvalidArgumentError(f"tool_choice is 'required', but tools {lack}")
@@ -150,7 +152,7 @@ def _client_tools(tool: Fields) -> Iterator[ClientTool]:
                 entry.choice("type", ("function", "custom"))
                 yield _client_tool(entry, namespace)
         case kind if not _is_hosted(kind):
-            raise wrong_value(tool.path_of("type"), kind, _OWN)
+            raise InvalidArgumentError.for_field(tool.path_of("type"), kind, _OWN)
 
 
 def _client_tool(tool: Fields, namespace: str | None) -> ClientTool:
@@ -237,7 +239,7 @@ def _choice_of(
             }
             return mode, allowed
     limit = "one of function, custom, allowed_tools; Baton has no built-in tools"
-    raise wrong_value(choice.path_of("type"), choice.get("type"), limit)
+    raise InvalidArgumentError.for_field(choice.path_of("type"), choice.get("type"), limit)
 
 
 def _known_name(
@@ -257,5 +259,5 @@ def _known_name(
     names = qualified.get(name, ())
     if len(names) != 1:
         limit = f"the name of one of tools: {', '.join(by_name)}"
-        raise wrong_value(choice.path_of("name"), name, limit)
+        raise InvalidArgumentError.for_field(choice.path_of("name"), name, limit)
     return names[0]

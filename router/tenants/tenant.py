@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from baton.errors import PermissionDeniedError, ResourceExhaustedError
+from baton.reasons import Reason
+from baton.short_texts import short_repr
 from router.tenants.bucket import TokenBucket
 from router.tenants.config import TenantPolicy
 from rpc.logs import CURRENT_CALL
@@ -15,7 +17,6 @@ from rpc.logs import CURRENT_CALL
 __all__ = ["OPEN_TENANT", "Clock", "CountRefusal", "Tenant", "count_nothing", "tenant_of_call"]
 
 Clock = Callable[[], float]
-_SHOWN_CHARS = 64
 
 
 class CountRefusal(Protocol):
@@ -111,7 +112,9 @@ class Tenant:
         if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
             self._count_refusal("token_rate")
             raise ResourceExhaustedError(
-                f"this client may use at most {bucket.per_minute} tokens per minute", wait_s
+                f"this client may use at most {bucket.per_minute} tokens per minute",
+                wait_s,
+                reason=Reason.CLIENT_RATE,
             )
 
     def use_tokens(self, num_tokens: int) -> None:
@@ -149,7 +152,9 @@ class Tenant:
         if not self.may_use(names):
             self._count_refusal("permission")
             raise PermissionDeniedError(
-                f"this client may not use model {names[0][:_SHOWN_CHARS]!r}"
+                f"this client may not use model {short_repr(names[0])}",
+                reason=Reason.MODEL_NOT_ALLOWED,
+                field="model",
             )
 
     def _check(self, num_requests: int, num_begun: int) -> None:
@@ -158,14 +163,17 @@ class Tenant:
         if self._num_running + num_requests > most:
             self._count_refusal("concurrency")
             raise ResourceExhaustedError(
-                f"this client may run at most {most} requests at the same time"
+                f"this client may run at most {most} requests at the same time",
+                reason=Reason.CLIENT_CONCURRENCY,
             )
         self.check_tokens()
         bucket, total = self._requests, num_requests + num_begun
         if bucket is not None and (wait_s := bucket.wait_s(total, self._clock())):
             self._count_refusal("request_rate")
             raise ResourceExhaustedError(
-                f"this client may begin at most {bucket.per_minute} requests per minute", wait_s
+                f"this client may begin at most {bucket.per_minute} requests per minute",
+                wait_s,
+                reason=Reason.CLIENT_RATE,
             )
 
     def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:

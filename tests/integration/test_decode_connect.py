@@ -343,7 +343,7 @@ async def test_a_duplicate_id_is_refused_and_ends_the_request_it_names(stub, eng
     stream = await connect(stub, engine, "a", "b")
     await stream.write(start("a"))
     (output,) = (await stream.read()).outputs
-    assert (output.request_id, output.error.code) == ("a", 3)
+    assert (output.request_id, output.error.code) == ("a", 6)
     assert engine.aborted == ["a"]
     engine.emit(tokens("b", 1))
     assert by_id(await stream.read()) == {"b": [1]}

@@ -153,6 +153,7 @@ def checkout(tmp_path):
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "licenses", folder / "licenses")
+    shutil.copytree(ROOT / "protos", folder / "protos")
     (folder / "baton").mkdir()
     shutil.copy(ROOT / "baton" / "version.py", folder / "baton")
     return folder
@@ -194,6 +195,8 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
         metadata = archive.read(f"{info}/METADATA").decode()
         assert "License-Expression: Apache-2.0 AND BSD-2-Clause\n" in metadata
         assert f"{info}/licenses/licenses/xxhash.txt" in archive.namelist()
+        # Where protoc finds them, beside the stubs.
+        assert "baton/v1/generation.proto" in archive.namelist()
 
 
 def test_without_a_compiler_the_wheel_is_pure_and_the_log_says_why(checkout, tmp_path):

@@ -8,6 +8,7 @@ from tests.support.fake_workers import MODEL, VOCAB_SIZE, FakeDecode, running_wo
 from tests.support.running_router import PROMPT_IDS, request, running_router, tokenizer
 
 NAN = float("nan")
+CHAT = '[{"role": "user", "content": "Hi"}]'
 LONGEST = tokenizer().longest_token_chars
 
 
@@ -24,7 +25,23 @@ def stopping(**fields):
 
 
 BAD_REQUESTS = [
-    ("prompt", {}),
+    ("prompt is unset; set one of text, token_ids, prompts, chat", {}),
+    (
+        "prompts[0].prompt is unset; set one of text, token_ids",
+        {"prompts": generation_pb2.Prompts(prompts=[generation_pb2.Prompt()])},
+    ),
+    (
+        "reasoning_start is 99; it must be one of REASONING_START_UNSPECIFIED, ",
+        {"text": "hello", "reasoning_start": 99},
+    ),
+    (
+        "reasoning_start is 99; ",
+        {"chat": generation_pb2.Chat(messages_json=CHAT), "reasoning_start": 99},
+    ),
+    (
+        "sampling.beam_search.early_stopping is 9; it must be one of EARLY_STOPPING_UNSPECIFIED, ",
+        sampling(beam_search={"beam_width": 2, "early_stopping": 9}),
+    ),
     ("text", {"text": ""}),
     ("token_ids", token_ids()),
     ("prompt has 60 tokens; it must have fewer than 60, the model", token_ids(*range(60))),
@@ -86,6 +103,44 @@ async def test_malformed_messages_are_refused(method):
             assert "UTF-8" in error.details()
 
 
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        (generation_pb2.GenerateRequest(text="a"), "GenerateRequest"),
+        (generation_pb2.TokenizeRequest(text="a"), "TokenizeRequest"),
+        (generation_pb2.DetokenizeRequest(), "DetokenizeRequest"),
+        (generation_pb2.GetModelRequest(), "GetModelRequest"),
+        (common_pb2.SamplingParams(), "sampling"),
+        (generation_pb2.Prompt(text="a"), r"prompts.prompts[1]"),
+        (generation_pb2.Chat(messages_json=CHAT), "chat"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_fields_of_a_newer_client_are_refused(message, place):
+    """They are refused wherever they are, as the answer would lack what they ask for."""
+    newer = type(message).FromString(message.SerializeToString() + b"\xb0\x0d\x01")
+    request = generation_pb2.GenerateRequest(text="a")
+    match newer:
+        case common_pb2.SamplingParams():
+            request.sampling.MergeFrom(newer)
+        case generation_pb2.Prompt():
+            prompts = [generation_pb2.Prompt(text="a"), newer]
+            request.prompts.MergeFrom(generation_pb2.Prompts(prompts=prompts))
+        case generation_pb2.Chat():
+            request.chat.MergeFrom(newer)
+        case _:
+            request = newer
+    method = type(request).__name__.removesuffix("Request")
+    decode = FakeDecode([50])
+    async with running_workers(decode), running_router(decode) as router:
+        error = await failure(getattr(router.stub, method)(request))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.details() == (
+        f"this router does not know field 214 of {place}; the client is newer: update the router"
+    )
+    assert not decode.starts
+
+
 async def test_other_methods_name_their_fields_too():
     decode = FakeDecode([50])
     async with running_workers(decode), running_router(decode) as router:
@@ -131,7 +186,7 @@ async def test_a_duplicate_id_and_one_request_too_many_are_refused():
         for call in calls:
             await call.read()
         error = await failure(router.generate(request(request_id="a")))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         assert "request_id is 'a'" in error.details()
         error = await failure(router.generate(request(request_id="c")))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -262,7 +262,7 @@ async def test_the_model_is_described_and_texts_are_tokenized():
         )
     assert (model.model, model.block_size) == ("scripted", BLOCK_SIZE)
     assert model.max_model_len == MAX_MODEL_LEN
-    assert len(bytes.fromhex(model.namespace)) == 32
+    assert len(bytes.fromhex(model.kv_namespace)) == 32
     assert list(plain.token_ids) == script
     assert list(special.token_ids) == [0, *script]
     assert back.text == TEXT

@@ -1,6 +1,7 @@
 """The life of a server: health, reflection, start, drain and stop."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from baton.errors import ConfigurationError, NotFoundError
+from baton.errors import (
+    ConfigurationError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from baton.reasons import Reason
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.request import Role
 from rpc.channels import open_channel
@@ -110,19 +117,33 @@ async def test_health_answers_while_a_step_is_running():
         thread.join()
 
 
-async def test_a_client_that_knows_only_reflection_can_call():
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_a_client_that_knows_only_reflection_can_call(version):
     async with running_server(
         SERVICE_NAMES, lambda server: add_services(FakeEngine(Role.BOTH), server)
     ) as (server, _):
-        services, info = await asyncio.to_thread(call_by_reflection, server.address)
-    assert {*SERVICE_NAMES, "grpc.health.v1.Health"} <= set(services)
+        services, info = await asyncio.to_thread(call_by_reflection, server.address, version)
+    reflection = {f"grpc.reflection.{name}.ServerReflection" for name in ("v1", "v1alpha")}
+    assert {*SERVICE_NAMES, "grpc.health.v1.Health", *reflection} <= set(services)
     assert (info.model, info.block_size, info.vocab_size) == ("scripted", 16, 1000)
 
 
-def call_by_reflection(address):
+class ReflectionChannel:
+    """A channel whose calls of reflection are of another version. The messages are the same."""
+
+    def __init__(self, channel, version):
+        self._channel = channel
+        self._version = version
+
+    def stream_stream(self, method, *args, **kwargs):
+        renamed = method.replace(".v1alpha.", f".{self._version}.")
+        return self._channel.stream_stream(renamed, *args, **kwargs)
+
+
+def call_by_reflection(address, version):
     """Lists services and calls GetInfo with descriptors that come only from the server."""
     with grpc.insecure_channel(address) as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
+        database = ProtoReflectionDescriptorDatabase(ReflectionChannel(channel, version))
         pool = descriptor_pool.DescriptorPool(database)
         services = database.get_services()
         for service in services:
@@ -134,6 +155,75 @@ def call_by_reflection(address):
             response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
         )
         return services, get_info(message_factory.GetMessageClass(method.input_type)(), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_calls", "is_refused"),
+    [(9000, 40, False), (60_000, 3, False), (66_000, 3, True)],
+)
+async def test_metadata_up_to_the_limit_is_taken_always_and_above_it_never(
+    num_bytes, num_calls, is_refused
+):
+    """gRPC's own limits let a share of the calls through between 8 and 16 KiB."""
+    server = RpcServer(ServerConfig(), ())
+    await server.listen()
+    metadata = (("authorization", "Bearer " + "x" * (num_bytes - 2000)), ("baggage", "y" * 2000))
+    async with open_channel(server.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for _ in range(num_calls):
+            call = check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=10)
+            is_exhausted = await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert is_exhausted == is_refused
+    await server.stop(0)
+
+
+RETRIED = {"RESOURCE_EXHAUSTED", "INTERNAL"}
+
+
+@pytest.mark.parametrize(
+    ("error", "num_calls"),
+    [
+        (ResourceExhaustedError("full", 0.01), 3),
+        (InternalError("a bug"), 1),
+        (ResourceExhaustedError("too large", reason=Reason.ANSWER_TOO_LARGE), 1),
+    ],
+)
+async def test_a_retry_policy_obeys_the_server(error, num_calls):
+    """Without the trailer the policy would wait for 20 s, or call three times."""
+    server = RpcServer(ServerConfig(), ())
+    worker = FailingWorker(error)
+    server.add_servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker)
+    await server.listen()
+    policy = {
+        "maxAttempts": 3,
+        "initialBackoff": "20s",
+        "maxBackoff": "20s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": sorted(RETRIED),
+    }
+    name = {"service": "baton.v1.WorkerService", "method": "GetLoad"}
+    config = json.dumps({"methodConfig": [{"name": [name], "retryPolicy": policy}]})
+    async with grpc.aio.insecure_channel(
+        server.address, options=[("grpc.service_config", config)]
+    ) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)
+    await server.stop(0)
+    assert caught.value.details() == error.message
+    assert worker.num_calls == num_calls
+
+
+class FailingWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Refuses each call with an error."""
+
+    def __init__(self, error):
+        self.error = error
+        self.num_calls = 0
+
+    async def GetLoad(self, request, context):
+        self.num_calls += 1
+        raise self.error
 
 
 async def test_a_port_in_use_is_a_configuration_error():

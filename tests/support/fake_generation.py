@@ -106,7 +106,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             vocab_size=300,
             eos_token_ids=[2],
             block_size=16,
-            namespace="abc",
+            kv_namespace="abc",
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import (
+    AlreadyExistsError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
@@ -159,7 +160,7 @@ async def test_invalid_and_excess_requests_are_refused(
 ) -> None:
     engine.submit(make_request("a"), Collector())
 
-    with pytest.raises(InvalidArgumentError, match="request_id"):
+    with pytest.raises(AlreadyExistsError, match="request_id"):
         engine.submit(make_request("a"), Collector())
     with pytest.raises(InvalidArgumentError, match="prompt token_ids"):
         engine.submit(make_request("b", prompt_token_ids=(7,)), Collector())

@@ -2,14 +2,14 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import AlreadyExistsError, ResourceExhaustedError
 from router.admission import MAX_WAITING, Admission
 
 
 async def test_excess_requests_and_duplicate_ids_are_refused():
     admission = Admission(2)
     with admission.admit("a"):
-        with pytest.raises(InvalidArgumentError, match="request_id"), admission.admit("a"):
+        with pytest.raises(AlreadyExistsError, match="request_id"), admission.admit("a"):
             pass
         with (
             admission.admit("b"),

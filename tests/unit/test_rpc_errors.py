@@ -6,7 +6,13 @@ import grpc
 import pytest
 
 from baton import errors
+from baton.prompts import parse_prompts
+from baton.reasons import Reason
+from baton.sampling_params import SamplingParams
+from baton.structured_outputs import StructuredOutputs
 from baton.v1 import request_pb2
+from router.chat.messages import conversation_of
+from rpc.error_details import trailers_of
 from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_error
 
 WIRE_ERRORS = [
@@ -54,8 +60,66 @@ def test_empty_messages_get_the_status_name():
     assert from_rpc_error(rpc_error(grpc.StatusCode.UNAVAILABLE, "")).message == "UNAVAILABLE"
 
 
+def test_a_worker_error_keeps_reason_field_and_time_of_retry():
+    full = errors.ResourceExhaustedError("full", 1.5, reason=Reason.REPLICAS_FULL)
+    back = from_worker_error(to_worker_error(full))
+    assert (back.reason, back.retry_after_s, back.field) == ("REPLICAS_FULL", 1.5, None)
+    back = from_worker_error(to_worker_error(errors.InvalidArgumentError("a.b has 9 bytes")))
+    assert (back.reason, back.retry_after_s, back.field) == ("INVALID_ARGUMENT", None, "a.b")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("top_p is 1.5; it must be in (0, 1]", "top_p"),
+        ("structured_outputs.json is not JSON", "structured_outputs.json"),
+        ("tools[0].function.name is empty", "tools[0].function.name"),
+        ("extra_args: it has no key", "extra_args"),
+        ("prompts[3]: prompt has no tokens", "prompt"),
+        ("prompts[3].text is empty", "prompts[3].text"),
+        ("exactly one of prompt and messages must be set", None),
+        ("the chat template refuses the messages", None),
+        ("number of candidates is 9", None),
+    ],
+)
+def test_errors_have_the_field_that_their_message_begins_with(message, field):
+    assert errors.InvalidArgumentError(message).field == field
+    assert errors.FailedPreconditionError(message).field == field
+    assert errors.UnavailableError(message).field is None
+
+
+def test_details_of_other_servers_are_ignored():
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"), ("retry-after-ms", "7"))
+    status = grpc.StatusCode.UNAVAILABLE
+    back = from_rpc_error(grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailers, "why"))
+    assert (back.message, back.reason, back.retry_after_s) == ("why", "UNAVAILABLE", 0.007)
+
+
+@pytest.mark.parametrize("key", ["k" * 6000, "\u6f22" * 6000, "\ud800" * 6000])
+def test_long_keys_and_values_are_cut_where_they_stand_in_a_text(key):
+    """The end of the text, which says what is right, stays."""
+    refusals = [
+        lambda: SamplingParams(structured_outputs={key: 1}),
+        lambda: SamplingParams(structured_outputs={"regex": "a", "json": {"type": key}}),
+        lambda: SamplingParams(temperature=key),
+        lambda: StructuredOutputs.of_response_format({"type": key}),
+        lambda: StructuredOutputs.of_response_format({"type": "json_schema", key: 1}),
+        lambda: parse_prompts([{key: 1}]),
+        lambda: conversation_of([{"role": key, "content": "a"}]),
+        lambda: conversation_of([{"role": "user", "content": [{"type": key}]}]),
+    ]
+    for refusal in refusals:
+        with pytest.raises((errors.InvalidArgumentError, TypeError)) as caught:
+            refusal()
+        assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("text", ["a" * 9000, "a\ud800" + "😀" * 5000])
 def test_messages_fit_into_the_trailers_of_a_call(text):
-    _, message = to_status(errors.InvalidArgumentError(text))
-    assert len(quote(message)) < 8000
+    """Proxies take 4 KiB of all trailers, in which bytes are base64."""
+    error = errors.InvalidArgumentError(text, 1.0, field="f" * 9000)
+    status, message = to_status(error)
+    values = dict(trailers_of(error, status, message)).values()
+    sizes = [len(value) * 4 / 3 if isinstance(value, bytes) else len(value) for value in values]
+    assert len(quote(message)) + sum(sizes) < 3800
     assert message[:3] in ("aaa", "a?😀")
