@@ -11,8 +11,7 @@ import grpc
 from baton.errors import BatonError
 from baton.traceparent import TraceContext, parse_traceparent
 from rpc.call_context import CallContext
-from rpc.error_details import trailers_of
-from rpc.errors import status_of_number, to_status
+from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 
 __all__ = ["PRESENT_CALL", "QUIET_METHODS", "Call"]
@@ -38,7 +37,7 @@ _ROUNDED_SHARE = 0.02
 
 
 class Call:
-    """One call.
+    """One call, made in its task.
 
     Args:
         method: its full name.
@@ -56,6 +55,12 @@ class Call:
         self.context = context
         self.info = CallInfo(trace=_trace_of(context))
         self.status: grpc.StatusCode | None = None
+        self._task = asyncio.current_task()
+
+    def cancel(self) -> None:
+        """Ends the call's method."""
+        if self._task is not None:
+            self._task.cancel()
 
     @property
     def code(self) -> str:
@@ -63,7 +68,7 @@ class Call:
         return (self.status or status_of_number(_number(self.context.code()))).name
 
     async def abort(self, error: BatonError) -> NoReturn:
-        """Ends the call with the status and the details of an error.
+        """Ends the call with an error.
 
         The client gets the status behind the messages that were sent before it. If it does not
         read them, the status waits for as long as the connection lasts, but the call does not.
@@ -72,11 +77,10 @@ class Call:
             AbortError: the status is sent.
             CancelledError: the client has left, or does not read.
         """
-        self.status, message = to_status(error)
-        trailers = trailers_of(error, self.status, message)
+        self.status = grpc.StatusCode[error.code]
         try:
             async with asyncio.timeout(_MAX_STATUS_WAIT_S):
-                await self.context.abort(self.status, message, trailing_metadata=trailers)
+                await abort_with(self.context, error)
         except TimeoutError:
             pass
         except grpc.aio.InternalError:

@@ -7,7 +7,7 @@ A status' message is short: some proxies take 4 KiB of trailers, and the details
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote_from_bytes
 
 import grpc
@@ -29,15 +29,15 @@ from baton.errors import (
 )
 from baton.short_texts import cut_bytes
 from baton.v1 import request_pb2
-from rpc.error_details import apply_trailers
+from rpc.error_details import apply_trailers, trailers_of
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "abort_with",
     "from_rpc_error",
     "from_worker_error",
     "status_of_number",
     "to_status",
-    "to_trailers",
     "to_worker_error",
 ]
 
@@ -78,6 +78,12 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
     if len(quote_from_bytes(message.encode(), safe=_PRINTABLE)) > MAX_MESSAGE_BYTES:
         message = cut_bytes(message, MAX_MESSAGE_BYTES // 3)
     return grpc.StatusCode[error.code], message
+
+
+async def abort_with(context: Any, error: BatonError) -> None:
+    """Ends a call with the status and the details of an error."""
+    status, message = to_status(error)
+    await context.abort(status, message, trailing_metadata=trailers_of(error, status, message))
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

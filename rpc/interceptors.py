@@ -35,6 +35,7 @@ from baton.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
+    UnavailableError,
 )
 from baton.reasons import Reason
 from baton.traceparent import parse_traceparent
@@ -49,6 +50,7 @@ _LOGGER = logging.getLogger("baton.rpc")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _MAX_LOGGED_ID_CHARS = 128
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
+_CUT = "this server stops, and the call has not ended within --drain-timeout-s; try another server"
 
 Method = Callable[[Any, Any], Awaitable[None]]
 Authorize = Callable[[str, Context], object]
@@ -91,7 +93,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         send_timeout_s: a call whose client reads nothing for so long ends; None for no limit.
 
     Attributes:
-        is_cut: whether calls that are cancelled are so because the server stops.
         num_begun: how many calls have begun.
     """
 
@@ -105,8 +106,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         first_message_timeout_s: float = _FIRST_MESSAGE_TIMEOUT_S,
         send_timeout_s: float | None = None,
     ) -> None:
-        self.is_cut = False
         self.num_begun = 0
+        self._running: set[Call] = set()
+        self._has_cut = False
         self._authorize = authorize
         self._count_call = count_call
         self._places = CallPlaces(most_calls, most_watches)
@@ -135,6 +137,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     async def _guard(self, method: str, context: Context) -> AsyncIterator[Call]:
         """Surrounds a call. Yields it once the caller is let in."""
         call = Call(method, CallContext(context, self._send_timeout_s))
+        self._running.add(call)
         PRESENT_CALL.set(call)
         CURRENT_CALL.set(call.info)
         try:
@@ -143,7 +146,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     call.info.caller = self._authorize(method, context)
                 yield call
         except asyncio.CancelledError:
-            self._note_cancel(call)
+            if self._has_cut:
+                await call.abort(UnavailableError(_CUT, reason=Reason.SERVER_STOPPING))
+            call.note_client_left()
             raise
         except grpc.aio.AbortError:
             raise  # the method has set a status itself
@@ -156,13 +161,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._end(call)
 
-    def _note_cancel(self, call: Call) -> None:
-        if self.is_cut:
-            call.status = grpc.StatusCode.UNAVAILABLE
-        else:
-            call.note_client_left()
+    def cut_calls(self) -> None:
+        """Ends all calls as UNAVAILABLE, as the server stops."""
+        self._has_cut = True
+        for call in self._running:
+            call.cancel()
 
     def _end(self, call: Call) -> None:
+        self._running.discard(call)
         call.context.close()
         call.log()
         if self._count_call is not None and not call.method.startswith(QUIET_METHODS):

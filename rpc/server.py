@@ -57,6 +57,7 @@ _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
 _UNWINDING_TURNS = 10  # of the event loop, in which calls that gRPC has passed on begin or end
 _QUIET_S = 0.002
+_CUT_S = 0.2  # for the statuses of calls that the server ends
 _MAX_QUIET_WAITS = 100
 _NO_END_S = 1e6  # of gRPC's own grace, as the server ends the calls itself
 
@@ -246,10 +247,12 @@ class RpcServer:
         await asyncio.sleep(0)  # gRPC's part, which closes the port
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits `grace_s` for those under way, then cancels them."""
+        """Refuses new calls, waits `grace_s` for those under way, then ends them."""
         self.begin_stop()
-        await asyncio.wait((self._begin_stopping(),), timeout=grace_s)
-        self._interceptor.is_cut = True
+        stopped = self._begin_stopping()
+        await asyncio.wait((stopped,), timeout=grace_s)
+        self._interceptor.cut_calls()
+        await asyncio.wait((stopped,), timeout=_CUT_S)
         await self._server.stop(None)
         # gRPC logs a traceback for each cancelled call that the end of the event loop interrupts.
         for _ in range(_UNWINDING_TURNS):

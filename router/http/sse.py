@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
 from baton.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
+from baton.reasons import Reason
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import event
 
@@ -109,7 +110,9 @@ class SseResponse(Response):
 
     async def _end_by_stop(self, writer: "_Writer") -> None:
         """Ends a stream that the stopping server cancelled, if the client reads."""
-        stopping = UnavailableError("the server is stopping; try again")
+        stopping = UnavailableError(
+            "the server is stopping; try again", reason=Reason.SERVER_STOPPING
+        )
         try:
             async with asyncio.timeout(_LAST_EVENT_S):
                 await writer.emit(self._error_event(problem_of(stopping, self._request_id)))

@@ -4,21 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
-from baton.errors import BatonError, UnavailableError
-from baton.v1 import common_pb2, generation_pb2
+from baton.errors import UnavailableError
+from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router import servicer
+from router.http.config import HttpConfig
 from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
-from rpc.call_context import CallContext
 from rpc.channels import open_channel
-from rpc.errors import to_status, to_trailers
 from rpc.interceptors import CallInterceptor
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
@@ -45,6 +42,7 @@ from tests.support.tenants import (
 GENERATE = "/baton.v1.GenerationService/Generate"
 UNKNOWN_FIELD = b"\xb0\x0d\x01"
 """Field 214, a varint."""
+_SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 SCRIPT = [50 + i % 200 for i in range(100)]
 
 Meet = Callable[[Path, pytest.MonkeyPatch], Awaitable[tuple[grpc.aio.AioRpcError, str | None]]]
@@ -250,6 +248,16 @@ async def starting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return error, None
 
 
+@refusal("UNAVAILABLE", "SERVER_STOPPING")
+async def stopping(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    decode = FakeDecode(SCRIPT, pause_after=1)
+    async with router_of(decode) as router:
+        running = asyncio.create_task(router.generate(request()))
+        await decode.changes.until(lambda: decode.running)
+        await router.server.stop(0)
+        return await failed_call(running), None
+
+
 @refusal("DEADLINE_EXCEEDED", "REQUEST_DEADLINE")
 async def late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The router knows a deadline that this client, which waits for the answer, does not."""
@@ -275,18 +283,25 @@ async def silent_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @refusal("DEADLINE_EXCEEDED", "ANSWER_NOT_READ")
-async def idle_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Python's library reads ahead, so its part is played by a write that does not end."""
-    context = SimpleNamespace(send_initial_metadata=AsyncMock(), write=forever)
-    with pytest.raises(BatonError) as caught:
-        await CallContext(context, 0.05).write(b"")  # type: ignore[arg-type]
-    status, message = to_status(caught.value)
-    trailers = grpc.aio.Metadata(*to_trailers(caught.value))
-    return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailers, message), None
+async def not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    http = HttpConfig(port=None, send_timeout_s=0.1)
+    async with (
+        router_of(FakeDecode(SCRIPT), http=http) as router,
+        grpc.aio.insecure_channel(router.server.address, _SMALL_WINDOW) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.GenerateStream(request(request_id="n" * 120, max_tokens=len(SCRIPT)))
+        await call.read()
+        for _ in range(2000):
+            if not router.server.num_calls:
+                break
+            await asyncio.sleep(0.01)
+        return await failed_call(_read_all(call)), None
 
 
-async def forever(message: bytes) -> None:
-    await asyncio.Event().wait()
+async def _read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 @refusal("ABORTED", "REPLICAS_LOST")
