@@ -635,7 +635,7 @@ def test_processes_with_other_clocks_delete_nothing(folder):
     url = f"{folder.as_uri()}?ttl_s=600&lease_s=30&max_bytes=1000"
     program = [sys.executable, "-c", _PUT_OR_EVICT, url]
     subprocess.run(program, check=True, timeout=60)
-    for seconds in (60, -60, 900):
+    for seconds in (60, -900):
         command = ["faketime", "-f", f"{seconds:+d}s", *program]
         done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
         assert done.stdout == "10\n"
