@@ -303,7 +303,7 @@ def test_a_mount_that_hangs_keeps_nothing_from_starting(folder, monkeypatch):
         assert may_go_on.wait(30)
         make(path, *args, **kwargs)
 
-    monkeypatch.setattr(opening, "DEFAULT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(opening, "_MAX_START_WAIT_S", 0.05)
     monkeypatch.setattr(Path, "mkdir", hang)
     with opened(folder, timeout_s=0.05) as store:
         with pytest.raises(StoreUnavailableError, match=r"more than 0\.05 s to open"):
