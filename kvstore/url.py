@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -282,8 +283,9 @@ def bound_in_memory(default_max_bytes: int, folder: Path | None = None) -> int:
     if limit is not None:
         bounds.append(limit // _SHARE_OF_MEMORY)
     if folder is not None:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        bounds.append(shutil.disk_usage(existing).total // 2)
+        with suppress(OSError):  # a folder that cannot be looked at now may be there later
+            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            bounds.append(shutil.disk_usage(existing).total // 2)
     return min(bounds)
 
 

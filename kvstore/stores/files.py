@@ -62,7 +62,7 @@ class FileLock:
 
     def __init__(self, path: Path, timeout_s: float, *, makes: bool = True) -> None:
         self.fd = os.open(path, _FLAGS | os.O_CREAT if makes else _FLAGS, 0o600)
-        self._path = path
+        self._path = os.fspath(path)
         self._timeout_s = timeout_s
         self._thread_lock = Lock()  # flock does not exclude threads of one process
 

@@ -27,9 +27,7 @@
 import errno
 import os
 import stat
-import struct
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -42,20 +40,14 @@ from kvstore.stores.base import StoreCounters
 from kvstore.stores.bounded_space import BoundedSpace
 from kvstore.stores.file.folder_clock import FolderClock
 from kvstore.stores.file.folder_listing import FoundObject, list_objects, list_unnamed
-from kvstore.stores.files import (
-    FileLock,
-    OutdatedFilesError,
-    create_locked,
-    status_of,
-    touch_if_allowed,
-)
+from kvstore.stores.file.space_ledger import ReadOnlyLedger, SpaceLedger
+from kvstore.stores.files import create_locked, status_of, touch_if_allowed
 from kvstore.stores.folders import MadeFolders, why_not_private
 from kvstore.stores.refusals import NO_SPACE, explain
 from kvstore.url import StoreLimits
 
 __all__ = ["FolderSpace", "ReservedFile"]
 
-_NUMBER = struct.Struct("<Q")
 _WRITING_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, *NO_SPACE)
 
 
@@ -106,12 +98,13 @@ class FolderSpace(BoundedSpace[FoundObject]):
         self._unnamed_paths = (f"{own_prefix}-{number}" for number in count())
         super().__init__(folder, limits, counters)
         self._bound.update(self.num_bytes(), self.num_bytes())
-        with suppress(StoreUnavailableError), self.locked():
+        # What keeps this from it will be the error of the next put; reads need none of it.
+        with suppress(StoreUnavailableError, OSError), self.locked():
             self.remove_outdated()
 
     def _open_ledger(
         self, folder: Path, path: Path, limits: StoreLimits
-    ) -> "SpaceLedger | ReadOnlyLedger":
+    ) -> SpaceLedger | ReadOnlyLedger:
         try:
             self._make_folders(folder)
             return SpaceLedger(path, limits.timeout_s)
@@ -274,92 +267,3 @@ def _check_private(folder: Path) -> None:
     reason = why_not_private(folder, shares_group=True)
     if reason:
         raise StoreUnavailableError(reason)
-
-
-class SpaceLedger:
-    """How many bytes a folder's objects take, in a small file that is also the folder's lock.
-
-    The number is little-endian and changes only under an exclusive `flock`, so that all writers
-    together keep to one bound without listing the folder. A crash can leave it wrong; the next
-    listing corrects it.
-
-    Args:
-        path: the ledger's file; made if absent.
-        timeout_s: longest that `locked` waits.
-
-    Attributes:
-        object_bytes: bytes of objects, including those being written. Read and changed only under
-            `locked`, which writes it to the file at its end.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        self._path = path
-        self._timeout_s = timeout_s
-        self.object_bytes = 0
-        FileLock(path, timeout_s).close()
-
-    @contextmanager
-    def locked(self, clock: FolderClock) -> Iterator[None]:
-        """Holds the folder's lock; see `FileLock.locked`.
-
-        Args:
-            clock: is compared with the file system's.
-
-        Raises:
-            FileNotFoundError: the file was removed.
-            OutdatedFilesError: the path leads to another file by now.
-        """
-        lock = FileLock(self._path, self._timeout_s, makes=False)
-        with closing(lock), lock.locked():
-            lock.check_path()
-            clock.measure(lock.fd)
-            self.object_bytes = _read_number(lock.fd)
-            try:
-                yield
-            finally:
-                number = _NUMBER.pack(max(0, self.object_bytes))
-                os.pwrite(lock.fd, number, 0)
-
-    def peek_object_bytes(self) -> int:
-        """Returns the number in the file; needs no lock.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        with self._path.open("rb") as file:
-            return _read_number(file.fileno())
-
-
-def _read_number(fd: int) -> int:
-    """Returns the number in a ledger's file, 0 if a crash left less than a number."""
-    written = os.pread(fd, _NUMBER.size, 0)
-    number: int = _NUMBER.unpack(written.ljust(_NUMBER.size, b"\0"))[0]
-    return number
-
-
-class ReadOnlyLedger:
-    """The ledger of a folder that could not be opened for writing.
-
-    Args:
-        refusal: why not.
-    """
-
-    object_bytes = 0
-
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
-
-    def locked(self, clock: FolderClock) -> AbstractContextManager[None]:
-        """Refuses.
-
-        Raises:
-            OutdatedFilesError: always; opened anew, the folder may take writes.
-        """
-        raise OutdatedFilesError(self._refusal)
-
-    def peek_object_bytes(self) -> int:
-        """Returns 0: the number is not known."""
-        return 0

@@ -79,7 +79,8 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        limits = parts.limits(bound_in_memory(_DEFAULT_MAX_BYTES), is_diagnosis=is_diagnosis)
+        default_max_bytes = bound_in_memory(_DEFAULT_MAX_BYTES)
+        limits = parts.limits(default_max_bytes, is_diagnosis=is_diagnosis)
         return cls(lambda counters: _open_arena(folder, limits, counters), parts, folder, limits)
 
     @classmethod
