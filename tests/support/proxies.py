@@ -1,0 +1,113 @@
+"""Real proxies with the configurations of deploy/proxies, in front of one router."""
+
+import asyncio
+import re
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.health import wait_until_serving
+from tests.support.cluster import REPOSITORY
+
+__all__ = ["PROXIES", "require_proxy", "running_proxy"]
+
+_CONFIGS = REPOSITORY / "deploy" / "proxies"
+_INTEGRATIONS = REPOSITORY / ".venv-integrations" / "bin"
+_START_TIMEOUT_S = 30
+_ROUTER = re.compile("router-1(?=[:,])")  # as a host
+_ENDPOINT = "              - endpoint:\n"  # of Envoy's list of routers
+
+
+def _nginx(program: str, config: Path) -> list[str]:
+    folder = config.parent
+    return [program, "-p", str(folder), "-c", str(config), "-e", "stderr", "-g",
+            f"daemon off; pid {folder}/nginx.pid;"]  # fmt: skip
+
+
+def _haproxy(program: str, config: Path) -> list[str]:
+    return [program, "-db", "-f", str(config)]
+
+
+def _envoy(program: str, config: Path) -> list[str]:
+    return [program, "-c", str(config), "--use-dynamic-base-id", "--concurrency", "1",
+            "--log-level", "warning"]  # fmt: skip
+
+
+# By name: the file of deploy/proxies, and the command that runs it.
+_COMMANDS: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
+    "nginx": ("nginx.conf", _nginx),
+    "haproxy": ("haproxy.cfg", _haproxy),
+    "envoy": ("envoy.yaml", _envoy),
+}
+PROXIES = tuple(_COMMANDS)
+
+
+def require_proxy(name: str) -> str:
+    """Returns the path of a proxy's program; skips the test if it is not installed."""
+    program = shutil.which(name) or shutil.which(name, path=str(_INTEGRATIONS))
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    return program
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _replaced(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert old in text, f"the configuration no longer has {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def _with_one_router(text: str) -> str:
+    """Leaves the second router out: a line of nginx and HAProxy, an item of Envoy's list."""
+    if _ENDPOINT in text:
+        return _ENDPOINT.join(text.split(_ENDPOINT)[:2])
+    return "".join(line for line in text.splitlines(keepends=True) if "router-2" not in line)
+
+
+@asynccontextmanager
+async def running_proxy(
+    name: str, folder: Path, grpc_address: str, http_port: str
+) -> AsyncIterator[str]:
+    """Runs a proxy as deploy/proxies configures it, with this router alone and a free port.
+
+    Yields:
+        The proxy's `host:port`.
+    """
+    program = require_proxy(name)
+    file, command = _COMMANDS[name]
+    host, _, port = grpc_address.partition(":")
+    own_port = _free_port()
+    text = _with_one_router((_CONFIGS / file).read_text())
+    changes = [("50050", str(own_port)), ("50051", port)]
+    if name == "haproxy":
+        changes.append((":8000", f":{http_port}"))
+    config = folder / file
+    config.write_text(_ROUTER.sub(host, _replaced(text, *changes)))
+    process = await asyncio.create_subprocess_exec(*command(program, config))
+    try:
+        address = f"127.0.0.1:{own_port}"
+        await _until_serving(address, process)
+        yield address
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _until_serving(address: str, process: asyncio.subprocess.Process) -> None:
+    """Waits until the router answers through the proxy."""
+    serving = asyncio.ensure_future(wait_until_serving(address, _START_TIMEOUT_S))
+    ended = asyncio.ensure_future(process.wait())
+    await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
+    assert process.returncode is None, "the proxy ended"
+    await serving
