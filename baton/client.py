@@ -67,7 +67,8 @@ class Client:
     """A blocking client of a router, usable from several threads.
 
     Every method raises the errors of `baton.errors` that
-    `baton.v1.GenerationService` documents. A call that takes longer than
+    `baton.v1.GenerationService` documents, with their `reason`, `field` and
+    `retry_after_s`. A call that takes longer than
     `timeout_s` raises `DeadlineExceededError`; None leaves the limit to the
     server.
 

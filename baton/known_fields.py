@@ -19,6 +19,8 @@ __all__ = ["check_known", "check_value"]
 
 _MAX_ENTRIES = 1024
 """As many entries of a list are looked at; no list of messages may have more."""
+_MAX_NAMED = 8
+"""The most unknown fields that an error names."""
 
 
 def check_known(message: Message, receiver: str, sender: str, path: str = "") -> None:
@@ -35,11 +37,11 @@ def check_known(message: Message, receiver: str, sender: str, path: str = "") ->
         InvalidArgumentError: the value of an enumeration is unknown; names the field and the
             values that it may have.
     """
-    unknown = ", ".join(_unknown_parts(message, path))
+    unknown = list(islice(dict.fromkeys(_unknown_parts(message, path)), _MAX_NAMED))
     if unknown:
         raise FailedPreconditionError(
-            f"this {receiver} does not know {unknown}; the {sender} is newer: update the "
-            f"{receiver}",
+            f"this {receiver} does not know {', '.join(unknown)}; the {sender} is newer: update "
+            f"the {receiver}",
             reason=Reason.UNKNOWN_FIELD,
         )
 

@@ -10,6 +10,7 @@ class Reason(StrEnum):
     table in generation.proto. Their texts are stable: programs compare them.
     """
 
+    ANSWER_NOT_READ = "ANSWER_NOT_READ"
     ANSWER_TOO_LARGE = "ANSWER_TOO_LARGE"
     CALLS_FULL = "CALLS_FULL"
     CLIENT_CONCURRENCY = "CLIENT_CONCURRENCY"

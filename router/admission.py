@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from baton.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
+from baton.errors import AlreadyExistsError, ResourceExhaustedError
 from baton.reasons import Reason
 
 __all__ = ["MAX_WAITING", "Admission", "Turns"]
@@ -76,9 +76,6 @@ class Admission:
         self.tokenizing = Turns("the tokenizer", _MOST_TOKENIZING)
         self._max_requests = max_requests
         self._running: set[tuple[str, str]] = set()
-        self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def max_requests(self) -> int:
@@ -101,14 +98,9 @@ class Admission:
             client: the client's name; each has ids of its own.
 
         Raises:
-            UnavailableError: this router drains.
             AlreadyExistsError: a request with that id is running.
             ResourceExhaustedError: `max_requests` are running.
         """
-        if self._is_draining:
-            raise UnavailableError(
-                "this router is shutting down; try another", reason=Reason.SERVER_STOPPING
-            )
         key = (client, request_id)
         if key in self._running:
             raise AlreadyExistsError.for_request_id(request_id)
@@ -120,24 +112,7 @@ class Admission:
                 reason=Reason.ROUTER_FULL,
             )
         self._running.add(key)
-        self._idle.clear()
         try:
             yield
         finally:
             self._running.discard(key)
-            if not self._running:
-                self._idle.set()
-
-    async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests and waits for the running ones.
-
-        Returns:
-            How many were still running at the timeout.
-        """
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
-        return len(self._running)

@@ -70,20 +70,22 @@ class WholePrompts:
     Args:
         request_id: the request's name.
         num_prompts: how many prompts it has.
+
+    Attributes:
+        num_bytes: about how many bytes the response has so far; it has no fewer.
     """
 
     def __init__(self, request_id: str, num_prompts: int) -> None:
+        self.num_bytes = 0
         self._request_id = request_id
         self._prompts = [WholeGeneration() for _ in range(num_prompts)]
 
-    @property
-    def num_bytes(self) -> int:
-        """About how many bytes the response has so far; it has no fewer."""
-        return sum(prompt.num_bytes for prompt in self._prompts)
-
     def add(self, message: _Response) -> None:
         """Adds the next message."""
-        self._prompts[message.prompt_index].add(message)
+        prompt = self._prompts[message.prompt_index]
+        num_bytes = prompt.num_bytes
+        prompt.add(message)
+        self.num_bytes += prompt.num_bytes - num_bytes
 
     def response(self) -> generation_pb2.GenerateResponse:
         """The prompts' responses. Called once the stream has ended."""

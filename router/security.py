@@ -13,7 +13,7 @@ from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.cluster_calls import authorize_cluster
 from rpc.interceptors import Authorize
-from rpc.server import ServerAccess
+from rpc.server_access import ServerAccess
 
 __all__ = ["RouterSecurity", "authorize_tenants"]
 

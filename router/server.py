@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +30,8 @@ from rpc.interceptors import CountCall
 from rpc.metrics_access import MetricsAccess
 from rpc.metrics_server import serving_metrics
 from rpc.process_metrics import ProcessMetrics
-from rpc.server import RpcServer, ServerAccess, Service, run_process, serve
+from rpc.server import RpcServer, Service, run_process, serve
+from rpc.server_access import ConnectionAge, ServerAccess
 from rpc.tracing import open_tracer
 
 if TYPE_CHECKING:
@@ -50,7 +53,9 @@ SERVICE_NAMES: tuple[str, ...] = (
 )
 
 
+_LOGGER = logging.getLogger("baton.router")
 _HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
+_DRAIN_POLL_S = 0.05
 
 
 class RouterService(Service):
@@ -147,9 +152,23 @@ class RouterService(Service):
 
     @override
     async def drain(self, timeout_s: float) -> None:
+        """Closes the ports, so that clients go to other routers, and waits for the calls and
+        requests that have come.
+        """
+        await self._server.refuse_new()
         if self.http is not None:
             self.http.begin_drain()
-        await self._admission.drain(timeout_s)
+        for _ in range(math.ceil(timeout_s / _DRAIN_POLL_S)):
+            if not self._num_open:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self._num_open:
+            _LOGGER.warning("the drain ends with %d calls under way", self._num_open)
+
+    @property
+    def _num_open(self) -> int:
+        """How many calls and requests of clients are under way."""
+        return self._server.num_calls + (0 if self.http is None else self.http.num_requests)
 
     @override
     async def close(self) -> None:
@@ -213,7 +232,16 @@ def access_of(
         max_concurrent_calls=config.most_calls,
         max_message_bytes=config.http.max_request_bytes,
         max_connections=connection_limits(config)[1],
+        send_timeout_s=config.http.send_timeout_s,
+        connection_age=_connection_age(config),
     )
+
+
+def _connection_age(config: RouterConfig) -> ConnectionAge | None:
+    age_s, grace_s = config.http.max_connection_age_s, config.http.max_connection_age_grace_s
+    if age_s is None:
+        return None
+    return ConnectionAge(age_s, config.default_timeout_s if grace_s is None else grace_s)
 
 
 def connection_limits(config: RouterConfig) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from baton.errors import UnauthenticatedError
 from baton.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
 from rpc.interceptors import Authorize
-from rpc.server import ServerAccess
+from rpc.server_access import ServerAccess
 
 __all__ = ["authorize_cluster", "cluster_access", "open_cluster_channel"]
 

@@ -4,8 +4,9 @@
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
 4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service
-   drains. SIGINT ends the drain; more of the others do not, as a supervisor may repeat
-   the one that the whole group of processes got.
+   drains. A service whose callers have others to go to closes its port first, so that their
+   next calls go there. SIGINT ends the drain; more of the others do not, as a supervisor may
+   repeat the one that the whole group of processes got.
 5. Stop the server, close the service.
 
 A signal during step 2 stops the server and the process. A service that can serve
@@ -19,7 +20,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,19 +28,19 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.errors import ConfigurationError, UnavailableError
 from baton.reasons import Reason
-from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from rpc.channels import SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.interceptors import Authorize, CallInterceptor, CountCall
+from rpc.interceptors import CallInterceptor
 from rpc.logs import start_logging
 from rpc.reflection import add_reflection
+from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig, join_host_port
 from rpc.stop_signals import stop_signals_in_use
 
 __all__ = [
     "EXIT_CONFIGURATION",
     "RpcServer",
-    "ServerAccess",
     "Service",
     "StartInterruptedError",
     "run_process",
@@ -53,7 +53,11 @@ _EXIT_FAILURE = 1
 
 _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
-_UNWINDING_TURNS = 10  # of the event loop, in which cancelled calls end
+_UNWINDING_TURNS = 10  # of the event loop, in which calls that gRPC has passed on begin or end
+_QUIET_S = 0.002
+_CUT_S = 0.2  # for the statuses of calls that the server ends
+_MAX_QUIET_WAITS = 100
+_NO_END_S = 1e6  # of gRPC's own grace, as the server ends the calls itself
 
 _Result = TypeVar("_Result")
 
@@ -112,29 +116,6 @@ async def _refuse(requests: Any, context: Any) -> None:
     raise UnavailableError("the server is starting", reason=Reason.SERVER_STARTING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAccess:
-    """Who may call a server, and how its port is encrypted.
-
-    Attributes:
-        authorize: finds out who calls; None lets all callers in.
-        count_call: called when a call ends, unless it polls; None counts none.
-        credentials: those of the port; None for plain text.
-        max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read, health
-            apart; None for no limit.
-        max_message_bytes: the most bytes of a message that a caller sends.
-        max_connections: further ones are closed at once; None: as many as open files allow, but
-            at most `rpc.descriptors.MAX_CONNECTIONS`.
-    """
-
-    authorize: Authorize | None = None
-    count_call: CountCall | None = None
-    credentials: grpc.ServerCredentials | None = None
-    max_concurrent_calls: int | None = None
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    max_connections: int | None = None
-
-
 class RpcServer:
     """A grpc.aio server with health, reflection and Baton's interceptor.
 
@@ -160,18 +141,23 @@ class RpcServer:
         self._config = config
         self._health = HealthServicer(service_names)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopping: asyncio.Future[None] | None = None
         options = dict(SERVER_OPTIONS)
+        max_connections = min(MAX_CONNECTIONS, connection_budget())
+        max_connections = self._access.max_connections or max_connections
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
-        options["grpc.max_allowed_incoming_connections"] = self._access.max_connections or min(
-            MAX_CONNECTIONS, connection_budget()
-        )
-        interceptor = CallInterceptor(
+        options["grpc.max_allowed_incoming_connections"] = max_connections
+        if self._access.connection_age is not None:
+            options |= self._access.connection_age.options
+        self._interceptor = CallInterceptor(
             self._access.authorize,
             self._access.count_call,
             most_calls=self._access.max_concurrent_calls,
+            most_watches=max_connections,
+            send_timeout_s=self._access.send_timeout_s,
         )
         self._server = grpc.aio.server(
-            interceptors=[interceptor],
+            interceptors=[self._interceptor],
             options=tuple(options.items()),
         )
         self._server.add_generic_rpc_handlers((self._handlers,))
@@ -244,13 +230,48 @@ class RpcServer:
         """Makes health answer NOT_SERVING for good. Other calls continue."""
         self._health.close()
 
-    async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits `grace_s` for those under way, then cancels them."""
+    @property
+    def num_calls(self) -> int:
+        """How many calls run, apart from those of health and reflection."""
+        return self._interceptor.num_calls
+
+    async def refuse_new(self) -> None:
+        """Closes the port and tells the clients to make further calls elsewhere (GOAWAY). Calls
+        under way continue.
+        """
         self.begin_stop()
-        await self._server.stop(grace_s)
+        await self._take_waiting_calls()
+        self._begin_stopping()
+        await asyncio.sleep(0)  # gRPC's part, which closes the port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, waits `grace_s` for those under way, then ends them."""
+        self.begin_stop()
+        stopped = self._begin_stopping()
+        await asyncio.wait((stopped,), timeout=grace_s)
+        self._interceptor.cut_calls()
+        await asyncio.wait((stopped,), timeout=_CUT_S)
+        await self._server.stop(None)
         # gRPC logs a traceback for each cancelled call that the end of the event loop interrupts.
         for _ in range(_UNWINDING_TURNS):
             await asyncio.sleep(0)
+
+    async def _take_waiting_calls(self) -> None:
+        """Waits for a moment in which no call has just come: gRPC cancels those that have reached
+        the process and that the event loop has not taken yet.
+        """
+        for _ in range(_MAX_QUIET_WAITS):
+            num_begun = self._interceptor.num_begun
+            await asyncio.sleep(_QUIET_S)
+            for _ in range(_UNWINDING_TURNS):
+                await asyncio.sleep(0)
+            if self._interceptor.num_begun == num_begun:
+                return
+
+    def _begin_stopping(self) -> "asyncio.Future[None]":
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._server.stop(_NO_END_S))
+        return self._stopping
 
 
 class _StopSignals:

@@ -49,7 +49,20 @@ class HttpConfig:
         metavar="SECONDS",
     )
     send_timeout_s: float = flag(
-        300.0, "a client that does not read its answer for so long is cut off", metavar="SECONDS"
+        300.0,
+        "a client that does not read its answer for so long is cut off, over HTTP and gRPC",
+        metavar="SECONDS",
+    )
+    max_connection_age_s: float | None = flag(
+        3600.0,
+        "age at which a client is told to go on with a new connection, over HTTP and gRPC, so that "
+        "it meets routers that were added; none is no limit",
+        metavar="SECONDS",
+    )
+    max_connection_age_grace_s: float | None = flag(
+        None,
+        "how long calls on a gRPC connection of that age may go on (default: --default-timeout-s)",
+        metavar="SECONDS",
     )
 
     def __post_init__(self) -> None:
@@ -61,10 +74,11 @@ class HttpConfig:
             "body_timeout_s",
             "keep_alive_timeout_s",
             "send_timeout_s",
+            "max_connection_age_s",
+            "max_connection_age_grace_s",
             "keepalive_interval_s",
         ):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 flag_name = name.replace("_", "-")
-                raise ConfigurationError(
-                    f"--{flag_name} is {getattr(self, name)!r}; it must be > 0"
-                )
+                raise ConfigurationError(f"--{flag_name} is {value!r}; it must be > 0")

@@ -40,13 +40,18 @@ class LimitedProtocol(HttpToolsProtocol):
     far more bytes than a body may have, or its end is unclear; the client does not read for
     `send_timeout_s`; too many requests wait.
 
+    A connection that is older than `max_connection_age_s`, or whose server drains, ends with the
+    answer to its next request.
+
     Attributes:
         limits: the limits.
+        is_draining: whether the server drains.
         parser: parses the requests.
         opened_at: `time` of the event loop when the connection was made.
     """
 
     limits: ClassVar[HttpConfig]
+    is_draining: ClassVar[bool] = False
     parser: PlainParser  # type: ignore[assignment]
     opened_at = 0.0
     _header_timer: asyncio.TimerHandle | None = None
@@ -120,6 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_parsed, self._is_in_body = True, True
         self._stop_header_timer()
         super().on_headers_complete()
+        self.cycle.keep_alive = self.cycle.keep_alive and not self._is_last
         running = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles = (*running, self.cycle)
         if len(self._cycles) > MAX_PIPELINED:
@@ -168,6 +174,13 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the connection ends with the request that has begun."""
+        max_age_s = self.limits.max_connection_age_s
+        is_old = max_age_s is not None and self.loop.time() - self.opened_at > max_age_s
+        return is_old or self.is_draining
 
     @property
     def _most_bytes(self) -> int:

@@ -25,7 +25,7 @@ class HttpContext:
         admits_reader: whether a reader with an authorization header may read them.
 
     Attributes:
-        is_draining: whether the router takes no more requests.
+        is_draining: whether the router takes no more connections, and waits for its requests.
     """
 
     def __init__(

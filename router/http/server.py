@@ -58,10 +58,11 @@ class HttpServer:
         self._context = context
         self._sockets: list[socket.socket] = []
         self._task: asyncio.Task[None] | None = None
+        self._protocol = limited_protocol(config)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(config),
+                http=self._protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -95,9 +96,17 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.run_until_stopped())
         _LOGGER.info("listening address=%s", self.address)
 
+    @property
+    def num_requests(self) -> int:
+        """How many requests are answered."""
+        return len(self._server.server_state.tasks)
+
     def begin_drain(self) -> None:
-        """Closes the listening socket; answers under way continue, and `/ready` answers 503."""
+        """Closes the listening socket; answers under way continue, and `/ready` answers 503. Each
+        open connection ends with the answer to its next request.
+        """
         self._app.state.context.is_draining = True
+        self._protocol.is_draining = True
         for listener in getattr(self._server, "servers", ()):
             listener.close()
 

@@ -10,6 +10,7 @@ import pytest
 
 from baton import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, async_llm
 from baton.errors import (
+    AlreadyExistsError,
     ConfigurationError,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -185,7 +186,7 @@ async def test_bad_requests_are_refused(llm, prompt, fields, message):
 async def test_the_id_of_a_running_request_is_refused(llm):
     async with contextlib.aclosing(llm.generate("Hello", LONG, "mine")) as stream:
         await anext(stream)
-        with pytest.raises(InvalidArgumentError, match="request_id"):
+        with pytest.raises(AlreadyExistsError, match="request_id"):
             await results_of(llm.generate("Hello", LONG, "mine"))
 
 

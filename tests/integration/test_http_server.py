@@ -445,23 +445,46 @@ async def test_pages_of_allowed_origins_may_call():
     assert "access-control-allow-origin" not in closed.headers
 
 
-async def test_a_drain_lets_answers_end_and_takes_no_more():
+async def test_a_drain_lets_answers_end_and_takes_no_more_connections():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
     async with running_http(decode) as api:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
         running = asyncio.ensure_future(api.http.post("/v1/completions", json=body))
         await decode.changes.until(lambda: decode.running)
-        reader, writer = await open_connection(api)
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b" 200 " in await reader.readline()
+        kept = [await open_connection(api) for _ in range(2)]
+        for reader, writer in kept:
+            writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"}]}")
         api.server.begin_drain()
         with pytest.raises(ConnectionRefusedError):
             await open_connection(api)
-        await reader.readuntil(b"}]}")
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b" 503 " in await reader.readline()
+        # Each connection that is open has one more answer.
+        (ready, ready_writer), (reader, writer) = kept
+        ready_writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await ready.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nconnection: close\r\n" in answer
+        writer.write(post("/v1/completions", json.dumps(body).encode()))
+        await decode.changes.until(lambda: len(decode.running) == 2)
+        assert api.server.num_requests == 2
         decode.resume()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in answer
         assert (await running).json()["choices"][0]["finish_reason"] == "length"
+        for _, writer in kept:
+            writer.close()
+
+
+async def test_a_connection_of_full_age_has_one_more_answer():
+    async with running_http(FakeDecode([50]), http={"max_connection_age_s": 1e-9}) as api:
+        reader, writer = await open_connection(api)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in answer
         writer.close()
 
 

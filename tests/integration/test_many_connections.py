@@ -14,7 +14,8 @@ from router.http import acceptor
 from router.http.config import HttpConfig
 from router.server import connection_limits
 from rpc import channels, descriptors
-from rpc.server import RpcServer, ServerAccess
+from rpc.server import RpcServer
+from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import FakeDecode
 from tests.support.loop_watch import watched_loops

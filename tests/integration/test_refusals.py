@@ -7,11 +7,15 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from baton.errors import ResourceExhaustedError
 from baton.reasons import Reason
 from router.http.errors import problem_of
 from rpc.error_details import DOMAIN
 from rpc.errors import from_rpc_error
-from tests.support.refusals import REFUSALS
+from tests.support.fake_workers import MODEL, FakeDecode
+from tests.support.refusals import REFUSALS, SCRIPT, router_of
+from tests.support.running_http import running_http
+from tests.support.running_router import failed_call, request
 
 PROTO = Path(__file__).parents[2] / "protos" / "baton" / "v1" / "generation.proto"
 COLUMNS = ["code", "reason", "field", "retry", "HTTP", "when"]
@@ -68,6 +72,33 @@ async def test_a_refusal_is_what_the_table_says(row, tmp_path, monkeypatch):
     received = from_rpc_error(error)
     assert (received.code, received.reason, received.field) == (row.code, row.reason, field)
     assert problem_of(received, "r").status == int(row.http)
+
+
+async def test_a_pool_that_is_too_small_is_no_matter_of_load():
+    """A worker finds out that several candidates do not fit; no retry would help."""
+    decode = FakeDecode(SCRIPT)
+    decode.refusal = ResourceExhaustedError("too large", reason=Reason.NO_REPLICA_FITS)
+    message = request()
+    message.sampling.n = 2
+    async with router_of(decode) as router:
+        error = await failed_call(router.generate(message))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert from_rpc_error(error).reason == Reason.NO_REPLICA_FITS
+
+
+async def test_a_used_id_is_a_conflict_over_http():
+    decode = FakeDecode(SCRIPT, pause_after=1)
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 9, "request_id": "mine", "stream": True}
+    async with (
+        running_http(decode) as api,
+        api.http.stream("POST", "/v1/completions", json=body) as running,
+    ):
+        await anext(running.aiter_lines())
+        answer = await api.http.post("/v1/completions", json=body)
+    assert answer.status_code == 409
+    assert answer.headers["x-should-retry"] == "false"
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("request_id_in_use", "request_id")
 
 
 def check_retry(row, trailers, retry):

@@ -10,8 +10,9 @@ import grpc
 import pytest
 
 from baton.errors import UnavailableError
-from baton.v1 import common_pb2, generation_pb2
+from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router import servicer
+from router.http.config import HttpConfig
 from router.security_config import RouterSecurityConfig
 from router.tenants.config import TenantsConfig
 from rpc.channels import open_channel
@@ -41,6 +42,7 @@ from tests.support.tenants import (
 GENERATE = "/baton.v1.GenerationService/Generate"
 UNKNOWN_FIELD = b"\xb0\x0d\x01"
 """Field 214, a varint."""
+_SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 SCRIPT = [50 + i % 200 for i in range(100)]
 
 Meet = Callable[[Path, pytest.MonkeyPatch], Awaitable[tuple[grpc.aio.AioRpcError, str | None]]]
@@ -248,9 +250,12 @@ async def starting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @refusal("UNAVAILABLE", "SERVER_STOPPING")
 async def stopping(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    async with router_of() as router:
-        await router.service.drain(0)
-        return await failed_call(router.generate(request())), None
+    decode = FakeDecode(SCRIPT, pause_after=1)
+    async with router_of(decode) as router:
+        running = asyncio.create_task(router.generate(request()))
+        await decode.changes.until(lambda: decode.running)
+        await router.server.stop(0)
+        return await failed_call(running), None
 
 
 @refusal("DEADLINE_EXCEEDED", "REQUEST_DEADLINE")
@@ -275,6 +280,28 @@ async def silent_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(defaults, "first_message_timeout_s", 0.05)
     async with router_of() as router:
         return await failed_call(router.channel.stream_unary(GENERATE)(never(), timeout=20)), None
+
+
+@refusal("DEADLINE_EXCEEDED", "ANSWER_NOT_READ")
+async def not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    http = HttpConfig(port=None, send_timeout_s=0.1)
+    async with (
+        router_of(FakeDecode(SCRIPT), http=http) as router,
+        grpc.aio.insecure_channel(router.server.address, _SMALL_WINDOW) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.GenerateStream(request(request_id="n" * 120, max_tokens=len(SCRIPT)))
+        await call.read()
+        for _ in range(2000):
+            if not router.server.num_calls:
+                break
+            await asyncio.sleep(0.01)
+        return await failed_call(_read_all(call)), None
+
+
+async def _read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 @refusal("ABORTED", "REPLICAS_LOST")

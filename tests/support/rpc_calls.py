@@ -1,6 +1,7 @@
 """Calls of a router's gRPC methods with any bytes, by a channel or without one."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -38,14 +39,8 @@ class DirectCalls:
 
         handler = await CallInterceptor(_open_tenant).intercept_service(find, details)
         context = _Context()
-        try:
-            if handler.response_streaming:
-                await handler.stream_stream(_requests(handler, data), context)
-            else:
-                response = await handler.stream_unary(_requests(handler, data), context)
-                handler.response_serializer(response)
-        except grpc.aio.AbortError:
-            pass
+        with suppress(grpc.aio.AbortError):
+            await handler.stream_stream(_requests(handler, data), context)
         return context.status.name
 
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
@@ -23,10 +24,14 @@ from worker.server import add_services
 
 @asynccontextmanager
 async def running_tiers(
-    folder: Path, *roles: str, tracing: TracingConfig | None = None, kv_connector: str = ""
+    folder: Path,
+    *roles: str,
+    tracing: TracingConfig | None = None,
+    kv_connector: str = "",
+    **router_options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Runs one worker per role, with its KV in the folder unless a connector is given, and a router
-    that calls them.
+    that calls them, with these fields of its config.
     """
     kv_connector = kv_connector or f"file://{folder}/kv"
     tracing = tracing or TracingConfig()
@@ -36,6 +41,7 @@ async def running_tiers(
             worker = _running_worker(kv_connector, role, tracing)
             targets[role] += (await stack.enter_async_context(worker),)
         options = {"model": "tiny", "max_local_prefill_tokens": 0, "tracing": tracing, **targets}
+        options |= router_options
         yield await stack.enter_async_context(_running_router(router_config_of(options)))
 
 
@@ -69,9 +75,10 @@ async def _running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     security = RouterSecurity(config.security)
     server = RpcServer(config.grpc, SERVICE_NAMES, access_of(config, security))
     await server.listen()
-    service = RouterService(config, [RouterFiles(tokenizer(), {})], server, security)
+    files = [RouterFiles(tokenizer(), {})] * len(config.models)
+    service = RouterService(config, files, server, security)
     await service.start_http()
-    (model,) = config.models
+    model = config.models[0]
     num_workers = len(model.prefill) + len(model.decode)
     try:
         async with open_channel(server.address) as channel:

@@ -1,5 +1,8 @@
 """The protos, as generators of other languages than Python read them."""
 
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -61,3 +64,19 @@ def test_no_field_that_clients_read_or_write_is_a_reserved_word():
     ]
     fields = {field.name for message in messages for field in message.fields}
     assert not fields & RESERVED
+
+
+@pytest.mark.skipif(shutil.which("protoc-gen-go") is None, reason="protoc-gen-go is not installed")
+def test_stubs_of_go_are_generated_without_a_flag(tmp_path):
+    """Its generator is the one that refuses files without an option."""
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS.parents[1]}"]
+    files = [f"baton/v1/{name}.proto" for name in NAMES]
+    result = subprocess.run(
+        [*command, f"--go_out={tmp_path}", *files],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "baton" / "v1").glob("*.pb.go"))) == len(NAMES)

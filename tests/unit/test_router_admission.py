@@ -1,10 +1,8 @@
 """`Admission`: the bound on the number of requests that a router runs."""
 
-import asyncio
-
 import pytest
 
-from baton.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
+from baton.errors import AlreadyExistsError, ResourceExhaustedError
 from router.admission import MAX_WAITING, Admission
 
 
@@ -31,15 +29,3 @@ async def test_without_a_limit_as_many_are_admitted_as_replicas_run_and_some_tha
     admission.read_num_seats = lambda: 128
     assert admission.max_requests == MAX_WAITING + 128
     assert Admission(7).max_requests == 7
-
-
-async def test_drain_waits_for_running_requests_and_refuses_new_ones():
-    admission = Admission(2)
-    with admission.admit("a"):
-        assert await admission.drain(0) == 1
-        draining = asyncio.create_task(admission.drain(20))
-        await asyncio.sleep(0)
-        with pytest.raises(UnavailableError), admission.admit("b"):
-            pass
-        assert not draining.done()
-    assert await draining == 0

@@ -1,0 +1,65 @@
+"""`ServerAccess`: who may call a server, and the bounds of its calls and connections."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from rpc.channels import MAX_MESSAGE_BYTES
+from rpc.interceptors import Authorize, CountCall
+
+__all__ = ["ConnectionAge", "ServerAccess"]
+
+_MAX_OPTION = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionAge:
+    """How long a connection may last. At its age the server tells the client to make its next
+    calls on another one, for which the client looks up the server's name again.
+
+    Attributes:
+        age_s: seconds from its start, to within a tenth.
+        grace_s: seconds from then on in which the calls under way may end.
+    """
+
+    age_s: float
+    grace_s: float
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of a gRPC server."""
+        return {
+            "grpc.max_connection_age_ms": _milliseconds(self.age_s),
+            "grpc.max_connection_age_grace_ms": _milliseconds(self.grace_s),
+        }
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, min(round(seconds * 1000), _MAX_OPTION))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAccess:
+    """Who may call a server, and how its port is encrypted.
+
+    Attributes:
+        authorize: finds out who calls; None lets all callers in.
+        count_call: called when a call ends, unless it polls; None counts none.
+        credentials: those of the port; None for plain text.
+        max_concurrent_calls: further calls get RESOURCE_EXHAUSTED before they are read, health
+            and reflection apart; None for no limit.
+        max_message_bytes: the most bytes of a message that a caller sends.
+        max_connections: further ones are closed at once; None: as many as open files allow, but
+            at most `rpc.descriptors.MAX_CONNECTIONS`.
+        send_timeout_s: a call whose client reads nothing for so long ends; None for no limit.
+        connection_age: after which a connection ends; None for no limit.
+    """
+
+    authorize: Authorize | None = None
+    count_call: CountCall | None = None
+    credentials: grpc.ServerCredentials | None = None
+    max_concurrent_calls: int | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_connections: int | None = None
+    send_timeout_s: float | None = None
+    connection_age: ConnectionAge | None = None

@@ -1,0 +1,101 @@
+"""Routers that restart one after the other, under plain clients that know both: no call fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.v1 import generation_pb2_grpc
+from tests.support.cluster import ServerProcess
+from tests.support.fake_workers import MODEL, FakeDecode, running_workers
+from tests.support.running_router import request, script_of, text_of
+from tests.support.tokenizer_folders import write_byte_level_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+TEXT = "the quick brown fox"
+CALLS_PER_S = 5
+
+
+@asynccontextmanager
+async def running_routers(folder: Path, decode: FakeDecode) -> AsyncIterator[list[ServerProcess]]:
+    model = write_byte_level_folder(folder / MODEL)
+    flags = ["--model", str(model), "--decode", decode.address, "--drain-timeout-s", "1"]
+    routers = [ServerProcess("router", folder, f"router{index}", flags) for index in range(2)]
+    try:
+        await asyncio.gather(*(router.wait_serving() for router in routers))
+        yield routers
+    finally:
+        for router in routers:
+            router.kill()
+
+
+def channel_to(targets: Sequence[str]) -> grpc.aio.Channel:
+    """A channel without any options, which stays on the first router that takes the connection."""
+    return grpc.aio.insecure_channel(f"ipv4:{','.join(targets)}")
+
+
+async def text_of_call(channel: grpc.aio.Channel, *, streams: bool) -> str:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    message = request("hello", max_tokens=len(script_of(TEXT)))
+    if streams:
+        return text_of([response async for response in stub.GenerateStream(message, timeout=30)])
+    return (await stub.Generate(message, timeout=30)).completions[0].text
+
+
+async def call_often(targets: Sequence[str], has_ended: asyncio.Event) -> int:
+    """Makes calls until the event; returns how many. None of them may fail."""
+    number = 0
+    async with channel_to(targets) as channel, asyncio.TaskGroup() as calls:
+
+        async def call(streams: bool) -> None:
+            assert await text_of_call(channel, streams=streams) == TEXT
+
+        while not has_ended.is_set():
+            number += 1
+            calls.create_task(call(streams=number % 2 == 0))
+            await asyncio.sleep(1 / CALLS_PER_S)
+    return number
+
+
+async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
+    """The text of a call that fails as UNAVAILABLE once."""
+    async with channel_to(targets) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await text_of_call(channel, streams=streams)
+        assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+        return await text_of_call(channel, streams=streams)
+
+
+async def test_no_call_fails_while_two_routers_restart(tmp_path):
+    decode = FakeDecode(script_of(TEXT))
+    async with running_workers(decode), running_routers(tmp_path, decode) as routers:
+        targets, has_ended = [router.address for router in routers], asyncio.Event()
+        clients = [
+            asyncio.create_task(call_often(order, has_ended))
+            for order in (targets, targets[::-1])
+            for _ in range(2)
+        ]
+        for router in routers:
+            assert await asyncio.to_thread(router.stop) == 0
+            await router.restart()
+        await asyncio.sleep(1)
+        has_ended.set()
+        assert min(await asyncio.gather(*clients)) > CALLS_PER_S
+        # Calls that last longer than the drain are cut, and succeed with one retry.
+        decode.pause_after = 2
+        long_calls = [
+            asyncio.create_task(call_with_a_retry(targets, streams=streams))
+            for streams in (False, True)
+        ]
+        await decode.changes.until(lambda: len(decode.running) == len(long_calls))
+        assert await asyncio.to_thread(routers[0].stop) == 0
+        decode.resume()
+        assert await asyncio.gather(*long_calls) == [TEXT] * len(long_calls)
+        log = routers[0].log()
+        assert "the drain ends with 2 calls under way" in log
+        assert log.count("code=UNAVAILABLE") == 2
+        assert "Traceback" not in log
