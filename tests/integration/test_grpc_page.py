@@ -74,8 +74,8 @@ async def test_connect_node(server: FakeGeneration, folder: Path) -> None:
     borrow_packages(folder)
     code = code_under("### Node with connect-node", server.address)
     commands = [line for line in code["sh"].splitlines() if not line.startswith("npm install")]
+    (folder / "package.json").write_text("{}")
     await printed_by("sh", "-ec", "\n".join(commands), folder=folder)
-    (folder / "package.json").write_text('{"type": "module"}')
     (folder / "client.js").write_text(code["js"])
     assert await printed_by("node", "client.js", folder=folder) == ANSWER
 
