@@ -22,6 +22,7 @@ class FakeEngine:
 
     def __init__(self, role: Role) -> None:
         self.role = role
+        self.kv_backends = ()
         self.config = EngineConfig(model="tests/scripted", kv_connector="memory://fake")
         layout = KvLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="float32")
         self.info = ModelInfo(
