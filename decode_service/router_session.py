@@ -127,6 +127,7 @@ class RouterSession:
                 progress=progress_from_proto(start.candidates),
                 first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
                 handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
+                skips_lookup=start.skip_lookup,
             )
             self._live[request_id] = request
             self._engine.submit(request, partial(self._on_output, request))

@@ -36,6 +36,7 @@ from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from kvstore.handoff import KvHandoff, connector_name
+from kvstore.status import BackendStatus
 
 if TYPE_CHECKING:
     from baton.security.cluster import ClusterSecurity
@@ -235,6 +236,11 @@ class AsyncEngine:
             stalled=self._is_stalled,
             role=self.role,
         )
+
+    @property
+    def kv_backends(self) -> Sequence[BackendStatus]:
+        """Whether blocks can be loaded from each backend of the connector and saved to it."""
+        return self._core.kv_backends
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests from now on, and waits for the others to end, and for their KV.

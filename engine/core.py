@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from kernels.ranks import RanksLostError
 from kvstore.connector import Connector, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class EngineCore:
         worker.measure(self.kv_metrics, scheme)
         worker.register_pool(self._runner.kv_pool, self.info.layout, self.form)
         worker.set_waker(self._on_connector_ready)
+        worker.watch()
         if not self.config.async_scheduling:
             self._runner.watch_layers(self._between_layers)
         return self.kv_metrics.of(scheme)
@@ -172,6 +174,13 @@ class EngineCore:
                 read_reports(connector, ranks.transfers, core.metrics.rank_reported)
             opened.pop_all()
         return core
+
+    @property
+    def kv_backends(self) -> Sequence[BackendStatus]:
+        """Whether blocks can be loaded from each backend of the connector and saved to it. Any
+        thread may read it.
+        """
+        return self._connector.statuses
 
     @property
     def has_unfinished(self) -> bool:

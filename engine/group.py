@@ -219,7 +219,7 @@ class SequenceGroup:
         self.transfer = GroupTransfer(
             pending_handoff=self.request.handoff,
             handoff_id=new_handoff_id() if self.hands_over else "",
-            may_load=not self.owes_prompt_logprobs,
+            may_load=not (self.owes_prompt_logprobs or self.request.skips_lookup),
         )
         for progress in self.request.progress:
             self.branches.append(self.new_branch(progress.index, progress.output_token_ids))

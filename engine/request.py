@@ -80,6 +80,8 @@ class EngineRequest:
         first_beams: the most likely first tokens with their log-probabilities,
             of a beam search that continues after prefill.
         handoff: where the prompt's KV is; None to compute what is not cached.
+        skips_lookup: whether not to look the prompt up in a KV store, for which the request has
+            waited already.
     """
 
     spec: RequestSpec
@@ -87,6 +89,7 @@ class EngineRequest:
     progress: tuple[CandidateProgress, ...] = ()
     first_beams: tuple[tuple[int, float], ...] = ()
     handoff: KvHandoff | None = None
+    skips_lookup: bool = False
 
     @property
     def has_begun(self) -> bool:

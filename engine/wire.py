@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from baton.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
@@ -14,11 +14,13 @@ from engine.metrics.counts import EngineMetrics
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from kvstore.handoff import brief_digest
 from kvstore.metrics import KvMetrics
+from kvstore.status import BackendStatus
 
 __all__ = [
     "check_namespace",
     "counters_to_proto",
     "finish_reason_to_proto",
+    "kv_backends_to_proto",
     "kv_event_responses",
     "load_to_proto",
     "logprobs_to_proto",
@@ -156,9 +158,25 @@ def timings_to_proto(timings: StageTimings | None) -> common_pb2.Timings | None:
     )
 
 
-def load_to_proto(load: EngineLoad) -> worker_pb2.WorkerLoad:
-    """The message of an engine's load; their fields have the same names."""
-    return worker_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+def load_to_proto(
+    load: EngineLoad, statuses: Sequence[BackendStatus] = ()
+) -> worker_pb2.WorkerLoad:
+    """The message of an engine's load, whose fields have the same names, and of its stores."""
+    own = {name: getattr(load, name) for name in _LOAD_FIELDS}
+    return worker_pb2.WorkerLoad(**own, kv_store_ids=_kv_store_ids(statuses))
+
+
+def kv_backends_to_proto(statuses: Iterable[BackendStatus]) -> list[worker_pb2.KvBackendStatus]:
+    """The messages of the backends of a KV connector; their fields have the same names."""
+    return [worker_pb2.KvBackendStatus(**asdict(status)) for status in statuses]
+
+
+def _kv_store_ids(statuses: Sequence[BackendStatus]) -> list[str]:
+    """The identities of the stores through which alone an engine hands prompts over; none while one
+    is unknown, and where peers lend blocks.
+    """
+    ids = [status.identity for status in statuses]
+    return ids if all(ids) else []
 
 
 def counters_to_proto(metrics: EngineMetrics, transfers: KvMetrics) -> worker_pb2.WorkerCounters:

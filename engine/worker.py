@@ -17,7 +17,12 @@ from engine.kv_cache.spec import spec_of
 from engine.metrics.export import EngineDescription, EngineExport, VllmExport
 from engine.metrics.stats_log import StatsLog
 from engine.request import Role
-from engine.wire import counters_to_proto, kv_event_responses, load_to_proto
+from engine.wire import (
+    counters_to_proto,
+    kv_backends_to_proto,
+    kv_event_responses,
+    load_to_proto,
+)
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
 
@@ -71,11 +76,15 @@ class EngineWorker:
 
     def load(self) -> worker_pb2.WorkerLoad:
         """The engine's load as of its last step."""
-        return load_to_proto(self._engine.load())
+        return load_to_proto(self._engine.load(), self._engine.kv_backends)
 
     def counters(self) -> worker_pb2.WorkerCounters:
         """What the engine has done since its start."""
         return counters_to_proto(self._engine.metrics, self._engine.kv_metrics)
+
+    def kv_backends(self) -> Sequence[worker_pb2.KvBackendStatus]:
+        """The backends of the engine's KV connector, as they are now."""
+        return kv_backends_to_proto(self._engine.kv_backends)
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were live.

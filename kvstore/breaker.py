@@ -5,24 +5,22 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvstore.outage_log import OutageLog
 from kvstore.store import PartlyUnavailableError, StoreFullError, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerCounts", "NotAskedError", "log_level_of"]
 
 _FIRST_COOLDOWN_S = 1.0
-_LONGEST_COOLDOWN_S = 30.0
+_MAX_COOLDOWN_S = 8.0
 # Each cool-down is shortened by up to this share, so that not all processes probe at once.
 _JITTER = 0.2
 # A full backend answers at once, and has room again when the next lease ends; but to look for room
 # may take it long.
 _FULL_COOLDOWN_S = 0.1
-_FULL_LOG_PERIOD_S = 30.0
-
-_logger = logging.getLogger("baton.kvstore")
 
 _Result = TypeVar("_Result")
 
@@ -30,10 +28,12 @@ _Result = TypeVar("_Result")
 class NotAskedError(StoreUnavailableError):
     """A breaker is open: the backend was not called."""
 
+    is_logged = True
+
 
 def log_level_of(error: StoreUnavailableError) -> int:
     """Returns the level to log a failure at: a breaker has already logged the outage."""
-    is_logged = isinstance(error, NotAskedError | StoreFullError | PartlyUnavailableError)
+    is_logged = error.is_logged or isinstance(error, StoreFullError)
     return logging.DEBUG if is_logged else logging.WARNING
 
 
@@ -51,25 +51,30 @@ class BreakerCounts:
 
 
 class Breaker:
-    """Passes calls on until one fails; then it opens, and passes one on after each cool-down.
+    """Passes calls on until one fails; then it opens, until a probe succeeds.
 
-    While it is open, all other calls fail at once with `NotAskedError`. The call
-    that it passes on is the probe: if the probe succeeds the breaker closes, and
-    if it fails the next cool-down is twice as long, up to half a minute. So an
-    outage costs one timeout per cool-down and not one per call. The breaker logs
-    when it opens and when it closes, and nothing in between. Thread-safe.
+    While it is open, calls fail at once with `NotAskedError`. A probe is due after each cool-down:
+    one of the calls, or, if `probes_with_calls` is false, what is passed to `probe`, so that no
+    caller waits. If the probe succeeds the breaker closes, and if it fails the next cool-down is
+    twice as long, up to eight seconds. So an outage costs one timeout per cool-down and not one
+    per call. A breaker that opens again soon after it has closed continues with the cool-downs
+    where it was. Thread-safe.
 
-    A backend that is full (`StoreFullError`) is asked again after a tenth of a
-    second, every time; that is logged once in half a minute. A backend of several
-    servers that has breakers of its own (`PartlyUnavailableError`) is asked always.
+    A backend that is full (`StoreFullError`) answers at once, so one of the calls is its probe in
+    any case, after a tenth of a second, every time. One of several servers that leaves some of them
+    alone itself (`PartlyUnavailableError`) counts as answering.
 
     Args:
-        name: what is called, for logs and errors.
+        name: what is called, for errors.
         clock: returns seconds.
         draw: returns a number from 0 to 1, which shortens a cool-down.
+        log: logs when the breaker opens and closes, and nothing in between; None for its own.
+        problem: what does not work while it is open, for the log.
 
     Attributes:
         num_opened: how often it has opened.
+        problem: see above.
+        probes_with_calls: see above.
     """
 
     def __init__(
@@ -77,21 +82,43 @@ class Breaker:
         name: str,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
+        log: OutageLog | None = None,
+        problem: str = "cannot be used",
     ) -> None:
         self.num_opened = 0
+        self.problem = problem
+        self.probes_with_calls = True
         self._name = name
         self._clock = clock
         self._draw = draw
+        self._log = log or OutageLog(name, clock)
         self._lock = threading.Lock()
         self._probe_at: float | None = None  # None while closed
         self._cooldown_s = _FIRST_COOLDOWN_S
-        self._full_logged_at = float("-inf")
-        self._is_logged = False  # that it is open
+        self._closed_at = float("-inf")
+        self._error: BaseException | None = None  # the last one, while open
 
     @property
     def is_open(self) -> bool:
         """Whether calls fail at once."""
         return self._probe_at is not None
+
+    @property
+    def error(self) -> str:
+        """Why it is open; empty while it is closed."""
+        error = self._error
+        return "" if error is None else str(error)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is open because the backend is full."""
+        return isinstance(self._error, StoreFullError)
+
+    @property
+    def due_in_s(self) -> float | None:
+        """Seconds until the next probe is due, infinite while one is made; None while closed."""
+        probe_at = self._probe_at
+        return None if probe_at is None else max(0.0, probe_at - self._clock())
 
     @property
     def counts(self) -> BreakerCounts:
@@ -108,74 +135,78 @@ class Breaker:
         with self.guard():
             return call()
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Makes the block the call, as `call` does.
+    def guard(self) -> AbstractContextManager[None]:
+        """Returns a context that makes its block the call; see `call`."""
+        return self._guard(may_probe=self.probes_with_calls or self.is_full)
+
+    def probe(self, call: Callable[[], _Result]) -> _Result:
+        """Makes a call, also as the probe that is due.
 
         Raises:
-            NotAskedError: the block was not entered.
+            NotAskedError: no probe is due.
+            Exception: the call raised it.
         """
-        is_probe = self._enter()
-        try:
-            yield
-        except PartlyUnavailableError:
-            self._close()  # the backend answers, and leaves the server alone itself
-            raise
-        except BaseException as error:
-            self._fail(error, is_probe=is_probe)
-            raise
-        if self.is_open:
-            self._close()
+        with self._guard(may_probe=True):
+            return call()
 
     def open(self, error: StoreUnavailableError) -> None:
         """Opens as if a call had failed; another breaker of the same backend has found it out."""
         if not isinstance(error, PartlyUnavailableError):
             self._fail(error, is_probe=False)
 
-    def _enter(self) -> bool:
+    @contextmanager
+    def _guard(self, *, may_probe: bool) -> Iterator[None]:
+        is_probe = self._enter(may_probe=may_probe)
+        try:
+            yield
+        except PartlyUnavailableError:
+            self._close_if_open()
+            raise
+        except BaseException as error:
+            self._fail(error, is_probe=is_probe)
+            raise
+        self._close_if_open()
+
+    def _enter(self, *, may_probe: bool) -> bool:
         """Admits a call; returns whether it is the probe."""
         with self._lock:
             if self._probe_at is None:
                 return False
-            if self._clock() < self._probe_at:
+            if not may_probe or self._clock() < self._probe_at:
                 raise NotAskedError(f"{self._name} did not answer a moment ago")
             # No other call is admitted before the probe ends.
             self._probe_at = float("inf")
             return True
 
     def _fail(self, error: BaseException, *, is_probe: bool) -> None:
+        if isinstance(error, StoreUnavailableError):
+            error.is_logged = True
         with self._lock:
             was_open = self.is_open
             if was_open and not is_probe:
                 return  # the call began before the breaker opened, so this is no news
+            now = self._clock()
+            is_same = was_open or now - self._closed_at < 2 * self._cooldown_s
             is_full = isinstance(error, StoreFullError)
-            self._cooldown_s = self._next_cooldown_s(was_open=was_open, is_full=is_full)
-            self._probe_at = self._clock() + self._cooldown_s * (1 - _JITTER * self._draw())
+            self._cooldown_s = self._next_cooldown_s(is_same=is_same, is_full=is_full)
+            self._error = error
+            self._probe_at = now + self._cooldown_s * (1 - _JITTER * self._draw())
             self.num_opened += not was_open
-            must_log = not self._is_logged and self._may_log(is_full=is_full)
-            self._is_logged |= must_log
-        if must_log:
-            _logger.warning("%s is left alone for a while: %s", self._name, error)
+        self._log.begin(self, self.problem, error)
 
-    def _next_cooldown_s(self, *, was_open: bool, is_full: bool) -> float:
+    def _next_cooldown_s(self, *, is_same: bool, is_full: bool) -> float:
+        """Returns the next cool-down; `is_same` says whether the last outage goes on."""
         if is_full:
             return _FULL_COOLDOWN_S
-        if not was_open:
+        if not is_same:
             return _FIRST_COOLDOWN_S
         longer_s = max(2 * self._cooldown_s, _FIRST_COOLDOWN_S)
-        return min(longer_s, _LONGEST_COOLDOWN_S)
+        return min(longer_s, _MAX_COOLDOWN_S)
 
-    def _may_log(self, *, is_full: bool) -> bool:
-        now = self._clock()
-        if is_full and now - self._full_logged_at < _FULL_LOG_PERIOD_S:
-            return False
-        if is_full:
-            self._full_logged_at = now
-        return True
-
-    def _close(self) -> None:
+    def _close_if_open(self) -> None:
+        if not self.is_open:
+            return
         with self._lock:
-            self._probe_at = None
-            was_logged, self._is_logged = self._is_logged, False
-        if was_logged:
-            _logger.info("%s answers again", self._name)
+            self._probe_at = self._error = None
+            self._closed_at = self._clock()
+        self._log.end(self)

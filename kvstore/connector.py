@@ -87,6 +87,7 @@ from kvstore.jobs import (
 )
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = [
@@ -338,6 +339,16 @@ class KvConnectorWorker(ABC):
             metrics: where to count.
             backend: the connector's name there. A connector of several uses one name for each.
         """
+
+    def watch(self) -> None:  # noqa: B027 - optional
+        """Finds out from now on, apart from jobs, whether the backend works. Called at most once,
+        by an engine, after `set_waker`.
+        """
+
+    @property
+    def statuses(self) -> Sequence[BackendStatus]:
+        """Whether blocks can be loaded from each backend and saved to it. Any thread reads it."""
+        return ()
 
     @abstractmethod
     def start(self, work: ConnectorWork) -> None:

@@ -14,7 +14,7 @@ from baton.metrics import Histogram, MetricInfo, Metrics, Series, Snapshot
 from kvstore.breaker import BreakerCounts
 from kvstore.store import StoreStats
 
-__all__ = ["METRICS", "Direction", "KvMetrics", "TransferMetrics"]
+__all__ = ["METRICS", "BreakersOfDirections", "Direction", "KvMetrics", "TransferMetrics"]
 
 Direction = Literal["save", "load"]
 
@@ -25,6 +25,9 @@ STAGES = ("admission", "loading")
 _T = TypeVar("_T")
 
 _PER_DIRECTION = {"direction": DIRECTIONS}
+
+BreakersOfDirections = Iterable[tuple[Direction, BreakerCounts]]
+"""The state of breakers, each with the direction of the calls that it stops."""
 
 # All have the label `backend` besides, which `KvMetrics` adds.
 METRICS: dict[str, MetricInfo] = {
@@ -108,7 +111,7 @@ class TransferMetrics:
 
     def __init__(self) -> None:
         self.read_stats: Callable[[], StoreStats] | None = None
-        self.read_breakers: Callable[[], Iterable[tuple[Direction, BreakerCounts]]] = tuple
+        self.read_breakers: Callable[[], BreakersOfDirections] = tuple
         self._metrics = Metrics(
             {name: info for name, info in METRICS.items() if name not in _FROM_STATS}
         )

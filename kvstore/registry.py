@@ -59,14 +59,19 @@ PEERS = frozenset({"grpc", "nixl"})
 _ALL_INTERFACES = ("0.0.0.0", "::")
 
 
-def open_store(url: str) -> KvStore:
+def open_store(url: str, *, is_diagnosis: bool = False) -> KvStore:
     """Opens the store of a URL.
+
+    Args:
+        url: the store's.
+        is_diagnosis: whether it is opened by `KvStore.open_for_diagnosis`.
 
     Raises:
         ConfigurationError: the scheme is unknown (lists the known ones), its
             package cannot be imported, or the store refuses the URL.
     """
-    return _find_store(url).from_url(url)
+    store_class = _find_store(url)
+    return store_class.open_for_diagnosis(url) if is_diagnosis else store_class.from_url(url)
 
 
 def store_capabilities(url: str) -> StoreCapabilities:
@@ -131,19 +136,26 @@ def known_stores() -> set[str]:
     return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
 
 
-def open_connector(url: str, security: "ClusterSecurity | None" = None, rank: int = 0) -> Connector:
+def open_connector(
+    url: str,
+    security: "ClusterSecurity | None" = None,
+    rank: int = 0,
+    *,
+    is_diagnosis: bool = False,
+) -> Connector:
     """Opens both halves of the connector of a URL.
 
     Args:
         url: the connector's.
         security: for calls to other processes; stores have credentials in their URLs.
         rank: number of this process among the ranks of its engine, which all have the same URL.
+        is_diagnosis: whether stores are opened by `KvStore.open_for_diagnosis`.
 
     Raises:
         ConfigurationError: unknown scheme (lists the known ones), a bad option,
             or a missing package.
     """
-    return _factory_of(url, security, rank).open(url)
+    return _factory_of(url, security, rank, is_diagnosis=is_diagnosis).open(url)
 
 
 def connector_capabilities(url: str) -> ConnectorCapabilities:
@@ -156,28 +168,31 @@ def connector_capabilities(url: str) -> ConnectorCapabilities:
 
 
 def _factory_of(
-    url: str, security: "ClusterSecurity | None" = None, rank: int = 0
+    url: str,
+    security: "ClusterSecurity | None" = None,
+    rank: int = 0,
+    *,
+    is_diagnosis: bool = False,
 ) -> ConnectorFactory:
+    def factory_of_part(part: str) -> ConnectorFactory:
+        return _factory_of(part, security, rank, is_diagnosis=is_diagnosis)
+
     scheme = scheme_of(url)
     if scheme.startswith(FAULTY_PREFIX):
-        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :], security, rank))
+        return FaultyFactory(factory_of_part(url[len(FAULTY_PREFIX) :]))
     if scheme == MULTI_SCHEME:
-        members = (_factory_of_member(member, security, rank) for member in split_members(url))
-        return MultiFactory(tuple(members))
+        members = split_members(url)
+        if MULTI_SCHEME in map(scheme_of, members):
+            raise ConfigurationError("multi:// is no member of another; name all members in one")
+        return MultiFactory(tuple(map(factory_of_part, members)))
     if scheme in PEERS:
         return _PeerFactory(security, rank)
     if scheme in known_stores():
-        return StoreFactory(_find_store(url))
+        return StoreFactory(_find_store(url), is_diagnosis)
     factory = _find_connector(scheme)
     if factory is None:
         raise ConfigurationError(_unknown_connector(scheme))
     return factory
-
-
-def _factory_of_member(url: str, security: "ClusterSecurity | None", rank: int) -> ConnectorFactory:
-    if scheme_of(url) == MULTI_SCHEME:
-        raise ConfigurationError("multi:// is no member of another; name all members in one")
-    return _factory_of(url, security, rank)
 
 
 def _find_connector(scheme: str) -> ConnectorFactory | None:

@@ -14,7 +14,7 @@ Contract, tested by the conformance suite:
   found can be loaded. An expired object is not touched: only a put brings the
   key back.
 - `max_bytes` bounds memory or disk: the least recently touched objects are
-  evicted first.
+  evicted first. Only puts evict; opening a store does not.
 - Where leases are kept, eviction takes no object within `lease_s` of its last
   touch. If a put would need the room of leased objects, it fails and nothing is
   evicted for it. Expiry and `delete` ignore leases.
@@ -91,7 +91,13 @@ class KvObject(NamedTuple):
 
 
 class StoreUnavailableError(Exception):
-    """The backend did not answer in time or refused; nothing was returned."""
+    """The backend did not answer in time or refused; nothing was returned.
+
+    Attributes:
+        is_logged: whether the log has a line about the outage that it belongs to.
+    """
+
+    is_logged = False
 
 
 class StoreFullError(StoreUnavailableError):
@@ -103,6 +109,8 @@ class PartlyUnavailableError(StoreUnavailableError):
 
     The store itself leaves those servers alone for a while, and has logged it.
     """
+
+    is_logged = True
 
 
 class GetStatus(IntEnum):
@@ -191,12 +199,27 @@ class KvStore(ABC):
         """Opens the backend that a URL names; `kvstore.url` helps to parse it.
 
         Every store takes the options `ttl_s` and `timeout_s`, and `lease_s` if it
-        keeps leases. Opening does not fail because the backend is down: the
-        methods raise then.
+        keeps leases. Opening does not fail because the backend is down or cannot
+        be opened now, such as a file on a disk that is read-only: the methods
+        raise then, and work as soon as the backend does
+        (`kvstore.stores.opening` helps).
 
         Raises:
             ConfigurationError: the URL is wrong; names the option.
         """
+
+    @classmethod
+    def open_for_diagnosis(cls, url: str) -> Self:
+        """Opens a store to find out whether it works, without a change to what is in it.
+
+        A put evicts nothing then, and nothing is removed because its TTL is over: the URL of a
+        diagnosis may have other options than that of the workers. Stores that remove objects
+        themselves override this.
+
+        Raises:
+            ConfigurationError: the URL is wrong; names the option.
+        """
+        return cls.from_url(url)
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
@@ -240,6 +263,17 @@ class KvStore(ABC):
     def diagnosis(self) -> StoreDiagnosis:
         """What `baton doctor` asks beside the other methods."""
         return StoreDiagnosis()
+
+    def identity(self) -> str:
+        """Returns what tells this store apart from others of its kind: all processes that see the
+        same objects get the same text, which the first of them writes into the store.
+
+        Empty if that is unknown, for example because the store is empty and cannot be written to.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+        return ""
 
     @abstractmethod
     def stats(self) -> StoreStats:

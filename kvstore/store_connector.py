@@ -1,7 +1,8 @@
 """The store connector: blocks in a `KvStore`, found by key. `StoreConnectorWorker`, `StoreFactory`.
 
 The worker half moves blocks by a `BlockMover`, whose backend it is itself: it calls the store
-through breakers. Look-ups and deletes have a thread of their own.
+through breakers (`GuardedStore`). Look-ups and deletes have a thread of their own. So has the watch
+of an engine's store (`StoreWatch`), which finds out whether a store that failed works again.
 """
 
 import logging
@@ -9,27 +10,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvstore.breaker import Breaker, NotAskedError, log_level_of
+from kvstore.breaker import log_level_of
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
     KvConnectorScheduler,
     KvConnectorWorker,
 )
+from kvstore.guarded_store import GuardedStore
 from kvstore.handoff import connector_name
 from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
 from kvstore.kept_handoffs import KeptHandoffs
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
 from kvstore.mover.backend import Backend
-from kvstore.mover.io_threads import IoThreads
+from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.mover import BlockMover
+from kvstore.status import BackendStatus
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
+from kvstore.store_watch import StoreWatch
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
+from kvstore.url import printable_url
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -37,26 +42,24 @@ if TYPE_CHECKING:
 __all__ = ["StoreConnectorWorker", "StoreFactory"]
 
 _MAX_LOOKUP_WAIT_S = 0.25
+# A request may be looked up on both tiers. It must not wait for longer than `timeout_s` in all.
+_LOOKUP_SHARE = 1 / 2
+_MIN_LOOKUP_PATIENCE_S = 0.1
 # Stores without leases evict what was touched longest ago at any time: the more often, the better.
 _TOUCH_WITHOUT_LEASE_S = 30.0
 _MAX_WAITING_DELETES = 1024  # one for each step that deleted something
 
 _logger = logging.getLogger("baton.kvstore")
 
-_Result = TypeVar("_Result")
-
 
 class StoreConnectorWorker(KvConnectorWorker, Backend):
     """Saves blocks to a store and loads them from it. The store itself keeps leases.
-
-    There is one breaker for reads, one for puts and one for deletions: a full store still serves
-    what it has, and corrupt objects must be deleted from it. A store that answers no reads gets no
-    puts either, so that a request waits for one call and not for one of each kind.
 
     Args:
         store: closed with the worker.
         make_copier: makes what copies objects between the pool and segments.
         clock: seconds, for the breakers.
+        name: the store's URL without secrets, for logs and errors.
     """
 
     def __init__(
@@ -64,15 +67,27 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         store: KvStore,
         make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "the KV store",
     ) -> None:
         self._store = store
-        self._reads = Breaker("the KV store, for reads,", clock)
-        self._puts = Breaker("the KV store, for writes,", clock)
-        self._deletions = Breaker("the KV store, for deletions,", clock)
-        self._mover = BlockMover(self, self._wake_engine, make_copier, timeout_s=store.timeout_s)
+        self._guarded = GuardedStore(store, name, clock)
+        self._watch: StoreWatch | None = None
+        self._mover = BlockMover(
+            self,
+            self._wake_engine,
+            make_copier,
+            timeout_s=store.timeout_s,
+            on_hang=lambda: self._guarded.open_puts(_hangs("calls")),
+        )
         # A thread of their own, so that look-ups do not queue behind loads and saves. It counts as
         # hanging after a second: a request waits for its look-up before it computes.
-        self._lookups = IoThreads(1, "baton-kv-lookup", _MAX_LOOKUP_WAIT_S, self._lookups_hang)
+        self._lookups = IoThreads(
+            1,
+            "baton-kv-lookup",
+            _lookup_patience_s(store.timeout_s),
+            self._lookups_hang,
+            log_level=logging.DEBUG,
+        )
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
         lease_s = min(store.lease_s or _TOUCH_WITHOUT_LEASE_S, store.ttl_s)
@@ -106,11 +121,17 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         counted = metrics.of(backend)
         self._mover.measure(counted)
         counted.read_stats = self._store.stats
-        counted.read_breakers = lambda: (
-            ("load", self._reads.counts),
-            ("save", self._puts.counts),
-            ("save", self._deletions.counts),
-        )
+        counted.read_breakers = lambda: self._guarded.breakers
+
+    @override
+    def watch(self) -> None:
+        self._watch = StoreWatch(self._guarded)
+
+    @property
+    @override
+    def statuses(self) -> Sequence[BackendStatus]:
+        identity = "" if self._watch is None else self._watch.identity
+        return (self._guarded.status(identity),)
 
     @override
     def start(self, work: ConnectorWork) -> None:
@@ -148,7 +169,8 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
     @override
     def close(self) -> None:
         # A store is not closed under a call that hangs: the call may still use what it opened.
-        if all([self._mover.close(), self._lookups.close()]):
+        has_watch_ended = self._watch is None or self._watch.close()
+        if all([self._mover.close(), self._lookups.close(), has_watch_ended]):
             self._store.close()
         if num_blocks := sum(map(len, self._deletes)):
             _logger.warning("KV store: %d blocks are not deleted: it is closed", num_blocks)
@@ -159,26 +181,15 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
     def _lookups_hang(self) -> None:
         if self._open_lookups:  # otherwise it may be a long list of deletions
-            self._open_breakers(StoreUnavailableError("look-ups are not answered"))
+            self._guarded.open_reads(_hangs("look-ups"))
         self._wake()
 
-    def _open_breakers(self, error: StoreUnavailableError) -> None:
-        self._reads.open(error)
-        self._puts.open(error)
-
-    def _read(self, call: Callable[[], _Result]) -> _Result:
-        """Reads through the breaker; opens that of puts too if the store does not answer."""
-        try:
-            return self._reads.call(call)
-        except NotAskedError:
-            raise
-        except StoreUnavailableError as error:
-            self._open_breakers(error)
-            raise
-
     def _submit_lookup(self, job_id: int) -> None:
-        """Starts a look-up; while its thread hangs, it finds nothing at once."""
-        if self._lookups.is_hanging:
+        """Starts a look-up. While its thread hangs or the store is not asked, it finds nothing at
+        once.
+        """
+        is_not_asked = self._watch is not None and not self._guarded.answers
+        if self._lookups.is_hanging or is_not_asked:
             self._answer(job_id, 0)  # here, as the thread may hang no more when `poll` is called
             self._wake()
         else:
@@ -207,21 +218,21 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
     @override
     def num_held(self, keys: Sequence[bytes]) -> int:
-        return self._read(lambda: self._store.contains_prefix(keys))
+        return self._guarded.num_held(keys)
 
     @override
     def put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
-        self._puts.call(lambda: self._store.put(keys, objects))
+        self._guarded.put(keys, objects)
 
     @override
     def fetch(
         self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
     ) -> list[GetStatus]:
-        return self._read(lambda: self._store.get_into(keys, objects))
+        return self._guarded.get_into(keys, objects)
 
     @override
     def discard(self, key: bytes) -> None:
-        self._deletions.call(lambda: self._store.delete([key]))
+        self._guarded.delete([key])
 
     # The look-up thread.
 
@@ -259,23 +270,40 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
     def _delete(self) -> None:
         """Deletes the keys that wait longest. Where that fails, objects stay until their TTL."""
         keys = self._slicing.object_keys(self._deletes.popleft())
-        self._try("delete", lambda: self._deletions.call(lambda: self._store.delete(keys)))
+        self._try("delete", lambda: self._guarded.delete(keys))
 
     def _try(self, name: str, call: Callable[[], int]) -> int | None:
         try:
             return call()
         except StoreUnavailableError as error:
-            _logger.log(log_level_of(error), "KV store: %s failed: %s", name, error)
+            level = log_level_of(error)
+            _logger.log(level, "%s: %s failed: %s", self._guarded.name, name, error)
         except Exception:
-            _logger.exception("KV store: %s failed", name)
+            _logger.exception("%s: %s failed", self._guarded.name, name)
         return None
+
+
+def _hangs(calls: str) -> StoreUnavailableError:
+    return StoreUnavailableError(f"{calls} are not answered")
+
+
+def _lookup_patience_s(timeout_s: float) -> float:
+    """Returns how long a look-up may take before the store counts as hanging."""
+    share_s = max(_LOOKUP_SHARE * timeout_s, _MIN_LOOKUP_PATIENCE_S)
+    return min(patience_s(_MAX_LOOKUP_WAIT_S), share_s)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:
-    """Opens the connector of a store; a `ConnectorFactory`."""
+    """Opens the connector of a store; a `ConnectorFactory`.
+
+    Attributes:
+        store_class: the store's class.
+        is_diagnosis: whether the store is opened for a diagnosis; see `KvStore`.
+    """
 
     store_class: type[KvStore]
+    is_diagnosis: bool = False
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
@@ -293,6 +321,8 @@ class StoreFactory:
         Raises:
             ConfigurationError: the store refuses the URL.
         """
-        store = self.store_class.from_url(url)
+        store_class = self.store_class
+        open_store = store_class.open_for_diagnosis if self.is_diagnosis else store_class.from_url
+        store = open_store(url)
         scheduler = KvConnectorScheduler(connector_name(url), lease_s=store.ttl_s, saves_ahead=True)
-        return scheduler, StoreConnectorWorker(store)
+        return scheduler, StoreConnectorWorker(store, name=f"KV store {printable_url(url)}")

@@ -10,10 +10,8 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -32,14 +30,17 @@ __all__ = [
     "printable_url",
     "scheme_of",
     "split_members",
-    "usable_folder",
 ]
 
 FAULTY_PREFIX = "faulty+"
 MULTI_SCHEME = "multi"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_NO_PORT = re.compile(r":(?![0-9]*(,|$))(?![^\[]*\])")  # a colon outside of an IPv6 address
+_IPV6_ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]*(%\w+)?\]")
+# Outside of an IPv6 address: a bracket, or a colon that is not before a port.
+_NO_ADDRESS = re.compile(r"[\[\]]|:(?![0-9]{0,5}(,|$))")
+_QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
+_OPTION_NAME = re.compile(r"\w*", re.ASCII)
 _HIDDEN = "..."
 _HOW_TO_WRITE = (
     "in a user name or password, characters such as / ? # [ ] @ are written percent-encoded (/ as "
@@ -79,8 +80,8 @@ def printable_url(url: str) -> str:
         shown = _HIDDEN
     elif not shown.startswith("/") or ":" in shown:  # a plain path has no user
         shown = shown.rpartition("@")[2]
-    if _NO_PORT.search(shown.partition("/")[0]):  # perhaps a password whose host was forgotten
-        shown = _HIDDEN
+    if _NO_ADDRESS.search(_IPV6_ADDRESS.sub("", shown.partition("/")[0])):
+        shown = _HIDDEN  # perhaps a password whose host was forgotten
     return f"{scheme}://{shown}"
 
 
@@ -100,6 +101,9 @@ class StoreLimits:
         timeout_s: longest wait of a call.
         max_bytes: bound of all objects together; None if the URL names none.
         default_max_bytes: the largest bound that the store then chooses.
+        store: the store's URL as logs show it.
+        is_diagnosis: whether the store is opened only to find out if it works. It then removes
+            nothing but what it has put, neither to keep a bound nor because a TTL is over.
     """
 
     ttl_s: float
@@ -107,6 +111,8 @@ class StoreLimits:
     timeout_s: float
     max_bytes: int | None
     default_max_bytes: int
+    store: str = "the KV store"
+    is_diagnosis: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +160,19 @@ class StoreUrl:
         for name in options:
             if name in refused_options:
                 raise parsed.error(refused_options[name])
-            if name not in known_options and "@" in parts.query:  # perhaps a part of a password
-                raise parsed.error(_HOW_TO_WRITE)
+            if name not in known_options and not _OPTION_NAME.fullmatch(name):
+                raise parsed.error(_HOW_TO_WRITE)  # perhaps a part of a password
             if name not in known_options:
                 known = ", ".join(sorted(known_options))
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")
         return parsed
 
-    def limits(self, default_max_bytes: int) -> StoreLimits:
+    def limits(self, default_max_bytes: int, *, is_diagnosis: bool = False) -> StoreLimits:
         """Returns the values of `LIMIT_OPTIONS`.
 
         Args:
             default_max_bytes: see `StoreLimits`.
+            is_diagnosis: see `StoreLimits`.
 
         Raises:
             ConfigurationError: one of them is out of range; names it.
@@ -177,6 +184,8 @@ class StoreUrl:
             timeout_s=self.seconds("timeout_s", DEFAULT_TIMEOUT_S),
             max_bytes=self.num_bytes("max_bytes"),
             default_max_bytes=default_max_bytes,
+            store=f"KV store {self}",
+            is_diagnosis=is_diagnosis,
         )
 
     def seconds(self, name: str, default_s: float) -> float:
@@ -242,26 +251,18 @@ class StoreUrl:
         return num_bytes
 
     def error(self, message: str) -> ConfigurationError:
-        """Returns a configuration error whose text begins with the URL, without secrets."""
+        """Returns a configuration error whose text begins with the URL, without secrets.
+
+        If a part of the URL could be a password, what the message quotes could be one, too.
+        """
+        if self.printable.endswith(_HIDDEN):
+            message = _QUOTED.sub(repr(_HIDDEN), message)
+            message = message if message == _HOW_TO_WRITE else f"{message}; {_HOW_TO_WRITE}"
         return ConfigurationError(f"KV store {self}: {message}")
 
     def __str__(self) -> str:
         """Returns the URL without user, password and options."""
         return self.printable
-
-
-@contextmanager
-def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
-    """Makes a store's folder if it is absent, private to the user; the block opens the store in it.
-
-    Raises:
-        ConfigurationError: an `OSError` in making the folder or in the block.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        raise url.error(f"cannot use the folder {folder}: {error.strerror}") from error
 
 
 def _split(url: str) -> SplitResult:

@@ -3,12 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
 
 from baton.metrics import Series
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, worker_pb2
 from baton.version import __version__
 from router.activity import Activity, RecentTimes
 from router.metrics import RouterMetrics
@@ -43,6 +44,7 @@ class ClusterStatus:
             uptime_s=self._activity.uptime_s,
             activity=self._describe_activity(),
             replicas=[replica for replicas in found for replica in replicas],
+            warnings=filter(None, (model.fleet.stores.warning for model in self._models)),
         )
 
     def _describe_activity(self) -> cluster_pb2.RouterActivity:
@@ -106,12 +108,9 @@ async def _replicas_of(model: Model) -> Sequence[cluster_pb2.ReplicaStatus]:
 
 
 async def _connected_replica(model: str, replica: Replica) -> cluster_pb2.ReplicaStatus:
-    load, counters = replica.load, None
-    try:
+    answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
+    with suppress(grpc.aio.AioRpcError):
         answer = await replica.get_load(_LOAD_TIMEOUT_S)
-        load, counters = answer.load, answer.counters
-    except grpc.aio.AioRpcError:
-        pass  # the last report stands
     return cluster_pb2.ReplicaStatus(
         model=model,
         role=replica.role,
@@ -119,8 +118,9 @@ async def _connected_replica(model: str, replica: Replica) -> cluster_pb2.Replic
         worker_id=replica.replica_id,
         version=replica.info.version,
         state=_state_of(replica),
-        load=load,
-        counters=counters,
+        load=answer.load,
+        counters=answer.counters if answer.HasField("counters") else None,
+        kv_backends=answer.kv_backends,
     )
 
 

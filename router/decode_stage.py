@@ -197,7 +197,10 @@ class DecodeStage:
         with replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
             start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec), namespace=request.namespace, handoff=handoff.message
+                spec=spec_to_proto(spec),
+                namespace=request.namespace,
+                handoff=handoff.message,
+                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
             )
             progress.write_to(start)
             missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)

@@ -9,6 +9,7 @@ from baton.v1 import worker_pb2
 from router.config import ServedModelConfig
 from router.decode_replica import DecodeReplica
 from router.discovery import Discovery
+from router.kv_stores import StoreAgreement
 from router.policy import PrefixIndex
 from router.prefill_replica import PrefillReplica
 from router.replica import Capacity, Replica, ReplicaT
@@ -43,6 +44,7 @@ class Fleet:
 
     Attributes:
         waiting: the requests that wait for a replica.
+        stores: whether both tiers have a common KV store.
 
     Raises:
         ConfigurationError: a target is malformed.
@@ -64,6 +66,7 @@ class Fleet:
         self._dns_interval_s = dns_interval_s
         self._security = security
         self.waiting = WaitingRequests()
+        self.stores = StoreAgreement(self._model_name)
         self._changed = asyncio.Event()
         self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -186,6 +189,7 @@ class Fleet:
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
+        self.stores.check(self.prefill.candidates, self.decode.candidates)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         if (capacities := self._capacities()) != self._seen_capacities:

@@ -16,10 +16,13 @@ class HeldHandoff:
     Attributes:
         message: the handoff that lists all blocks; None until it is known and after the
             release, which drops the partial block.
+        has_waited_in_vain: whether prefill has waited for a KV store and has no handoff. Decode
+            should not wait for the store again.
     """
 
     def __init__(self) -> None:
         self.message: prefill_pb2.KvHandoff | None = None
+        self.has_waited_in_vain = False
         self._holders: dict[str, _Holder] = {}  # by handoff id
 
     def hold(self, message: prefill_pb2.KvHandoff, holder: _Holder) -> None:

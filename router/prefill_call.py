@@ -35,6 +35,9 @@ REPLICA_ERRORS = (
     UnavailableError,
 )
 
+_LONG_TRANSFER_MS = 100.0
+"""A save that fails sooner was refused by a store that answers; one that takes longer was not."""
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -159,6 +162,8 @@ class PrefillCall:
             case "end":
                 if event.end.HasField("handoff"):
                     self._prompt.handoff.complete(event.end.handoff, self._replica)
+                elif event.end.output.timings.transfer_ms >= _LONG_TRANSFER_MS:
+                    self._prompt.handoff.has_waited_in_vain = True
                 outputs = [event.end.output]
         for output in outputs:
             self._queued.close()  # the prompt's tokens are computed

@@ -111,7 +111,13 @@ class Replica:
         self._has_refused = False
         self._has_refused_grammar = False
         self._on_change: Callable[[], None] = lambda: None
-        self._shown = (False,) * 4  # what `_note_change` compares, at the last `_on_change`
+        self._shown: tuple[object, ...] = (
+            False,
+            False,
+            False,
+            False,
+            (),
+        )  # what `_note_change` compares, at the last `_on_change`
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
@@ -273,7 +279,7 @@ class Replica:
 
         Args:
             on_change: called when the replica starts or stops taking requests, having room, or
-                being ejected.
+                being ejected, and when its KV stores are others.
 
         Raises:
             ReplicaLostError: the worker was lost.
@@ -332,10 +338,10 @@ class Replica:
 
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
-        ejected.
+        ejected, and that its KV stores are others.
         """
-        refuses = self._has_refused_grammar
-        now = self.takes_requests, self.has_room, refuses, self.is_ejected
+        refuses, stores = self._has_refused_grammar, tuple(self.load.kv_store_ids)
+        now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
         if now != self._shown:
             self._shown = now
             self._on_change()

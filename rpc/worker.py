@@ -140,6 +140,9 @@ class Worker(Protocol):
     def counters(self) -> worker_pb2.WorkerCounters:
         """Returns what the worker has done since its start."""
 
+    def kv_backends(self) -> Sequence[worker_pb2.KvBackendStatus]:
+        """Returns the backends of the worker's KV connector, as they are now."""
+
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were running."""
 
@@ -245,9 +248,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: worker_pb2.GetLoadRequest, context: Any
     ) -> worker_pb2.GetLoadResponse:
-        """Returns the worker's load, and what it has done."""
+        """Returns the worker's load, what it has done, and the backends of its KV connector."""
         worker = self._worker
-        return worker_pb2.GetLoadResponse(load=worker.load(), counters=worker.counters())
+        return worker_pb2.GetLoadResponse(
+            load=worker.load(), counters=worker.counters(), kv_backends=worker.kv_backends()
+        )
 
     @override
     async def WatchLoad(

@@ -1,4 +1,6 @@
-"""`baton doctor`: checks the installation and the machine, and prints the findings."""
+"""`baton doctor`: checks the installation and the machine, or running workers, and prints the
+findings.
+"""
 
 import argparse
 import json
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from baton.cli.operator_calls import add_credential_args, operator_channel
 from baton.doctor import Finding, Level, machine, native_kernels, ranks, software
 
 __all__ = ["add_args", "examine", "format_findings", "main"]
@@ -43,14 +46,24 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="also try this KV connector, such as redis://host:port/db or grpc://",
     )
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="check not this machine but what a running worker, or all workers of a router, "
+        "see of their KV connectors; the gRPC address, given once for each",
+    )
+    add_credential_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Reports versions, cores, memory and the CPU kernels in use, with the reason for each choice.
+    """Reports versions, cores, memory and the CPU kernels in use, with the reason for each choice;
+    with --target what running workers see of their KV connectors.
 
     The exit status is 1 if something does not work.
     """
-    findings = examine(args.kv_connector)
+    findings = examine_running(args) if args.target else examine(args.kv_connector)
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     if args.json:
         report = {"ok": not has_problem, "findings": list(map(asdict, findings))}
@@ -70,6 +83,23 @@ def examine(kv_connector: str | None = None) -> list[Finding]:
     if kv_connector is not None:
         checks.append(partial(_check_connector, kv_connector))
     return [finding for check in checks for finding in _findings_of(check)]
+
+
+def examine_running(args: argparse.Namespace) -> list[Finding]:
+    """Asks the running processes that `--target` names; tries `--kv-connector` too if it is given.
+
+    Raises:
+        ConfigurationError: a file of a credential cannot be read; names the flag.
+    """
+    from baton.doctor.running import check_running
+
+    findings: list[Finding] = []
+    for address in args.target:
+        with operator_channel(args, address) as (channel, metadata):
+            findings += check_running(address, channel, metadata)
+    if args.kv_connector is not None:
+        findings += _findings_of(partial(_check_connector, args.kv_connector))
+    return findings
 
 
 def _check_connector(url: str) -> Iterable[Finding]:

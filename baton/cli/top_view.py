@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from textwrap import wrap
 
 from baton.cli.terminal import end_of
 from baton.v1 import cluster_pb2, worker_pb2
@@ -168,8 +169,10 @@ def render(
         rates = _Rates(before, now)
         lines += _totals(rates)
         errors = list(_errors(now.cluster.activity.errors, max(width, _LEAST_WIDTH)))
-        left = None if height is None else height - len(lines) - len(errors)
+        stores = list(_stores(now.cluster, max(width, _LEAST_WIDTH)))
+        left = None if height is None else height - len(lines) - len(errors) - len(stores)
         lines += _table(rates, max(width, _LEAST_WIDTH), left)
+        lines += stores
         lines += errors
     return [Line(line.text[:width].rstrip(), line.style) for line in lines[:height]]
 
@@ -270,6 +273,26 @@ def _row(replica: _Replica, rates: _Rates, columns: Sequence[_Column], address_c
         return Line(start + _head(replica.problem, 200), Style.BAD)
     cells = (f"{column.show(replica, rates):>{column.chars}}" for column in columns)
     return Line(start + "".join(cells))
+
+
+# KV stores.
+
+
+def _stores(cluster: cluster_pb2.GetClusterResponse, width: int) -> Iterator[Line]:
+    """Says what keeps KV from being handed over."""
+    problems = [
+        f"{end_of(replica.address, 40)}: {backend.name} {backend.problem}"
+        for replica in cluster.replicas
+        for backend in replica.kv_backends
+        if backend.problem
+    ]
+    problems = [*cluster.warnings, *problems]
+    if problems:
+        yield Line("")
+        yield Line("KV stores", Style.HEAD)
+    for problem in problems[:_MOST_ERRORS]:
+        for text in wrap(_head(problem, 400), width):
+            yield Line(text, Style.BAD)
 
 
 # Errors.

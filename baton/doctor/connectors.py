@@ -91,7 +91,7 @@ def _hand_over(url: str) -> str:
     keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
     lease_id = secrets.token_hex(16)
     security = ClusterSecurity.from_environment(ClusterConfig())
-    opened = open_connector(url, security)
+    opened = open_connector(url, security, is_diagnosis=True)
     with closing(ConnectorDriver(opened, pool, _LAYOUT, timeout_s=_LIMIT_S)) as driver:
         try:
             saved = driver.save(keys, _SAVED, lease_id=lease_id)

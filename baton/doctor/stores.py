@@ -33,7 +33,7 @@ def check_store(url: str) -> Iterator[Finding]:
     started = time.perf_counter()
     trial = _Trial()
     try:
-        with closing(open_store(url)) as store:
+        with closing(open_store(url, is_diagnosis=True)) as store:
             trial.run(store)
     except ConfigurationError as error:
         trial.problems.append(error.message)

@@ -270,6 +270,7 @@ class GetClusterResponse(google.protobuf.message.Message):
     UPTIME_S_FIELD_NUMBER: builtins.int
     ACTIVITY_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the router."""
     uptime_s: builtins.float
@@ -282,6 +283,10 @@ class GetClusterResponse(google.protobuf.message.Message):
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """The replicas: by model, prefill first, by address."""
 
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is wrong with the cluster as a whole, for example that its tiers have different KV stores."""
+
     def __init__(
         self,
         *,
@@ -289,10 +294,11 @@ class GetClusterResponse(google.protobuf.message.Message):
         uptime_s: builtins.float = ...,
         activity: Global___RouterActivity | None = ...,
         replicas: collections.abc.Iterable[Global___ReplicaStatus] | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetClusterResponse: typing_extensions.TypeAlias = GetClusterResponse
@@ -487,6 +493,7 @@ class ReplicaStatus(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    KV_BACKENDS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """The model's name."""
     role: baton.v1.worker_pb2.WorkerRole.ValueType
@@ -509,6 +516,10 @@ class ReplicaStatus(google.protobuf.message.Message):
     def counters(self) -> baton.v1.worker_pb2.WorkerCounters:
         """What it has done; unset if it did not answer in time."""
 
+    @property
+    def kv_backends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.worker_pb2.KvBackendStatus]:
+        """The backends of its KV connector; none if it did not answer in time."""
+
     def __init__(
         self,
         *,
@@ -521,10 +532,11 @@ class ReplicaStatus(google.protobuf.message.Message):
         problem: builtins.str = ...,
         load: baton.v1.worker_pb2.WorkerLoad | None = ...,
         counters: baton.v1.worker_pb2.WorkerCounters | None = ...,
+        kv_backends: collections.abc.Iterable[baton.v1.worker_pb2.KvBackendStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "counters", b"counters", "load", b"load", "model", b"model", "problem", b"problem", "role", b"role", "state", b"state", "version", b"version", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "counters", b"counters", "kv_backends", b"kv_backends", "load", b"load", "model", b"model", "problem", b"problem", "role", b"role", "state", b"state", "version", b"version", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReplicaStatus: typing_extensions.TypeAlias = ReplicaStatus

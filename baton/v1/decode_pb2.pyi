@@ -111,8 +111,13 @@ class StartDecode(google.protobuf.message.Message):
     HANDOFF_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     FIRST_BEAMS_FIELD_NUMBER: builtins.int
+    SKIP_LOOKUP_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
     """The namespace digest of the router's block keys."""
+    skip_lookup: builtins.bool
+    """Whether to compute the prompt without looking it up in the KV store, as the request has waited
+    for the store already, and in vain.
+    """
     @property
     def spec(self) -> baton.v1.request_pb2.RequestSpec:
         """The request; max_tokens counts the tokens of `candidates` too."""
@@ -140,10 +145,11 @@ class StartDecode(google.protobuf.message.Message):
         handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
         candidates: collections.abc.Iterable[baton.v1.request_pb2.CandidateProgress] | None = ...,
         first_beams: collections.abc.Iterable[baton.v1.request_pb2.FirstBeam] | None = ...,
+        skip_lookup: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "namespace", b"namespace", "spec", b"spec"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "namespace", b"namespace", "skip_lookup", b"skip_lookup", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StartDecode: typing_extensions.TypeAlias = StartDecode

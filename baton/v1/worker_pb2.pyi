@@ -188,6 +188,7 @@ class WorkerLoad(google.protobuf.message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     STALLED_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    KV_STORE_IDS_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -224,6 +225,14 @@ class WorkerLoad(google.protobuf.message.Message):
     """
     role: Global___WorkerRole.ValueType
     """The tier that the worker takes new requests for."""
+    @property
+    def kv_store_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Identities of the KV stores through which alone the worker hands prompts over, in the order of
+        its --kv-connector. Empty while one of them is unknown, and where peers lend blocks: workers
+        with other stores can then do so, too. A prefill and a decode worker without a common identity
+        compute every prompt twice.
+        """
+
     def __init__(
         self,
         *,
@@ -244,11 +253,53 @@ class WorkerLoad(google.protobuf.message.Message):
         num_cached_blocks: builtins.int = ...,
         stalled: builtins.bool = ...,
         role: Global___WorkerRole.ValueType = ...,
+        kv_store_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "kv_store_ids", b"kv_store_ids", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad
+
+@typing.final
+class KvBackendStatus(google.protobuf.message.Message):
+    """A backend of the KV connector, as one worker sees it now."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
+    CAN_LOAD_FIELD_NUMBER: builtins.int
+    CAN_SAVE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    IS_STORE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """The store's URL without user, password and options, or the peer's address."""
+    identity: builtins.str
+    """Tells stores apart: workers that see the same objects have the same identity, which the first
+    of them writes into the store. Empty while it is unknown, and for peers.
+    """
+    can_load: builtins.bool
+    """Whether blocks can be loaded."""
+    can_save: builtins.bool
+    """Whether blocks can be saved."""
+    problem: builtins.str
+    """Why not; empty if both are true."""
+    is_store: builtins.bool
+    """Whether workers meet in it. A peer lends blocks to whoever has a handoff."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        identity: builtins.str = ...,
+        can_load: builtins.bool = ...,
+        can_save: builtins.bool = ...,
+        problem: builtins.str = ...,
+        is_store: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_load", b"can_load", "can_save", b"can_save", "identity", b"identity", "is_store", b"is_store", "name", b"name", "problem", b"problem"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KvBackendStatus: typing_extensions.TypeAlias = KvBackendStatus
 
 @typing.final
 class ChangeRoleRequest(google.protobuf.message.Message):
@@ -301,6 +352,7 @@ class GetLoadResponse(google.protobuf.message.Message):
 
     LOAD_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    KV_BACKENDS_FIELD_NUMBER: builtins.int
     @property
     def load(self) -> Global___WorkerLoad:
         """The load."""
@@ -309,15 +361,22 @@ class GetLoadResponse(google.protobuf.message.Message):
     def counters(self) -> Global___WorkerCounters:
         """What it has done."""
 
+    @property
+    def kv_backends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBackendStatus]:
+        """The backends of its KV connector: each store, and of peers this worker and those that do not
+        answer.
+        """
+
     def __init__(
         self,
         *,
         load: Global___WorkerLoad | None = ...,
         counters: Global___WorkerCounters | None = ...,
+        kv_backends: collections.abc.Iterable[Global___KvBackendStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "kv_backends", b"kv_backends", "load", b"load"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetLoadResponse: typing_extensions.TypeAlias = GetLoadResponse

@@ -153,6 +153,10 @@ class _ScriptedWorker(Worker):
         return worker_pb2.WorkerCounters()
 
     @override
+    def kv_backends(self) -> Sequence[worker_pb2.KvBackendStatus]:
+        return ()
+
+    @override
     def abort(self, request_ids: Sequence[str]) -> int:
         return 0
 

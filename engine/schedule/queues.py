@@ -123,7 +123,9 @@ class GroupQueues:
         if not failure:
             self.start_running(group)
             return
-        _logger.warning("%s: KV load failed (%s), computing", group.request_id, failure)
+        # The connector logs an outage of its backend, once for all requests.
+        level = logging.DEBUG if failure == "unavailable" else logging.WARNING
+        _logger.log(level, "%s: KV load failed (%s), computing", group.request_id, failure)
         self._start_over(group)
 
     def start_running(self, group: SequenceGroup) -> None:

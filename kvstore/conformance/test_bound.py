@@ -57,6 +57,16 @@ def test_two_stores_keep_to_one_bound(open_bounded: StoreOpener) -> None:
     assert _CAPACITY // 2 <= sum(_alive(first, keys)) <= _CAPACITY
 
 
+def test_opening_evicts_nothing(open_bounded: StoreOpener) -> None:
+    first = open_bounded()
+    keys = random_keys(_CAPACITY)
+    for key in keys:
+        _put(first, key)
+    alive = _alive(first, keys)
+    for _ in range(2):
+        assert _alive(open_bounded(), keys) == alive
+
+
 def test_a_batch_beyond_the_bound_keeps_its_end(open_bounded: StoreOpener) -> None:
     store = open_bounded()
     keys = random_keys(2 * _CAPACITY)

@@ -8,13 +8,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-__all__ = ["IoThreads"]
+__all__ = ["IoThreads", "patience_s"]
 
 # The threads hang if no call ends for this many times the longest time of a call, or this long.
 _PATIENCE = 4
 _LEAST_PATIENCE_S = 1.0
 
 _logger = logging.getLogger("baton.kvstore")
+
+
+def patience_s(timeout_s: float) -> float:
+    """Returns after which time without an end threads hang whose calls take at most `timeout_s`."""
+    return max(_PATIENCE * timeout_s, _LEAST_PATIENCE_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,28 +34,30 @@ class IoThreads:
 
     At most `most_of_group` tasks of a group run at a time; tasks of other groups overtake the rest.
 
-    The threads hang when each runs a task and none has ended for several times `timeout_s`. They
-    stop hanging when one ends. They are daemons, so the process can end while they hang.
-    Thread-safe.
+    The threads hang when each runs a task and none has ended for `patience_s`. They stop hanging
+    when one ends. They are daemons, so the process can end while they hang. Thread-safe.
 
     Args:
         num_threads: most tasks that run at a time.
         name: prefix of the threads' names.
-        timeout_s: longest time that a task should take.
+        patience_s: see above.
         on_hang: called in a thread of its own when the threads begin to hang.
         most_of_group: most tasks of a group that run at a time.
+        log_level: of the line that says so; that they do not hang any more is less serious.
     """
 
     def __init__(
         self,
         num_threads: int,
         name: str,
-        timeout_s: float,
+        patience_s: float,
         on_hang: Callable[[], None],
         most_of_group: int = 1,
+        log_level: int = logging.WARNING,
     ) -> None:
         self._most_of_group = most_of_group
-        self._patience_s = max(_PATIENCE * timeout_s, _LEAST_PATIENCE_S)
+        self._patience_s = patience_s
+        self._log_level = log_level
         self._on_hang = on_hang
         lock = threading.Lock()
         self._has_task = threading.Condition(lock)
@@ -165,11 +172,13 @@ class IoThreads:
             if was_hanging:
                 self._may_hang.notify()
         if was_hanging:
-            _logger.info("calls of %s end again", threading.current_thread().name)
+            level = min(logging.INFO, self._log_level)
+            _logger.log(level, "calls of %s end again", threading.current_thread().name)
 
     def _watch(self) -> None:
         while self._wait_for_hang():
-            _logger.warning(
+            _logger.log(
+                self._log_level,
                 "%s: no call has ended for %g s; what needs one fails until one does",
                 threading.current_thread().name,
                 self._patience_s,

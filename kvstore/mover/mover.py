@@ -81,6 +81,7 @@ class BlockMover:
         num_threads: how many calls of the backend run at a time; at most two are for one job.
         timeout_s: longest time of a call. If all threads are in calls and none ends for several
             times that, jobs that have blocks in no call fail, until a call ends.
+        on_hang: called, and logs it, when that begins; None lets the threads log it.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class BlockMover:
         make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
         num_threads: int = _NUM_IO_THREADS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_hang: Callable[[], None] | None = None,
     ) -> None:
-        self._io = PieceIo(backend, wake, num_threads, timeout_s)
+        self._io = PieceIo(backend, wake, num_threads, timeout_s, on_hang)
         self._wake = wake
         self._make_copier = make_copier or copier_for
         self._jobs: dict[int, JobState] = {}

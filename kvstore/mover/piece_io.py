@@ -20,7 +20,7 @@ from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
-from kvstore.mover.io_threads import IoThreads
+from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.pieces import JobHeld, JobState, Piece, PieceEnd, PieceRead
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.transfer_form import RangeError
@@ -47,6 +47,7 @@ class PieceIo:
         wake: called from any thread when there are reports that the engine's thread must react to.
         num_threads: how many calls of the backend run at a time; at most two are for one job.
         timeout_s: longest time of a call.
+        on_hang: called, and logs it, when calls hang in all threads; None lets the threads log it.
 
     Attributes:
         backend: see above.
@@ -56,12 +57,25 @@ class PieceIo:
     """
 
     def __init__(
-        self, backend: Backend, wake: Callable[[], None], num_threads: int, timeout_s: float
+        self,
+        backend: Backend,
+        wake: Callable[[], None],
+        num_threads: int,
+        timeout_s: float,
+        on_hang: Callable[[], None] | None = None,
     ) -> None:
         self.backend = backend
         self.reports: deque[PieceRead | PieceEnd | JobHeld] = deque()
         self._wake = wake
-        self._threads = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
+        self._on_hang = on_hang or (lambda: None)
+        self._threads = IoThreads(
+            num_threads,
+            "baton-kv-io",
+            patience_s(timeout_s),
+            self._hang,
+            _CALLS_OF_JOB,
+            logging.WARNING if on_hang is None else logging.DEBUG,
+        )
         # Waits for copies that no call of the backend follows. They end in their order of start,
         # so one thread suffices.
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
@@ -130,6 +144,10 @@ class PieceIo:
             partial(self.report, end) if copy is None else partial(self.report_after, copy, end)
         )
         self._threads.submit(self._run, move, piece, instead=instead, group=piece.job)
+
+    def _hang(self) -> None:
+        self._on_hang()
+        self._wake()
 
     # The threads' parts.
 

@@ -22,6 +22,7 @@ from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 from kvstore.url import split_members
 
@@ -70,6 +71,16 @@ class MultiWorker(KvConnectorWorker):
         for member, name in zip(self._members, self._names, strict=True):
             member.measure(metrics, name)
         self._counts = [_JobCounts(metrics.of(name), self._clock) for name in self._names]
+
+    @override
+    def watch(self) -> None:
+        for member in self._members:
+            member.watch()
+
+    @property
+    @override
+    def statuses(self) -> Sequence[BackendStatus]:
+        return [status for member in self._members for status in member.statuses]
 
     @override
     def start(self, work: ConnectorWork) -> None:

@@ -18,6 +18,7 @@ from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import to_view
 from kvstore.peer.service import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NAME
 from kvstore.peer.transport import PeerTransport
+from kvstore.status import BackendStatus
 from kvstore.store import StoreUnavailableError
 
 __all__ = ["GenerationGoneError", "Peer", "PeerDeniedError", "PeerRefusedError", "Peers"]
@@ -92,6 +93,13 @@ class Peer:
         self.ranges_per_block = 0
         self.num_users = 0
         self.idle_since = 0.0
+
+    @property
+    def status(self) -> BackendStatus:
+        """Whether blocks can be loaded from it."""
+        problem = self.breaker.error
+        name = f"KV peer at {self.address.endpoint}"
+        return BackendStatus(name, can_load=not problem, problem=problem, is_store=False)
 
     def ask(self, call: Callable[[], _Result]) -> _Result:
         """Returns what a call returns.
@@ -199,6 +207,13 @@ class Peers:
             counts = [peer.breaker.counts for peer in self._peers.values()]
             num_opened = self._num_opened_before + sum(each.num_opened for each in counts)
         return BreakerCounts(sum(each.num_open for each in counts), num_opened)
+
+    @property
+    def problems(self) -> list[BackendStatus]:
+        """The state of the peers that do not answer."""
+        with self._lock:
+            peers = list(self._peers.values())
+        return [peer.status for peer in peers if peer.breaker.is_open]
 
     @contextmanager
     def use(self, address: PeerAddress) -> Iterator[Peer]:

@@ -29,6 +29,7 @@ from kvstore.peer.peers import Peers
 from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.transport import PeerTransport, SettlementWatch
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class PeerConnectorWorker(KvConnectorWorker):
     ) -> None:
         security = security or ClusterSecurity()
         self._wake: Callable[[], None] = lambda: None
+        self._scheme = url.scheme
         self._transport = transport
         self._metrics: TransferMetrics | None = None
         self._answers: list[LookupResult] = []
@@ -99,6 +101,13 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._mover.measure(counted)
         self._lending.metrics = self._renewals.metrics = counted
         counted.read_breakers = lambda: [("load", self._peers.breaker_counts)]
+
+    @property
+    @override
+    def statuses(self) -> Sequence[BackendStatus]:
+        """Its own state, then that of the peers that do not answer."""
+        own = BackendStatus(f"{self._scheme}://{self.address.endpoint}", is_store=False)
+        return [own, *self._peers.problems]
 
     @override
     def register_pool(

@@ -4,24 +4,35 @@
 here. `StoreCounters` and `copy_into` serve any store.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 from typing import Protocol, TypeVar
 
 from typing_extensions import override
 
+from baton.errors import ConfigurationError
 from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
-from kvstore.stores.files import os_errors_as_unavailable
-from kvstore.url import StoreLimits
+from kvstore.stores.files import OutdatedFilesError, os_errors_as_unavailable
+from kvstore.stores.folder_identity import folder_identity
+from kvstore.stores.opening import OpenedOnDemand
+from kvstore.url import StoreLimits, StoreUrl
 
 __all__ = ["SharedStore", "StoreCounters", "StoredObjects", "batches", "copy_into"]
 
 _Name = TypeVar("_Name")
+_Result = TypeVar("_Result")
 
 _MAX_BATCH_BYTES = 16 << 20
 _MAX_BATCH_OBJECTS = 64  # each has an open file or a reserved extent until the batch is committed
 _MIN_BATCHES_PER_STORE = 8
+
+# The path in the URL leads to a file, or is too long.
+_WRONG_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+# What was opened is gone: files were removed, or a mount has ended.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.EBADF)
 
 
 class StoreCounters:
@@ -103,18 +114,12 @@ def batches(
     Args:
         named: objects, each with its key or path.
         max_bytes: the store's bound; a batch of several objects takes at most an eighth of it.
-
-    Raises:
-        StoreUnavailableError: an object is larger than the bound.
     """
     batch: list[tuple[_Name, KvObject]] = []
     batch_bytes = 0
     limit_bytes = min(_MAX_BATCH_BYTES, max_bytes // _MIN_BATCHES_PER_STORE)
     for pair in named:
         num_bytes = pair[1].nbytes
-        if num_bytes > max_bytes:
-            message = f"an object of {num_bytes} bytes exceeds max_bytes={max_bytes}"
-            raise StoreUnavailableError(message)
         is_full = batch_bytes + num_bytes > limit_bytes or len(batch) == _MAX_BATCH_OBJECTS
         if batch and is_full:
             yield batch
@@ -128,14 +133,10 @@ def batches(
 class StoredObjects(Protocol):
     """The objects of a store, as one process accesses them. Thread-safe.
 
-    Methods raise `OSError` if the operating system refuses, and `StoreUnavailableError` if there
-    is no room or the store's lock is not free in time.
-
-    Attributes:
-        counters: count the calls of this process and the objects it removed.
+    Methods raise `OSError` if the operating system refuses, `StoreUnavailableError` if there is no
+    room or the store's lock is not free in time, and `OutdatedFilesError` if the store's files were
+    removed or replaced.
     """
-
-    counters: StoreCounters
 
     @property
     def oldest_age_s(self) -> float | None:
@@ -157,59 +158,108 @@ class StoredObjects(Protocol):
         """Returns the bytes of all objects."""
 
     def close(self) -> None:
-        """Releases this process's files and mappings. The objects stay. Called once."""
+        """Releases this process's files and mappings. The objects stay."""
 
 
 class SharedStore(KvStore):
-    """A `KvStore` over `StoredObjects`.
+    """A `KvStore` over `StoredObjects`, which are opened when that is possible.
+
+    If they cannot be opened now, the store is down until a call can open them. If their files are
+    removed or replaced, the call that notices it opens them anew.
 
     Args:
-        objects: where the objects lie; closed with the store.
+        open_objects: opens them; takes the counters of removals.
+        url: the store's.
+        folder: where the objects lie.
         limits: the URL's.
+
+    Raises:
+        ConfigurationError: the folder's path leads to a file.
     """
 
-    def __init__(self, objects: StoredObjects, limits: StoreLimits) -> None:
+    def __init__(
+        self,
+        open_objects: Callable[[StoreCounters], StoredObjects],
+        url: StoreUrl,
+        folder: Path,
+        limits: StoreLimits,
+    ) -> None:
         self.ttl_s, self.lease_s = limits.ttl_s, limits.lease_s
         self.timeout_s = limits.timeout_s
-        self._objects = objects
-        self._is_closed = False
+        self._open_objects = open_objects
+        self._url = url
+        self._folder = folder
+        self._counters = StoreCounters(sees_removals=True)
+        self._opened = OpenedOnDemand(self._open, limits.timeout_s)
+        self._opened.begin()
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
-        with os_errors_as_unavailable():
-            self._objects.put(keys, objects)
-        self._objects.counters.count_puts(objects)
+        self._call(lambda stored: stored.put(keys, objects))
+        self._counters.count_puts(objects)
 
     @override
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
-        with os_errors_as_unavailable():
-            statuses = self._objects.get_into(keys, objects)
-        self._objects.counters.count_gets(statuses, objects)
+        statuses = self._call(lambda stored: stored.get_into(keys, objects))
+        self._counters.count_gets(statuses, objects)
         return statuses
 
     @override
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        with os_errors_as_unavailable():
-            return self._objects.count_prefix(keys)
+        return self._call(lambda stored: stored.count_prefix(keys))
 
     @override
     def delete(self, keys: Sequence[bytes]) -> int:
+        return self._call(lambda stored: stored.remove(keys))
+
+    @override
+    def identity(self) -> str:
         with os_errors_as_unavailable():
-            return self._objects.remove(keys)
+            return folder_identity(self._folder)
 
     @override
     def stats(self) -> StoreStats:
-        objects = self._objects
-        num_bytes = None
-        if not self._is_closed:
+        num_bytes = oldest_age_s = None
+        stored = self._opened.current
+        if stored is not None:
+            oldest_age_s = stored.oldest_age_s
             with suppress(OSError):  # another thread may close it meanwhile
-                num_bytes = objects.num_bytes()
-        return objects.counters.snapshot(
-            num_objects=None, num_bytes=num_bytes, oldest_age_s=objects.oldest_age_s
+                num_bytes = stored.num_bytes()
+        return self._counters.snapshot(
+            num_objects=None, num_bytes=num_bytes, oldest_age_s=oldest_age_s
         )
 
     @override
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._objects.close()
+        self._opened.close()
+
+    @property
+    def _objects(self) -> StoredObjects:
+        """The objects; opens them if they are not open."""
+        return self._opened.get()
+
+    def _open(self) -> StoredObjects:
+        try:
+            return self._open_objects(self._counters)
+        except OSError as error:
+            if error.errno not in _WRONG_PATH:
+                raise
+            message = f"cannot use the folder {self._folder}: {error.strerror}"
+            raise self._url.error(message) from error
+
+    def _call(self, call: Callable[[StoredObjects], _Result]) -> _Result:
+        """Makes a call; makes it once more, on what is opened anew, if what was open is gone."""
+        try:
+            with os_errors_as_unavailable(self._folder):
+                stored = self._objects
+                try:
+                    return call(stored)
+                except OutdatedFilesError:
+                    pass
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
+                self._opened.drop(stored)
+                return call(self._objects)
+        except ConfigurationError as error:  # right when the store was made, and wrong now
+            raise StoreUnavailableError(error.message) from error

@@ -1,14 +1,14 @@
 """`BoundedSpace`: the bound of a store that processes share, and what is removed to keep it."""
 
-import shutil
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from kvstore.store import StoreFullError
+from kvstore.store import StoreFullError, StoreUnavailableError
 from kvstore.stores.base import StoreCounters
+from kvstore.stores.space_bound import SpaceBound
 from kvstore.url import StoreLimits
 
 __all__ = ["BoundedSpace"]
@@ -31,32 +31,51 @@ class BoundedSpace(ABC, Generic[_Listed]):
     A listing yields the oldest objects. It is used until all objects in it are gone, because
     objects that were made or touched after it are younger.
 
+    Opening a space evicts nothing: only a put makes room, for what it adds.
+
     Args:
         folder: the store's.
         limits: the URL's.
-        own_bytes: what the store already takes of the file system.
+        counters: of the store that uses the space; they count removals.
 
     Attributes:
-        counters: count removals.
-        max_bytes: bound of all objects together: the URL's, or else half of what the file system
-            has left for the store, up to the store's default.
+        counters: see above.
         oldest_age_s: seconds since the oldest object was touched, as of the last listing or
             eviction; None if no old object was known.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, own_bytes: int) -> None:
-        self.counters = StoreCounters(sees_removals=True)
-        self.max_bytes = limits.max_bytes or _half_of_free(folder, limits, own_bytes)
+    def __init__(
+        self, folder: Path, limits: StoreLimits, counters: StoreCounters | None = None
+    ) -> None:
+        self.counters = counters or StoreCounters(sees_removals=True)
         self.oldest_age_s: float | None = None
+        self._bound = SpaceBound(folder, limits)
+        self._is_diagnosis = limits.is_diagnosis
         self._ttl_ns, self._lease_ns = int(limits.ttl_s * 1e9), int(limits.lease_s * 1e9)
         self._by_age: deque[_Listed] = deque()
 
+    @property
+    def max_bytes(self) -> int:
+        """The bound of all objects together; see `SpaceBound`."""
+        return self._bound.max_bytes
+
+    def remove_outdated(self) -> None:
+        """Removes expired objects and what dead writers left. A diagnosis removes nothing."""
+        if not self._is_diagnosis:
+            self.list_objects()
+
     def make_room(self, num_bytes: int) -> None:
-        """Evicts objects until `num_bytes` more fit the bound.
+        """Evicts objects until `num_bytes` more fit the bound. A diagnosis evicts nothing.
 
         Raises:
             StoreFullError: leased objects leave too little room; none was evicted.
+            StoreUnavailableError: the bound is less than that.
         """
+        if self._is_diagnosis:
+            return
+        self._bound.update(self._own_bytes(), self._object_bytes(), num_bytes)
+        if num_bytes > self.max_bytes:
+            raise StoreUnavailableError(self._bound.why_too_large(num_bytes))
         while (excess_bytes := self._object_bytes() + num_bytes - self.max_bytes) > 0:
             chosen = self._choose_evicted(excess_bytes)
             if chosen is None:
@@ -64,9 +83,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
                 excess_bytes = self._object_bytes() + num_bytes - self.max_bytes
                 chosen = self._choose_evicted(excess_bytes)
             if chosen is None:
-                raise StoreFullError(
-                    f"no room for {num_bytes} bytes: the store is full of leased objects"
-                )
+                raise StoreFullError(self._bound.why_full(num_bytes))
             for listed in chosen:
                 self._evict(listed)
             self._note_oldest_age()
@@ -86,6 +103,10 @@ class BoundedSpace(ABC, Generic[_Listed]):
     @abstractmethod
     def _object_bytes(self) -> int:
         """Returns the bytes of all objects, including those being written."""
+
+    def _own_bytes(self) -> int:
+        """Returns the bytes that the store takes of the file system."""
+        return self._object_bytes()
 
     @abstractmethod
     def _find_objects(self) -> Iterable[_Listed]:
@@ -123,10 +144,3 @@ class BoundedSpace(ABC, Generic[_Listed]):
     def _note_oldest_age(self) -> None:
         oldest = self._by_age[0] if self._by_age else None
         self.oldest_age_s = (self._now_ns() - oldest.touched_ns) / 1e9 if oldest else None
-
-
-def _half_of_free(folder: Path, limits: StoreLimits, own_bytes: int) -> int:
-    """Counts what the store takes already as free, so that every opener finds the same bound."""
-    disk = shutil.disk_usage(folder)
-    free_bytes = disk.free + min(own_bytes, disk.used)
-    return min(limits.default_max_bytes, free_bytes // 2)

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +10,18 @@ from pathlib import Path
 from threading import Lock
 
 from kvstore.store import StoreUnavailableError
+from kvstore.stores.refusals import NO_SPACE, explain
 
 __all__ = [
     "FileLock",
+    "OutdatedFilesError",
     "create_locked",
-    "is_private",
     "os_errors_as_unavailable",
     "read_all",
     "status_of",
     "sync_folder",
     "touch",
+    "touch_if_allowed",
     "try_lock",
     "write_all",
 ]
@@ -28,6 +29,11 @@ __all__ = [
 _RETRY_S = 0.0001
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
+_TOUCH_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, *NO_SPACE)
+
+
+class OutdatedFilesError(StoreUnavailableError):
+    """The files that a store has opened are of no use any more; opening it anew may help."""
 
 
 def try_lock(fd: int) -> bool:
@@ -55,6 +61,7 @@ class FileLock:
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.fd = os.open(path, _FLAGS, 0o600)
+        self._path = path
         self._timeout_s = timeout_s
         self._thread_lock = Lock()  # flock does not exclude threads of one process
 
@@ -84,10 +91,22 @@ class FileLock:
         finally:
             self._thread_lock.release()
 
-    @property
-    def is_removed(self) -> bool:
-        """Whether the file was deleted, so that other processes lock another file or none."""
-        return not os.fstat(self.fd).st_nlink
+    def check_path(self) -> None:
+        """Checks that the path still leads to the file, so that all processes lock the same one.
+
+        It does not after the file or a folder around it was removed or moved, and after something
+        was mounted or unmounted there.
+
+        Raises:
+            OutdatedFilesError: the path leads to another file or to none.
+        """
+        try:
+            there = os.lstat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise OutdatedFilesError(f"{self._path} was removed") from None
+        own = os.fstat(self.fd)
+        if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            raise OutdatedFilesError(f"{self._path} was replaced")
 
     def close(self) -> None:
         """Closes the file, once no thread of this process holds the lock. Idempotent."""
@@ -113,12 +132,16 @@ _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 @contextmanager
-def os_errors_as_unavailable() -> Iterator[None]:
-    """Raises the operating system's errors (full, read-only, broken) as `StoreUnavailableError`."""
+def os_errors_as_unavailable(folder: Path | None = None) -> Iterator[None]:
+    """Raises the operating system's errors (full, read-only, broken) as `StoreUnavailableError`.
+
+    Args:
+        folder: where the block works; errors that name no file name it.
+    """
     try:
         yield
     except OSError as error:
-        raise StoreUnavailableError(f"{error.strerror} ({error.filename or 'write'})") from error
+        raise StoreUnavailableError(explain(error, folder)) from error
 
 
 def create_locked(path: str, num_bytes: int) -> int:
@@ -142,41 +165,24 @@ def status_of(path: str) -> os.stat_result | None:
         return None
 
 
-def is_private(folder: Path, *, shares_group: bool = False) -> bool:
-    """Whether only this user can have put anything into a folder.
+def touch(target: int | str, now_ns: int) -> None:
+    """Sets the modification time."""
+    os.utime(target, ns=(now_ns, now_ns))
 
-    The question is to be asked after the folder was made, since another user may make it before.
-    A yes stays true: nobody else can replace a folder of this user in a place such as /dev/shm.
 
-    Args:
-        folder: the folder, which exists; the answer is no for a link to one.
-        shares_group: whether members of a group of this process may have done so, too, in a folder
-            that they can write to, such as a volume in Kubernetes.
+def touch_if_allowed(path: str, now_ns: int) -> bool:
+    """Touches a file; returns False if it does not exist.
 
-    Raises:
-        OSError: the folder cannot be opened for another reason than its owner or its kind.
+    A file that cannot be touched can perhaps still be read, as on a disk that is read-only or full.
     """
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        touch(path, now_ns)
+    except FileNotFoundError:
+        return False
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.ELOOP, errno.ENOTDIR):
-            return False
-        raise
-    try:
-        status = os.fstat(fd)
-    finally:
-        os.close(fd)
-    if not shares_group:
-        return status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
-    is_of_group = status.st_mode & stat.S_IWGRP and status.st_gid in {os.getgid(), *os.getgroups()}
-    is_own = status.st_uid == os.getuid() or bool(is_of_group)
-    return is_own and not status.st_mode & stat.S_IWOTH
-
-
-def touch(target: int | str) -> None:
-    """Sets the modification time to now, by the clock that ages are measured with."""
-    now_ns = time.time_ns()
-    os.utime(target, ns=(now_ns, now_ns))
+        if error.errno not in _TOUCH_REFUSED:
+            raise
+    return True
 
 
 def sync_folder(path: Path) -> None:

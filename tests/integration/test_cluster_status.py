@@ -155,3 +155,58 @@ async def test_top_names_a_bad_flag(capsys):
     assert "--interval is 0.0; it must be in [0.2, 3600]" in capsys.readouterr().err
     assert main(["top", "--cluster-token-file", "/does/not/exist"]) == 2
     assert "--cluster-token-file /does/not/exist" in capsys.readouterr().err
+
+
+WORKING = {"name": "KV store redis://cache:6379/0", "can_load": True, "can_save": True}
+DOWN = {"name": WORKING["name"], "problem": "cannot be used: redis: Connection refused"}
+
+
+def stored(*statuses):
+    return [worker_pb2.KvBackendStatus(is_store=True, **status) for status in statuses]
+
+
+async def doctor(capsys, *targets):
+    """Returns the exit status and the findings about running workers, one a line."""
+    flags = [f"--target={target}" for target in targets]
+    status = await asyncio.to_thread(main, ["doctor", *flags])
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+async def test_doctor_shows_what_running_workers_see_of_their_stores(capsys):
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        prefill.current_kv_backends = decode.current_kv_backends = stored(WORKING)
+        status, text = await doctor(capsys, router.server.address)
+        assert status == 0
+        for worker in (prefill, decode):
+            assert f"{worker.address}: KV store redis://cache:6379/0 works" in text
+        decode.current_kv_backends = stored(DOWN)
+        for target in (router.server.address, decode.address):
+            status, text = await doctor(capsys, target)
+            assert status == 1
+            assert f"{decode.address}: KV store redis://cache:6379/0 cannot be used" in text
+        assert (await doctor(capsys, prefill.address))[0] == 0
+        await decode.stop()
+        await router.until(lambda: decode.address in router.fleet.decode.problems)
+        status, text = await doctor(capsys, router.server.address)
+        assert status == 1
+        assert f"{decode.address}: not connected" in text
+        assert (await doctor(capsys, NOBODY))[0] == 1
+
+
+async def test_tiers_on_different_stores_are_shown_and_logged_once(capsys, caplog):
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    for worker, name in ((prefill, "a"), (decode, "b")):
+        worker.current_load.kv_store_ids.append(name)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        await router.until(lambda: router.fleet.stores.warning)
+        (warning,) = (await cluster_of(router)).warnings
+        assert "have different KV stores" in warning
+        assert await top(router) == 0
+        assert "have different KV stores" in " ".join(capsys.readouterr().out.split())
+        status, text = await doctor(capsys, router.server.address)
+        assert (status, "have different KV stores" in text) == (1, True)
+        assert caplog.text.count("have different KV stores") == 1
+        decode.current_load.kv_store_ids[:] = ["a"]
+        await router.until(lambda: not router.fleet.stores.warning)
+        assert not (await cluster_of(router)).warnings

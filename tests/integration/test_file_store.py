@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import stat
+import threading
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreFullError, StoreUnavailableError
-from kvstore.stores import files
+from kvstore.stores import files, opening, space_bound
 from kvstore.stores.file import folder_space
 from kvstore.stores.file import store as file_store
 from tests.support.store_folder import object_path, used_bytes
@@ -237,13 +238,77 @@ def test_writes_fail_in_time_and_reads_continue_while_the_lock_is_held(folder):
         assert store.contains_prefix([old, new]) == 2
 
 
-def test_a_store_whose_folder_was_removed_refuses_puts_and_finds_nothing(folder):
-    with opened(folder) as store:
-        shutil.rmtree(folder)
-        with pytest.raises(StoreUnavailableError):
-            store.put(random_keys(1), [filled(1, 100)])
+def _remove_ledger(folder):
+    (folder / "ledger").unlink()
+
+
+def _replace(folder):
+    folder.rename(folder.with_name("moved"))
+    with opened(folder) as other:
+        other.put(random_keys(1), [filled(1, 300)])
+
+
+@pytest.mark.parametrize(
+    ("remove", "num_left"),
+    [
+        (shutil.rmtree, 0),
+        (_replace, 0),
+        (_remove_ledger, 1),
+        (lambda folder: shutil.rmtree(folder / "temporary"), 1),
+        (lambda folder: shutil.rmtree(folder / "objects"), 0),
+    ],
+    ids=["all", "replaced", "ledger", "temporary", "objects"],
+)
+def test_a_folder_that_was_removed_is_opened_anew(folder, remove, num_left):
+    old, new, shared = random_keys(3)
+    with opened(folder) as store, opened(folder) as other:
+        store.put([old], [filled(1, 100)])
+        remove(folder)
+        assert store.contains_prefix([old]) == num_left
+        assert read(store, new, 100) is GetStatus.MISSING
+        store.put([new], [filled(2, 100)])
+        assert read(other, new, 100) == filled(2, 100).to_bytes()
+        other.put([shared, new], [filled(3, 100)] * 2)
+        assert store.contains_prefix([new, shared]) == 2
+        assert used_bytes(folder) == store.stats().num_bytes == other.stats().num_bytes
+        assert store.stats().puts == 2, "the counters go on"
+
+
+def test_each_call_on_a_removed_folder_succeeds_once_it_can_be_made(tmp_path):
+    """A mount that is absent at the start: the store is down until it is there."""
+    target = tmp_path / "mount"
+    (tmp_path / "link").symlink_to(target)
+    with opened(tmp_path / "link" / "kv") as store:
+        (key,) = random_keys(1)
+        for call in (
+            lambda: store.contains_prefix([key]),
+            lambda: store.get_into([key], [blank(100)]),
+            lambda: store.put([key], [filled(1, 100)]),
+            lambda: store.delete([key]),
+        ):
+            with pytest.raises(StoreUnavailableError, match="No such file or directory"):
+                call()
+        assert store.stats().num_bytes is None
+        target.mkdir()
+        store.put([key], [filled(1, 100)])
+        assert store.contains_prefix([key]) == 1
+
+
+def test_a_mount_that_hangs_keeps_nothing_from_starting(folder, monkeypatch):
+    may_go_on, make = threading.Event(), Path.mkdir
+
+    def hang(path, *args, **kwargs):
+        assert may_go_on.wait(30)
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(opening, "DEFAULT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Path, "mkdir", hang)
+    with opened(folder, timeout_s=0.05) as store:
+        with pytest.raises(StoreUnavailableError, match=r"more than 0\.05 s to open"):
+            store.contains_prefix(random_keys(1))
+        may_go_on.set()
+        monkeypatch.setattr(store._opened, "_timeout_s", 30)
         assert store.contains_prefix(random_keys(1)) == 0
-        assert store.get_into(random_keys(1), [blank(5)]) == [GetStatus.MISSING]
 
 
 def test_expired_objects_are_removed_from_the_disk(folder):
@@ -315,8 +380,11 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
 def test_a_folder_that_another_user_may_have_filled_is_refused(folder, inner):
     (folder / inner).mkdir(parents=True)
     (folder / inner).chmod(0o757)
-    with pytest.raises(ConfigurationError, match=f"{inner} belongs to another user, or all may"):
-        open_store(folder.as_uri())
+    with opened(folder) as store:
+        with pytest.raises(StoreUnavailableError, match=f"all may write to {folder}/{inner}"):
+            store.contains_prefix(random_keys(1))
+        (folder / inner).chmod(0o700)
+        assert store.contains_prefix(random_keys(1)) == 0
 
 
 def test_a_folder_that_appears_just_before_it_is_made_is_refused(folder, monkeypatch):
@@ -329,8 +397,8 @@ def test_a_folder_that_appears_just_before_it_is_made_is_refused(folder, monkeyp
         make(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", make_second)
-    with pytest.raises(ConfigurationError, match="objects belongs to another user, or all may"):
-        open_store(folder.as_uri())
+    with opened(folder) as store, pytest.raises(StoreUnavailableError, match="all may write to"):
+        store.contains_prefix(random_keys(1))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders to another user")
@@ -343,11 +411,12 @@ def test_a_folder_of_another_user_is_used_if_it_is_shared_with_a_group(
     open_store(folder.as_uri()).close()
     os.chown(folder / "objects", 12345, group)
     (folder / "objects").chmod(mode)
-    if is_used:
-        open_store(folder.as_uri()).close()
-    else:
-        with pytest.raises(ConfigurationError, match="belongs to another user"):
-            open_store(folder.as_uri())
+    with opened(folder) as store:
+        if is_used:
+            assert store.contains_prefix(random_keys(1)) == 0
+            return
+        with pytest.raises(StoreUnavailableError, match=r"uid 12345 with mode.*root_squash"):
+            store.contains_prefix(random_keys(1))
 
 
 def test_a_store_is_usable_after_the_clock_was_set_back(folder):
@@ -477,10 +546,133 @@ def test_the_default_bound_is_half_of_the_free_space(folder, monkeypatch):
             assert 40_000 < used_bytes(folder) <= 50_000
 
 
-@pytest.mark.parametrize("obstacle", ["file", "unwritable"])
-def test_an_unusable_folder_is_a_configuration_error(tmp_path, obstacle):
+def test_a_path_that_leads_to_a_file_is_a_configuration_error(tmp_path):
     path = tmp_path / "obstacle"
     path.write_text("")
-    folder = path if obstacle == "file" else Path("/proc/nowhere")
     with pytest.raises(ConfigurationError, match="cannot use the folder"):
-        open_store(f"file://{folder}")
+        open_store(f"file://{path}")
+
+
+def test_a_folder_that_cannot_be_made_is_a_store_that_is_down():
+    with opened("/proc/nowhere") as store, pytest.raises(StoreUnavailableError, match="/proc"):
+        store.put(random_keys(1), [filled(1, 100)])
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT])
+def test_an_object_that_cannot_be_touched_is_read_and_expires(folder, monkeypatch, number):
+    keys = random_keys(2)
+    touch = os.utime
+
+    def refuse(path, **times):
+        if isinstance(path, str):
+            raise OSError(number, os.strerror(number), path)
+        touch(path, **times)
+
+    with opened(folder, ttl_s=600) as store:
+        store.put(keys, [filled(1, 100)] * 2)
+        old_ns = time.time_ns() - 700 * 10**9
+        touch(object_path(folder, keys[1]), ns=(old_ns, old_ns))
+        monkeypatch.setattr(os, "utime", refuse)
+        assert store.contains_prefix(keys) == 1
+        assert read(store, keys[0], 100) == filled(1, 100).to_bytes()
+        assert read(store, keys[1], 100) is GetStatus.MISSING
+
+
+def _clock_ahead(monkeypatch, seconds):
+    """Sets the clock that this process sees, as on a machine with a wrong one."""
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + seconds * 10**9)
+
+
+@pytest.mark.parametrize("seconds", [60, 700, -60, -700])
+@pytest.mark.parametrize("is_first_wrong", [False, True])
+def test_no_clock_deletes_what_another_machine_has_just_saved(
+    folder, monkeypatch, caplog, seconds, is_first_wrong
+):
+    keys = random_keys(10)
+    options = {"ttl_s": 600, "lease_s": 30, "max_bytes": 1000}
+    with monkeypatch.context() as first:
+        if is_first_wrong:
+            _clock_ahead(first, seconds)
+        with opened(folder, **options) as prefill:
+            prefill.put(keys, [filled(1, 100)] * 10)
+    if not is_first_wrong:
+        _clock_ahead(monkeypatch, seconds)
+    with opened(folder, **options) as decode:
+        with pytest.raises(StoreFullError, match="full of leased objects"):
+            decode.put(random_keys(1), [filled(1, 100)])
+        assert decode.contains_prefix(keys) == 10
+        assert decode.stats().expirations == 0
+    direction = "ahead of" if seconds > 0 else "behind"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"KV store {folder.as_uri()}: this machine's clock is" in warning
+    assert f"{abs(seconds)} s {direction} that of the file system" in warning
+
+
+def test_a_date_in_the_future_is_reported_once(folder, caplog):
+    keys = random_keys(3)
+    with opened(folder) as store:
+        store.put(keys, [filled(1, 100)] * 3)
+    future_ns = time.time_ns() + 100 * 10**9
+    for key in keys:
+        os.utime(object_path(folder, key), ns=(future_ns, future_ns))
+    with opened(folder, max_bytes=300, lease_s=600) as store:
+        for _ in range(2):
+            with pytest.raises(StoreFullError):
+                store.put(random_keys(1), [filled(1, 100)])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "dated 100 s in the future" in warning
+    assert "lease_s=600" in warning
+
+
+def test_a_diagnosis_changes_nothing(folder):
+    keys = random_keys(11)
+    with opened(folder, max_bytes=1000) as store:
+        store.put(keys[:10], [filled(1, 100)] * 10)
+    before = sorted(folder.rglob("*"))
+    expired_ns = time.time_ns() - 700 * 10**9
+    os.utime(object_path(folder, keys[0]), ns=(expired_ns, expired_ns))
+    url = f"{folder.as_uri()}?ttl_s=600&lease_s=0&max_bytes=500"
+    with closing(open_store(url, is_diagnosis=True)) as store:
+        store.put(keys[10:], [filled(2, 400)])
+        assert read(store, keys[10], 400) == filled(2, 400).to_bytes()
+        store.delete(keys[10:])
+    assert sorted(folder.rglob("*")) == before
+    with opened(folder, ttl_s=3600) as store:
+        assert store.contains_prefix(keys[:10]) == 10
+
+
+def test_a_diagnosis_leaves_no_folder_that_it_has_made(tmp_path):
+    folder = tmp_path / "new" / "kv"
+    with closing(open_store(folder.as_uri(), is_diagnosis=True)) as store:
+        keys = random_keys(1)
+        store.put(keys, [filled(1, 100)])
+        store.delete(keys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_opening_evicts_nothing_even_beyond_max_bytes(folder):
+    keys = random_keys(10)
+    with opened(folder, max_bytes=1000) as store:
+        store.put(keys, [filled(1, 100)] * 10)
+    with opened(folder, max_bytes=500) as store:
+        assert store.contains_prefix(keys) == 10
+        store.put(random_keys(1), [filled(1, 100)])
+        assert used_bytes(folder) <= 500, "a put keeps to max_bytes"
+
+
+def test_the_bound_is_logged_when_it_is_found_and_when_it_has_changed(folder, monkeypatch, caplog):
+    free = [100 << 20]
+
+    def disk_usage(path):
+        return shutil._ntuple_diskusage(1 << 30, 10 << 20, free[0])
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(space_bound, "_UPDATE_S", 0)
+    with caplog.at_level("INFO", "baton.kvstore"), opened(folder) as store:
+        for free[0] in (100 << 20, 110 << 20, 30 << 20):
+            store.put(random_keys(1), [filled(1, 100)])
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2
+    for line, bound in zip(logged, ("50.0 MiB", "15.0 MiB"), strict=True):
+        assert line.startswith(f"KV store {folder.as_uri()} holds up to {bound}")

@@ -385,6 +385,22 @@ async def test_decode_computes_the_prompt_when_no_prefill_replica_can(refusal):
     assert [len(prefill.requests) for prefill in prefills] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("has_handoff", "transfer_ms", "skips"),
+    [(True, 2000, False), (False, 2000, True), (False, 3, False)],
+)
+async def test_decode_does_not_wait_again_for_a_store_that_has_not_answered_prefill(
+    has_handoff, transfer_ms, skips
+):
+    """A store that refuses is asked again: it may have what other requests have saved."""
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    prefill.has_handoff, prefill.transfer_ms = has_handoff, transfer_ms
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        assert token_ids_of(await router.generate(request(max_tokens=4))) == SCRIPT[:4]
+    (start,) = decode.starts
+    assert start.skip_lookup == skips
+
+
 async def test_prefills_error_about_the_request_itself_reaches_the_client():
     prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     prefill.refusal = InvalidArgumentError("top_p is 7; it must be in (0, 1]")

@@ -88,17 +88,25 @@ def test_calls_fail_in_time_while_the_lock_is_held():
         assert store.contains_prefix(keys) == 2
 
 
-def test_a_store_whose_folder_was_removed_is_unavailable():
-    with opened() as (store, contents, url):
-        keys = random_keys(1)
-        put(store, keys[0], 1, 100)
-        shutil.rmtree(contents.folder)
-        with pytest.raises(StoreUnavailableError, match="removed"):
-            put(store, keys[0], 1, 100)
-        with pytest.raises(StoreUnavailableError, match="removed"):
-            store.contains_prefix(keys)
-        with closing(open_store(url)) as new:
-            assert new.contains_prefix(keys) == 0
+@pytest.mark.parametrize(
+    ("removed", "is_kept"),
+    [("", False), ("lock", False), ("memory", True), ("table", True), ("opening", True)],
+)
+def test_a_store_whose_files_were_removed_is_opened_anew(removed, is_kept):
+    """Running processes notice it by the lock, openers by any of the files."""
+    old, new = random_keys(2)
+    with opened() as (store, contents, url), closing(open_store(url)) as other:
+        put(store, old, 1, 100)
+        if removed:
+            (contents.folder / removed).unlink()
+        else:
+            shutil.rmtree(contents.folder)
+        assert store.contains_prefix([old]) == is_kept
+        with closing(open_store(url)) as third:
+            put(store, new, 2, 5000)
+            for each in (other, third):
+                assert each.contains_prefix([new]) == 1
+                assert read(each, new, 5000) == filled(2, 5000).to_bytes()
 
 
 @pytest.mark.parametrize("spoil", ["length", "format"])
@@ -108,10 +116,13 @@ def test_the_table_of_another_version_is_refused(spoil):
             os.truncate(contents.folder / "table", 1000)
         else:
             contents.header.format += 1
-        with pytest.raises(ConfigurationError, match="another version of Baton made it"):
-            open_store(url)
-        if spoil == "format":  # the open store still reads its table
-            assert store.stats().num_bytes == 0
+        with closing(open_store(url)) as other:
+            with pytest.raises(StoreUnavailableError, match="another version of Baton made it"):
+                other.contains_prefix([])
+            if spoil == "format":  # the open store still reads its table
+                assert store.stats().num_bytes == 0
+            shutil.rmtree(contents.folder)
+            assert other.contains_prefix([]) == 0
 
 
 def test_a_put_while_the_store_closes_is_refused(monkeypatch):
@@ -240,9 +251,12 @@ def test_a_store_without_a_name_is_called_default(shared_memory):
 def test_a_folder_that_others_can_use_is_refused(shared_memory):
     (shared_memory / "baton-open").mkdir(mode=0o755)
     (shared_memory / "baton-link").symlink_to(shared_memory)
-    for name in ("open", "link"):
-        with pytest.raises(ConfigurationError, match="choose another name"):
-            open_store(f"shm://{name}")
+    for name, advice in (("open", "choose another name"), ("link", "choose another path")):
+        with (
+            closing(open_store(f"shm://{name}")) as store,
+            pytest.raises(StoreUnavailableError, match=advice),
+        ):
+            store.contains_prefix([])
 
 
 def test_a_folder_that_appears_just_before_it_is_made_is_refused(shared_memory, monkeypatch):
@@ -255,8 +269,11 @@ def test_a_folder_that_appears_just_before_it_is_made_is_refused(shared_memory, 
         make(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", make_second)
-    with pytest.raises(ConfigurationError, match="baton-raced is not a private folder"):
-        open_store("shm://raced?max_bytes=1M")
+    with (
+        closing(open_store("shm://raced?max_bytes=1M")) as store,
+        pytest.raises(StoreUnavailableError, match="baton-raced is not a private folder"),
+    ):
+        store.contains_prefix([])
     assert list((shared_memory / "baton-raced").iterdir()) == []
 
 
@@ -276,10 +293,30 @@ def test_little_free_memory_is_an_error_that_says_what_to_do(tmp_path, monkeypat
     mib = 1 << 20
     usage = shutil._ntuple_diskusage(64 * mib, 50 * mib, 14 * mib)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ConfigurationError) as raised:
-        open_store("shm://little")
+    with (
+        closing(open_store("shm://little")) as store,
+        pytest.raises(StoreUnavailableError) as raised,
+    ):
+        store.contains_prefix([])
     for words in (str(tmp_path), "14.0 MiB", "16 MiB", "--shm-size", "max_bytes=", "file:///path"):
-        assert words in raised.value.message
+        assert words in str(raised.value)
     assert not list(tmp_path.iterdir())
     open_store("shm://little?max_bytes=1MiB").close()
     open_store("shm://little").close()  # the folder exists already
+
+
+def test_a_diagnosis_changes_nothing():
+    keys = random_keys(11)
+    with opened(max_bytes=1000) as (store, contents, url):
+        store.put(keys[:10], [filled(1, 100)] * 10)
+        with closing(open_store(f"{url}&ttl_s=0.001", is_diagnosis=True)) as diagnosis:
+            put(diagnosis, keys[10], 2, 400)
+            diagnosis.delete(keys[10:])
+        assert contents.objects().keys() == set(keys[:10])
+        assert store.contains_prefix(keys[:10]) == 10
+
+
+def test_a_diagnosis_leaves_no_folder_that_it_has_made(shared_memory):
+    with closing(open_store("shm://probed?max_bytes=1MiB", is_diagnosis=True)) as store:
+        put(store, random_keys(1)[0], 1, 100)
+    assert not list(shared_memory.iterdir())

@@ -1,5 +1,6 @@
 """The store connector's worker on real tensors: bytes, faults, cancels and bounds."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -387,6 +388,7 @@ def test_a_corrupt_object_is_logged_and_deleted_if_possible(
     *,
     deletes: bool,
 ) -> None:
+    caplog.set_level(logging.DEBUG, "baton.kvstore")
     inner = open_store(f"memory://{tmp_path.name}")
     make_rig(inner).save(range(4))
     corrupt_object = blank(HEADER_BYTES + LAYOUT.block_bytes)

@@ -113,6 +113,7 @@ class FakeWorker:
             num_free_blocks=self.info.num_blocks, num_blocks=self.info.num_blocks
         )
         self.current_counters = worker_pb2.WorkerCounters()
+        self.current_kv_backends: list[worker_pb2.KvBackendStatus] = []
         self.changes = Changes()
         self.refusal: BatonError | None = None
         self.is_frozen = False
@@ -164,6 +165,9 @@ class FakeWorker:
 
     def counters(self) -> worker_pb2.WorkerCounters:
         return self.current_counters
+
+    def kv_backends(self) -> Sequence[worker_pb2.KvBackendStatus]:
+        return self.current_kv_backends
 
     def abort(self, request_ids: Sequence[str]) -> int:
         return 0
@@ -251,6 +255,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.released: list[str] = []
         self.num_cancelled = 0
         self.has_handoff = True
+        self.transfer_ms = 3.0
         self.end_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self.end_refusal: BatonError | None = None
         self._saves, self._late_saves = saves, late_saves
@@ -301,7 +306,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         if self.end_refusal is not None:
             raise self.end_refusal
         output = request_pb2.CandidateOutput(
-            timings=common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3),
+            timings=common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=self.transfer_ms),
             finish_reason=self.end_reason,
             is_last=bool(self.end_reason),
         )

@@ -90,6 +90,16 @@ class UnboundedStore(MemoryStore):
         super().put(keys, objects)
 
 
+class SweepingStore(MemoryStore):
+    """Evicts what is there when it is opened."""
+
+    @classmethod
+    def from_url(cls, url):
+        store = super().from_url(url)
+        store.delete(list(store._objects.entries))
+        return store
+
+
 class EvictingStore(MemoryStore):
     """Accepts `lease_s` and evicts leased objects."""
 

@@ -58,7 +58,13 @@ def request(
 
 
 class RunningRouter:
-    """The router's parts that tests look at, and a stub of its service."""
+    """The router's parts that tests look at, and a stub of its service.
+
+    Attributes:
+        workers: those that run with it, if a test may restart them.
+    """
+
+    workers: Sequence[Any] = ()
 
     def __init__(self, service: RouterService, server: RpcServer, channel: grpc.aio.Channel):
         self.service = service

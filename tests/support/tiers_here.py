@@ -1,6 +1,6 @@
 """A router and real engines on a tiny checkpoint, all in this process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from router.models import RouterFiles
 from router.security import RouterSecurity
 from router.server import SERVICE_NAMES, RouterService, access_of
 from rpc.channels import open_channel
-from rpc.server import RpcServer
+from rpc.server import RpcServer, Service
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.checkpoints import tiny_checkpoint
@@ -20,59 +20,88 @@ from tests.support.running_router import RunningRouter, router_config_of, tokeni
 from worker.server import SERVICE_NAMES as WORKER_SERVICES
 from worker.server import add_services
 
+__all__ = ["WorkerHere", "running_tiers"]
+
+
+class WorkerHere:
+    """A worker on the tiny checkpoint; keeps its port over restarts.
+
+    Args:
+        kv_connector: the URL of its connector.
+        role: "prefill" or "decode".
+        tracing: where it sends spans.
+    """
+
+    def __init__(self, kv_connector: str, role: str, tracing: TracingConfig | None = None) -> None:
+        self.kv_connector, self.role = kv_connector, role
+        self._tracing = tracing or TracingConfig()
+        self._server: RpcServer
+        self._tier: Service
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        config = EngineConfig(
+            model=str(tiny_checkpoint("llama")),
+            served_model_name="tiny",
+            dtype="float32",
+            max_model_len=256,
+            num_gpu_blocks_override=64,
+            num_threads=1,
+            kv_connector=self.kv_connector,
+        )
+        self._server = RpcServer(ServerConfig(port=self.port), WORKER_SERVICES)
+        await self._server.listen()
+        self.port = self._server.port
+        engine = await AsyncEngine.start(config)
+        engine.role = Role[self.role.upper()]
+        self._tier = add_services(engine, self._server, self._tracing)
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        await self._tier.close()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
 
 @asynccontextmanager
 async def running_tiers(
-    folder: Path, *roles: str, tracing: TracingConfig | None = None, kv_connector: str = ""
+    folder: Path,
+    *roles: str,
+    tracing: TracingConfig | None = None,
+    kv_connector: str | Mapping[str, str] = "",
 ) -> AsyncIterator[RunningRouter]:
-    """Runs one worker per role, with its KV in the folder unless a connector is given, and a router
-    that calls them.
+    """Runs one worker per role, with its KV in the folder unless a connector is given, for all or
+    by role, and a router that calls them.
     """
-    kv_connector = kv_connector or f"file://{folder}/kv"
-    tracing = tracing or TracingConfig()
     async with AsyncExitStack() as stack:
         targets: dict[str, tuple[str, ...]] = {"prefill": (), "decode": ()}
+        workers = []
         for role in roles:
-            worker = _running_worker(kv_connector, role, tracing)
-            targets[role] += (await stack.enter_async_context(worker),)
+            url = kv_connector if isinstance(kv_connector, str) else kv_connector[role]
+            workers.append(WorkerHere(url or f"file://{folder}/kv", role, tracing))
+            await workers[-1].start()
+            stack.push_async_callback(workers[-1].stop)
+            targets[role] += (workers[-1].address,)
+        tracing = tracing or TracingConfig()
         options = {"model": "tiny", "max_local_prefill_tokens": 0, "tracing": tracing, **targets}
-        yield await stack.enter_async_context(_running_router(router_config_of(options)))
+        async with _running_router(router_config_of(options), len(roles)) as router:
+            router.workers = workers
+            yield router
 
 
 @asynccontextmanager
-async def _running_worker(
-    kv_connector: str, role: str, tracing: TracingConfig
-) -> AsyncIterator[str]:
-    config = EngineConfig(
-        model=str(tiny_checkpoint("llama")),
-        served_model_name="tiny",
-        dtype="float32",
-        max_model_len=256,
-        num_gpu_blocks_override=64,
-        num_threads=1,
-        kv_connector=kv_connector,
-    )
-    server = RpcServer(ServerConfig(), WORKER_SERVICES)
-    await server.listen()
-    engine = await AsyncEngine.start(config)
-    engine.role = Role[role.upper()]
-    tier = add_services(engine, server, tracing)
-    try:
-        yield server.address
-    finally:
-        await server.stop(0)
-        await tier.close()
-
-
-@asynccontextmanager
-async def _running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
+async def _running_router(config: RouterConfig, num_workers: int) -> AsyncIterator[RunningRouter]:
     security = RouterSecurity(config.security)
     server = RpcServer(config.grpc, SERVICE_NAMES, access_of(config, security))
     await server.listen()
     service = RouterService(config, [RouterFiles(tokenizer(), {})], server, security)
     await service.start_http()
-    (model,) = config.models
-    num_workers = len(model.prefill) + len(model.decode)
     try:
         async with open_channel(server.address) as channel:
             router = RunningRouter(service, server, channel)

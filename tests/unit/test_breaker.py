@@ -40,10 +40,50 @@ class FakeBackend:
         return self.now - start
 
 
-def test_the_cooldown_grows_to_half_a_minute_while_probes_fail():
+def test_the_cooldown_grows_to_eight_seconds_while_probes_fail():
     backend = FakeBackend()
     backend.fail()
-    assert [backend.cooldown_s() for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backend.cooldown_s() for _ in range(6)] == [1, 2, 4, 8, 8, 8]
+
+
+def test_a_backend_that_fails_again_soon_is_left_alone_for_longer():
+    """Otherwise one whose probes succeed and whose calls fail would cost a timeout each second."""
+    backend = FakeBackend()
+    cooldowns = []
+    for _ in range(4):
+        backend.fail()
+        cooldowns.append(backend.breaker.due_in_s)
+        backend.now += backend.breaker.due_in_s
+        backend.breaker.probe(lambda: None)
+    assert cooldowns == [1, 2, 4, 8]
+
+
+def test_no_call_waits_for_a_backend_that_is_probed_apart_from_calls():
+    backend = FakeBackend()
+    backend.breaker.probes_with_calls = False
+    backend.fail()
+    backend.now += 100
+    for _ in range(3):
+        backend.fail()
+    assert backend.num_calls == 1
+    with pytest.raises(StoreUnavailableError, match="no answer"):
+        backend.breaker.probe(backend._answer)
+    with pytest.raises(NotAskedError):
+        backend.breaker.probe(backend._answer)
+    assert backend.num_calls == 2, "the next probe is not due yet"
+    backend.is_down = False
+    backend.now += 100
+    assert backend.breaker.probe(backend._answer) == backend.ask() == "answer"
+
+
+def test_a_full_backend_is_probed_with_calls_in_any_case():
+    backend = FakeBackend()
+    backend.breaker.probes_with_calls = False
+    backend.error = StoreFullError("no room")
+    backend.fail()
+    backend.now += 0.125
+    backend.is_down = False
+    assert backend.ask() == "answer"
 
 
 def test_a_full_backend_is_asked_again_soon_and_logged_seldom(caplog):
@@ -88,6 +128,7 @@ def test_a_successful_probe_closes_the_breaker_and_resets_the_cooldown():
     assert not backend.breaker.is_open
 
     backend.is_down = True
+    backend.now += 20.0
     backend.fail()
     assert backend.breaker.is_open
     assert backend.cooldown_s() == 1
@@ -104,18 +145,19 @@ def test_an_outage_logs_two_lines(caplog):
         backend.ask()
         backend.ask()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "no answer" in caplog.text
+    assert caplog.messages[0].startswith("the backend cannot be used: no answer. ")
     assert "the backend answers again" in caplog.text
 
 
-def test_calls_refused_by_the_open_breaker_are_logged_at_debug_level():
+def test_failures_that_the_breaker_has_logged_are_logged_at_debug_level():
     backend = FakeBackend()
     with pytest.raises(StoreUnavailableError) as failed:
         backend.ask()
     with pytest.raises(NotAskedError) as spared:
         backend.ask()
     levels = [log_level_of(caught.value) for caught in (failed, spared)]
-    assert levels == [logging.WARNING, logging.DEBUG]
+    assert levels == [logging.DEBUG, logging.DEBUG]
+    assert log_level_of(StoreUnavailableError("of no breaker")) == logging.WARNING
 
 
 def test_the_failure_of_a_call_in_flight_does_not_count_again():

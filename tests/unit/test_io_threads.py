@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from kvstore.mover import io_threads
-from kvstore.mover.io_threads import IoThreads
+from kvstore.mover.io_threads import IoThreads, patience_s
 
 pytestmark = pytest.mark.alone
 
@@ -24,7 +24,9 @@ class Rig:
         self.may_continue = threading.Event()
         self.ended = threading.Semaphore(0)
         self.done: list[int] = []
-        self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release, most_of_group)
+        self.threads = IoThreads(
+            num_threads, "test-io", patience_s(0.0), self.has_hung.release, most_of_group
+        )
 
     def submit(self, number: int, *, hangs: bool = False, group: str | None = None) -> None:
         self.threads.submit(self._do, number, hangs, group=group)
@@ -56,7 +58,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_tasks_begin_in_order_of_submission(rig: Rig) -> None:
-    threads = IoThreads(1, "test-one", 1.0, lambda: None)
+    threads = IoThreads(1, "test-one", patience_s(1.0), lambda: None)
     for number in range(20):
         threads.submit(rig.done.append, number)
     threads.submit(rig.ended.release)

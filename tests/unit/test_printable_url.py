@@ -39,6 +39,7 @@ PASSWORDS = [
         ("secret", "..."),
         ("redis:secret@a,shm://x", "..."),
         ("redis://:secret", "redis://..."),
+        ("redis://user:123456", "redis://..."),
         ("redis://user:5secret/0", "redis://..."),
         ("redis://user:12:secret@[::1]:6379/0", "redis://[::1]:6379/0"),
         ("redis+sentinel://[fd00::1]:1,b:2/s", "redis+sentinel://[fd00::1]:1,b:2/s"),
@@ -64,6 +65,15 @@ def malformed_urls(password):
     yield f"redis:{password}@127.0.0.1,shm://x"
     yield f":{password}@127.0.0.1:1/0"
     yield f"grpc://user:{password}@127.0.0.1"
+    if "@" in password:  # what is behind it looks like a host
+        return
+    # The host was forgotten.
+    yield f"redis://:{password}"
+    yield f"redis+cluster://a,user:{password}"
+    yield f"multi://grpc://,redis+sentinel://:{password}"
+    yield f"grpc://user:{password}"
+    yield f"memory://:{password}/"
+    yield f"shm://:{password}"
 
 
 def error_of(use, url):
@@ -94,6 +104,25 @@ def test_the_doctor_repeats_no_part_of_a_password(password):
             text = finding.text + str(finding.facts)
             assert "cret" not in text
             assert "'se" not in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///a#b",
+        "shm://a#b",
+        "memory://a?ttl_s=3#b",
+        "redis+sentinel://a/s?sentinel_password=b#c",
+        "rediss://a/0#b",
+        "grpc://a:1#b",
+        "nixl://#b",
+        "multi://grpc://#b,shm://a",
+        "faulty+memory://a#b",
+    ],
+)
+def test_a_fragment_is_refused(url):
+    with pytest.raises(ConfigurationError, match=r"malformed: .*percent-encoded"):
+        open_connector(url)
 
 
 @pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se?cr=et", "se[cret"])

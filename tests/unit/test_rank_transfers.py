@@ -39,6 +39,8 @@ class Worker:
 
     def set_waker(self, wake: Any) -> None: ...
 
+    def watch(self) -> None: ...
+
     def poll(self) -> TransferResults:
         self.is_polled.set()
         return TransferResults()

@@ -32,6 +32,14 @@ def test_an_open_lookup_does_not_block_later_requests() -> None:
     assert driven.shares["a"] == 9
 
 
+def test_a_request_that_has_waited_for_a_store_in_vain_is_not_looked_up() -> None:
+    driven = decode_engine()
+    driven.add(replace(request("a", 9), skips_lookup=True))
+    driven.step()
+    assert driven.shares == {"a": 9}
+    assert not driven.work().lookups
+
+
 def test_a_lookup_that_does_not_report_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     driven = decode_engine(kv_transfer_timeout_s=5.0)
     driven.add(request("a", 9))

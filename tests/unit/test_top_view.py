@@ -165,6 +165,16 @@ def test_recent_errors_stand_below_the_table():
     assert max(len(line.text) for line in lines) <= 80
 
 
+def test_problems_of_kv_stores_stand_below_the_table():
+    problem = worker_pb2.KvBackendStatus(name="KV store redis://c:6379/0", problem="is down")
+    now = sample(1.0, replica("b:1"))
+    now.cluster.replicas[0].kv_backends.append(problem)
+    now.cluster.warnings.append("the tiers have different KV stores")
+    assert screen(None, now).endswith(
+        "\n\nKV stores\nthe tiers have different KV stores\nb:1: KV store redis://c:6379/0 is down"
+    )
+
+
 def test_a_lost_router_is_shown_above_its_last_state():
     lines = render("a", BEFORE, NOW, problem="failed to connect")
     assert lines[1].text == "NO ANSWER, trying again: failed to connect"

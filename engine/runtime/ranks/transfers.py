@@ -35,6 +35,7 @@ from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
 from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
@@ -144,6 +145,16 @@ class RanksConnectorWorker(KvConnectorWorker):
     def measure(self, metrics: KvMetrics, backend: str) -> None:
         """Counts rank 0's calls; those of the others are alike."""
         self._own.measure(metrics, backend)
+
+    @override
+    def watch(self) -> None:
+        """The other ranks watch on their own, from the registration of their pools on."""
+        self._own.watch()
+
+    @property
+    @override
+    def statuses(self) -> Sequence[BackendStatus]:
+        return self._own.statuses
 
     @override
     def start(self, work: ConnectorWork) -> None:
@@ -399,6 +410,7 @@ class RankTransfers:
             self._poll(connector[1])
         elif isinstance(message, _Pool):
             self._send(_register(connector, ranks, runner.kv_pool, message))
+            connector[1].watch()
         else:
             self._start(message, connector[1])
 

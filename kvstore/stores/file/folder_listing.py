@@ -3,12 +3,11 @@
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.stores.files import touch, try_lock
+from kvstore.stores.files import try_lock
 
 __all__ = ["FoundObject", "UnnamedFile", "list_objects", "list_unnamed"]
 
@@ -41,11 +40,7 @@ class UnnamedFile:
 
 
 def list_objects(folder: str) -> list[FoundObject]:
-    """Returns the objects in a folder's shards, the least recently touched first.
-
-    After the clock was set back, objects seem to have been touched in the future, and would be
-    neither evicted nor expired until then. These are touched now.
-    """
+    """Returns the objects in a folder's shards, the least recently touched first."""
     return sorted(_walk(folder))
 
 
@@ -57,13 +52,8 @@ def _walk(folder: str) -> Iterator[FoundObject]:
             for file in files:
                 with suppress(FileNotFoundError):  # by another program: this process has the lock
                     status = file.stat(follow_symlinks=False)
-                    if not (stat.S_ISREG(status.st_mode) and _OBJECT_NAME.fullmatch(file.name)):
-                        continue
-                    touched_ns = status.st_mtime_ns
-                    if touched_ns > time.time_ns():
-                        touch(file.path)
-                        touched_ns = os.lstat(file.path).st_mtime_ns
-                    yield FoundObject(touched_ns, status.st_size, file.path)
+                    if stat.S_ISREG(status.st_mode) and _OBJECT_NAME.fullmatch(file.name):
+                        yield FoundObject(status.st_mtime_ns, status.st_size, file.path)
 
 
 def list_unnamed(folder: str) -> list[UnnamedFile]:

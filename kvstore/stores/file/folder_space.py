@@ -14,18 +14,22 @@
   back if it was touched meanwhile.
 - Readers: the memory of an object that is removed while it is read counts as free. It is
   free a moment later, when the last reader closes the file.
+- Removal: a cleaner or a logout may remove the folder, and a volume may be mounted over it. The
+  holder of the lock checks that the ledger's path still leads to the file that it has locked.
+- Without the right to write: if the folder is there, its objects can be read, and touching them is
+  left out.
 - Crashes: a writer holds `flock` on its temporary file. If the lock is free, the writer
   is dead, and the next listing removes the file.
 """
 # ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
+import errno
 import os
 import stat
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
@@ -33,14 +37,25 @@ from uuid import uuid4
 from typing_extensions import override
 
 from kvstore.store import StoreUnavailableError
+from kvstore.stores.base import StoreCounters
 from kvstore.stores.bounded_space import BoundedSpace
+from kvstore.stores.file.folder_clock import FolderClock
 from kvstore.stores.file.folder_listing import FoundObject, list_objects, list_unnamed
-from kvstore.stores.files import FileLock, create_locked, status_of
+from kvstore.stores.files import (
+    FileLock,
+    OutdatedFilesError,
+    create_locked,
+    status_of,
+    touch_if_allowed,
+)
+from kvstore.stores.folders import MadeFolders, why_not_private
+from kvstore.stores.refusals import NO_SPACE, explain
 from kvstore.url import StoreLimits
 
 __all__ = ["FolderSpace", "ReservedFile"]
 
 _NUMBER = struct.Struct("<Q")
+_WRITING_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, *NO_SPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,52 +70,96 @@ class ReservedFile:
 class FolderSpace(BoundedSpace[FoundObject]):
     """One process's access to a bounded folder.
 
-    Methods raise `OSError` if the file system refuses.
+    Methods raise `OSError` if the file system refuses, and `OutdatedFilesError` if the folder was
+    replaced, or was opened without the right to write.
 
     Args:
-        folder: the folder, which exists.
+        folder: the folder; made if absent.
         limits: the URL's.
+        clock: the folder's.
+        counters: see `BoundedSpace`.
 
     Attributes:
         objects_folder: the folder of the objects' shards.
+        clock: see above.
+
+    Raises:
+        OSError: the folder can neither be written to nor read.
+        StoreUnavailableError: another user may have put something into it.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: StoreLimits,
+        clock: FolderClock,
+        counters: StoreCounters | None = None,
+    ) -> None:
         self.objects_folder = str(folder / "objects")
         self._temporary_folder = str(folder / "temporary")
-        self._make_folders()
-        self._ledger = SpaceLedger(folder / "ledger", limits.timeout_s)
+        self.clock = clock
+        self._made = MadeFolders()
+        self._ledger_path = folder / "ledger"
+        self._ledger = self._open_ledger(folder, self._ledger_path, limits)
         own_prefix = f"{self._temporary_folder}/{uuid4().hex}"
         self._unnamed_paths = (f"{own_prefix}-{number}" for number in count())
-        super().__init__(folder, limits, self._ledger.peek_object_bytes())
-        with suppress(StoreUnavailableError), self._ledger.locked():
-            self.list_objects()
-            self.make_room(0)
+        super().__init__(folder, limits, counters)
+        self._bound.update(self.num_bytes(), self.num_bytes())
+        with suppress(StoreUnavailableError), self.locked():
+            self.remove_outdated()
 
-    def _make_folders(self) -> None:
-        shards = (f"{self.objects_folder}/{shard:02x}" for shard in range(256))
-        for made in (self._temporary_folder, self.objects_folder, *shards):
-            Path(made).mkdir(mode=0o700, exist_ok=True)
+    def _open_ledger(
+        self, folder: Path, path: Path, limits: StoreLimits
+    ) -> "SpaceLedger | ReadOnlyLedger":
+        try:
+            self._make_folders(folder)
+            return SpaceLedger(path, limits.timeout_s)
+        except OSError as error:
+            self._made.remove()
+            objects = Path(self.objects_folder)
+            if error.errno not in _WRITING_REFUSED or not objects.is_dir():
+                raise
+            _check_private(objects)
+            return ReadOnlyLedger(explain(error, folder))
+        except StoreUnavailableError:
+            self._made.remove()
+            raise
+
+    def _make_folders(self, folder: Path) -> None:
+        # The folder itself may be a volume's root, which belongs to root.
+        self._made.make(folder)
+        for name in (self.objects_folder, self._temporary_folder):
+            self._made.make(Path(name))
+            _check_private(Path(name))
+        for shard in range(256):
+            self._made.make(Path(f"{self.objects_folder}/{shard:02x}"))
 
     def is_alive(self, status: os.stat_result | None) -> bool:
         """Whether a file is an object whose TTL is not over."""
         return (
             status is not None
             and stat.S_ISREG(status.st_mode)
-            and time.time_ns() - status.st_mtime_ns <= self._ttl_ns
+            and self.clock.now_ns() - status.st_mtime_ns <= self._ttl_ns
         )
+
+    def touch(self, path: str) -> bool:
+        """Touches an object, if that is allowed; returns False if it does not exist."""
+        return touch_if_allowed(path, self.clock.now_ns())
 
     def num_bytes(self) -> int:
         """Returns the bytes in use; counts expired objects until a listing removes them."""
         return self._ledger.peek_object_bytes()
 
     def close(self) -> None:
-        """Closes the ledger. Called once."""
+        """Closes the ledger. Called once. A diagnosis leaves no folder behind that it has made."""
         self._ledger.close()
+        if self._is_diagnosis and Path(self.objects_folder) in self._made.made:
+            self._ledger_path.unlink(missing_ok=True)
+            self._made.remove()
 
     def locked(self) -> AbstractContextManager[None]:
         """Holds the folder's lock, which every change needs; see `FileLock.locked`."""
-        return self._ledger.locked()
+        return self._ledger.locked(self.clock)
 
     def reserve(self, num_bytes: int) -> ReservedFile:
         """Makes a file for a new object, after room was made for it."""
@@ -146,7 +205,7 @@ class FolderSpace(BoundedSpace[FoundObject]):
 
     @override
     def _now_ns(self) -> int:
-        return time.time_ns()
+        return self.clock.now_ns()
 
     @override
     def _object_bytes(self) -> int:
@@ -154,11 +213,26 @@ class FolderSpace(BoundedSpace[FoundObject]):
 
     @override
     def _find_objects(self) -> list[FoundObject]:
-        """Corrects the ledger, too."""
+        """Corrects the ledger, too.
+
+        After the clock was set back, objects seem to have been touched in the future, and would be
+        neither evicted nor expired until then. These are touched now.
+        """
         objects = list_objects(self.objects_folder)
+        now_ns = self.clock.now_ns()
+        if objects and objects[-1].touched_ns > now_ns:
+            self.clock.note_touch(objects[-1].touched_ns)
+            objects = sorted(self._touched_by(now_ns, found) for found in objects)
         self._ledger.object_bytes = sum(found.num_bytes for found in objects)
         self._sweep()
         return objects
+
+    def _touched_by(self, now_ns: int, found: FoundObject) -> FoundObject:
+        """Touches an object of the future; returns it with its new time."""
+        if found.touched_ns <= now_ns or not touch_if_allowed(found.path, now_ns):
+            return found
+        status = status_of(found.path)
+        return found if status is None else replace(found, touched_ns=status.st_mtime_ns)
 
     @override
     def _expire(self, listed: FoundObject) -> None:
@@ -187,8 +261,19 @@ class FolderSpace(BoundedSpace[FoundObject]):
             os.rename(aside, listed.path)
             return
         self._discard(aside, listed.num_bytes)
-        is_expired = listed.touched_ns < time.time_ns() - self._ttl_ns
+        is_expired = listed.touched_ns < self.clock.now_ns() - self._ttl_ns
         self.counters.count_removals(evictions=not is_expired, expirations=is_expired)
+
+
+def _check_private(folder: Path) -> None:
+    """Checks that only this user, or the group that shares a folder, can have filled it.
+
+    Raises:
+        StoreUnavailableError: others can have.
+    """
+    reason = why_not_private(folder, shares_group=True)
+    if reason:
+        raise StoreUnavailableError(reason)
 
 
 class SpaceLedger:
@@ -215,9 +300,18 @@ class SpaceLedger:
         self.object_bytes = 0
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the folder's lock; see `FileLock.locked`."""
+    def locked(self, clock: FolderClock) -> Iterator[None]:
+        """Holds the folder's lock; see `FileLock.locked`.
+
+        Args:
+            clock: is compared with the file system's.
+
+        Raises:
+            OutdatedFilesError: the path leads to another file by now.
+        """
         with self._lock.locked():
+            self._lock.check_path()
+            clock.measure(self._lock.fd)
             self.object_bytes = self.peek_object_bytes()
             try:
                 yield
@@ -234,3 +328,31 @@ class SpaceLedger:
     def close(self) -> None:
         """Closes the file, after the lock was released."""
         self._lock.close()
+
+
+class ReadOnlyLedger:
+    """The ledger of a folder that could not be opened for writing.
+
+    Args:
+        refusal: why not.
+    """
+
+    object_bytes = 0
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+
+    def locked(self, clock: FolderClock) -> AbstractContextManager[None]:
+        """Refuses.
+
+        Raises:
+            OutdatedFilesError: always; opened anew, the folder may take writes.
+        """
+        raise OutdatedFilesError(self._refusal)
+
+    def peek_object_bytes(self) -> int:
+        """Returns 0: the number is not known."""
+        return 0
+
+    def close(self) -> None:
+        """Does nothing."""

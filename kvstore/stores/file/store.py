@@ -7,7 +7,7 @@ on the disk before it gets its name; without, the codec's digest detects what a 
 
 Bytes are written and read without the folder's lock. A batch of new objects takes the lock twice,
 reads and look-ups do not take it. Files that are not regular or do not have an object's name are
-never read, and left alone.
+never read, and left alone. A folder without the right to write is read.
 """
 
 import errno
@@ -21,17 +21,11 @@ from typing import Self
 from typing_extensions import override
 
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
-from kvstore.stores.base import SharedStore, batches
+from kvstore.stores.base import SharedStore, StoreCounters, batches
+from kvstore.stores.file.folder_clock import FolderClock
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
-from kvstore.stores.files import (
-    is_private,
-    read_all,
-    status_of,
-    sync_folder,
-    touch,
-    write_all,
-)
-from kvstore.url import LIMIT_OPTIONS, StoreUrl, usable_folder
+from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
+from kvstore.url import LIMIT_OPTIONS, StoreUrl
 
 __all__ = ["FileStore", "ObjectFolder"]
 
@@ -60,25 +54,28 @@ class FileStore(SharedStore):
         disk.
 
         Raises:
-            ConfigurationError: the path is not absolute; an option is wrong; the folder cannot be
-                used, or another user may have put something into it.
+            ConfigurationError: the path is not absolute, or leads to a file; an option is wrong.
         """
+        return cls._from_url(url, is_diagnosis=False)
+
+    @classmethod
+    @override
+    def open_for_diagnosis(cls, url: str) -> Self:
+        return cls._from_url(url, is_diagnosis=True)
+
+    @classmethod
+    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
         syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):
             raise parts.error("write file:///absolute/path")
-        limits = parts.limits(_DEFAULT_MAX_BYTES)
-        with usable_folder(parts, Path(parts.path)) as path:
-            # The folder itself may be a volume's root, which belongs to root.
-            for inner in ("objects", "temporary"):
-                (path / inner).mkdir(mode=0o700, exist_ok=True)
-                if not is_private(path / inner, shares_group=True):
-                    raise parts.error(
-                        f"{path / inner} belongs to another user, or all may write to it; choose "
-                        "another path"
-                    )
-            space = FolderSpace(path, limits)
-        return cls(ObjectFolder(space, syncs=syncs), limits)
+        limits = parts.limits(_DEFAULT_MAX_BYTES, is_diagnosis=is_diagnosis)
+        folder, clock = Path(parts.path), FolderClock(limits)
+
+        def open_folder(counters: StoreCounters) -> ObjectFolder:
+            return ObjectFolder(FolderSpace(folder, limits, clock, counters), syncs=syncs)
+
+        return cls(open_folder, parts, folder, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,6 @@ class ObjectFolder:
     def __init__(self, space: FolderSpace, *, syncs: bool) -> None:
         self._space = space
         self._syncs = syncs
-        self.counters = space.counters
 
     @property
     def oldest_age_s(self) -> float | None:
@@ -150,10 +146,10 @@ class ObjectFolder:
             if status.st_size != there.nbytes or not read_all(fd, there):
                 return GetStatus.WRONG_SIZE
             # An object that was evicted meanwhile is not a hit, because a hit has a lease.
-            return GetStatus.HIT if _touch(path) else GetStatus.MISSING
+            return GetStatus.HIT if self._space.touch(path) else GetStatus.MISSING
 
     def _touch_if_alive(self, path: str) -> bool:
-        return self._space.is_alive(status_of(path)) and _touch(path)
+        return self._space.is_alive(status_of(path)) and self._space.touch(path)
 
     def _put_batch(self, batch: Sequence[tuple[str, KvObject]]) -> None:
         """Writes objects that did not exist a moment ago."""
@@ -188,7 +184,7 @@ class ObjectFolder:
 
     def _write(self, new: _NewObject) -> None:
         write_all(new.file.fd, new.content)
-        touch(new.file.fd)
+        touch(new.file.fd, self._space.clock.now_ns())
         if self._syncs:
             os.fsync(new.file.fd)
 
@@ -207,12 +203,3 @@ def _opened(path: str) -> Iterator[int | None]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _touch(path: str) -> bool:
-    """Touches an object; returns False if it no longer exists."""
-    try:
-        touch(path)
-    except FileNotFoundError:
-        return False
-    return True

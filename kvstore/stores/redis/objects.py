@@ -21,6 +21,7 @@ from kvstore.stores.redis.pipeline import Command
 from kvstore.stores.redis.reply import Reply
 
 __all__ = [
+    "IDENTITY_NAME",
     "MAX_VALUE_BYTES",
     "StagedObject",
     "get_status",
@@ -28,6 +29,9 @@ __all__ = [
     "read_commands",
     "set_command",
 ]
+
+IDENTITY_NAME = b"baton:kv:identity"
+"""The server's key of the store's identity; see `KvStore.identity`."""
 
 MAX_VALUE_BYTES = 4 << 20
 _NUM_RANDOM_BYTES = 16

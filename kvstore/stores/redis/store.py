@@ -11,13 +11,14 @@ store works again as soon as the server does.
 A server that takes no writes is read nevertheless, without the touches.
 """
 
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, islice, takewhile
 from typing import Self
 
-from redis import RedisError
+from redis import RedisError, ResponseError
 from typing_extensions import override
 
 from kvstore.diagnosis import StoreDiagnosis
@@ -37,6 +38,7 @@ from kvstore.stores.redis.connection import Argument, CallDeadline
 from kvstore.stores.redis.diagnosis import RedisDiagnosis
 from kvstore.stores.redis.messages import describe, is_refusal
 from kvstore.stores.redis.objects import (
+    IDENTITY_NAME,
     StagedObject,
     get_status,
     object_name,
@@ -49,6 +51,7 @@ from kvstore.stores.redis.url import RedisUrl
 
 __all__ = ["RedisStore"]
 
+_IDENTITY_BYTES = 16
 _TOUCH_PREFIX = """
 for i, key in ipairs(KEYS) do
   if redis.call('PEXPIRE', key, ARGV[1]) == 0 then return i - 1 end
@@ -199,6 +202,21 @@ class RedisStore(KvStore):
             existed = self._run(Command(name, ("UNLINK", name)) for name in names)
             _raise_unanswered(existed)
         return existed.count(1)
+
+    @override
+    def identity(self) -> str:
+        """Reads it first, as a replica or a server that is full takes no other command."""
+        with self._call():
+            (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            if found is None:
+                new = secrets.token_hex(_IDENTITY_BYTES)
+                command = ("SET", IDENTITY_NAME, new, "NX")
+                replies = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
+                if isinstance(replies[0], ResponseError):
+                    return ""
+                (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            _raise_unanswered([found])
+        return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
 
     @override
     def stats(self) -> StoreStats:

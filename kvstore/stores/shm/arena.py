@@ -1,6 +1,7 @@
 """`Arena`: immutable objects in memory that processes share.
 
-    /dev/shm/baton-NAME/lock      held while the table is read or changed
+    /dev/shm/baton-NAME/opening   held while a process opens the other files
+                        lock      held while the table is read or changed
                         table     which object lies where: `ExtentTable`
                         memory    the objects' bytes: `MappedMemory`
                         writers/  which writers are alive: `Writers`
@@ -21,6 +22,9 @@
   to the bound. The rest is returned to the system once no reader can still use it. If a put found
   no spare memory and the bound leaves room, some is allocated ahead for the next put
   (`MemoryAhead`); it counts as spare from the start.
+- Removal: the files may be removed under running processes, as at the end of a login session. The
+  holder of the lock checks that its path still leads to the file that it has locked. Lock, table
+  and memory belong together: if one of them is missing, an opener makes all of them anew.
 - Crashes: a lock ends with the process that holds it. So does a writer's mark; then its extents are
   free. If a process died while it changed the table, the next one counts the table anew.
 """
@@ -29,12 +33,12 @@ import errno
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
-from kvstore.stores.base import batches
+from kvstore.stores.base import StoreCounters, batches
 from kvstore.stores.files import FileLock
 from kvstore.stores.shm.arena_space import ArenaSpace, whole_pages
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
@@ -51,14 +55,13 @@ class Arena:
     Args:
         folder: the store's, which exists.
         limits: the URL's.
-
-    Attributes:
-        counters: count this process's calls and the objects it removed.
-        max_bytes: bound of all objects together.
+        counters: see `BoundedSpace`.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits) -> None:
-        with ExitStack() as opened:
+    def __init__(
+        self, folder: Path, limits: StoreLimits, counters: StoreCounters | None = None
+    ) -> None:
+        with ExitStack() as opened, _opening(folder, limits.timeout_s):
             self._memory = MappedMemory(folder / "memory")
             opened.callback(self._memory.close)
             self._table = ExtentTable(folder / "table")
@@ -68,15 +71,15 @@ class Arena:
             # Closed first, so that no thread starts to write after the mark is gone.
             self._lock = FileLock(folder / "lock", limits.timeout_s)
             opened.callback(self._lock.close)
-            self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
+            self._space = ArenaSpace(
+                folder, limits, self._table, self._memory, self._writers, counters
+            )
             self._opened = opened.pop_all()
-        self.counters, self.max_bytes = self._space.counters, self._space.max_bytes
         self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
         self._sizes_ahead: list[int] = []  # sizes of objects to allocate memory for
         with suppress(StoreUnavailableError, OSError), self._locked():
-            self._space.list_objects()
-            self._space.make_room(0)
+            self._space.remove_outdated()
 
     @property
     def oldest_age_s(self) -> float | None:
@@ -85,7 +88,7 @@ class Arena:
 
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         """Commits objects batch by batch; touches those that exist."""
-        for batch in batches(zip(keys, objects, strict=True), self.max_bytes):
+        for batch in batches(zip(keys, objects, strict=True), self._space.max_bytes):
             self._put_batch(batch)
 
     @property
@@ -156,8 +159,7 @@ class Arena:
     def _locked(self, deadline_s: float | None = None) -> Iterator[None]:
         """Holds the store's lock and reads other processes' changes; see `FileLock.locked`."""
         with self._lock.locked(deadline_s):
-            if self._lock.is_removed:
-                raise StoreUnavailableError("the store's folder was removed")
+            self._lock.check_path()
             self._space.begin()
             while self._abandoned:
                 self._space.free(self._abandoned.popleft())
@@ -246,6 +248,17 @@ class Arena:
         if extent is not None:
             self._space.touch(extent)
         return extent is not None
+
+
+@contextmanager
+def _opening(folder: Path, timeout_s: float) -> Iterator[None]:
+    """Excludes other openers of a folder; first removes what is left of an incomplete store."""
+    with closing(FileLock(folder / "opening", timeout_s)) as lock, lock.locked():
+        files = [folder / name for name in ("lock", "table", "memory")]
+        if not all(file.exists() for file in files):
+            for file in files:
+                file.unlink(missing_ok=True)
+        yield
 
 
 def _lacking_bytes(extent: Extent) -> int:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvstore.store import StoreUnavailableError
+from kvstore.stores.base import StoreCounters
 from kvstore.stores.bounded_space import BoundedSpace
 from kvstore.stores.shm.extent_index import ExtentIndex
 from kvstore.stores.shm.extent_table import (
@@ -47,6 +48,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         table: the arena's table.
         memory: the arena's memory.
         writers: the arena's writers.
+        counters: see `BoundedSpace`.
     """
 
     def __init__(
@@ -56,12 +58,17 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         table: ExtentTable,
         memory: MappedMemory,
         writers: Writers,
+        counters: StoreCounters | None = None,
     ) -> None:
-        super().__init__(folder, limits, table.header.object_bytes + table.header.spare_bytes)
+        super().__init__(folder, limits, counters)
         self._table, self._header = table, table.header
         self._memory, self._writers = memory, writers
         self._index = ExtentIndex(table)
-        self._max_spare_bytes = self.max_bytes // _SPARE_SHARE
+        self._bound.update(self._own_bytes(), self._object_bytes())
+
+    @property
+    def _max_spare_bytes(self) -> int:
+        return self.max_bytes // _SPARE_SHARE
 
     def begin(self) -> None:
         """Called first by each holder of the lock. It learns what other processes changed, and
@@ -186,6 +193,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def _object_bytes(self) -> int:
         return self._header.object_bytes
+
+    def _own_bytes(self) -> int:
+        return self._header.object_bytes + self._header.spare_bytes
 
     def _find_objects(self) -> Iterator[SeenObject]:
         self._free_dead(State.WRITTEN_TO, State.AHEAD)

@@ -1,6 +1,7 @@
 """`MemoryAhead`: a thread that allocates memory for the next put."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition, Event, Thread
 
@@ -20,11 +21,11 @@ class MemoryAhead:
     """Runs `Arena.provide_ahead` in a thread, once for all requests meanwhile. Thread-safe.
 
     Args:
-        arena: allocates the memory.
+        current: returns the arena that allocates the memory; None if none is open.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, current: Callable[[], Arena | None]) -> None:
+        self._current = current
         self._changed = Condition()
         self._is_requested = False
         self._is_busy = False
@@ -33,7 +34,7 @@ class MemoryAhead:
 
     def request(self) -> None:
         """Lets the thread run soon if there is something to do. Returns at once."""
-        if not self._arena.wants_ahead:
+        if not self._is_wanted():
             return
         with self._changed:
             self._is_requested = True
@@ -60,7 +61,7 @@ class MemoryAhead:
                 self._is_closing.wait(_RETRY_S)
             with self._changed:
                 self._is_busy = False
-                self._is_requested |= not is_done and self._arena.wants_ahead
+                self._is_requested |= not is_done and self._is_wanted()
                 self._changed.notify_all()
 
     def _begin(self) -> bool:
@@ -73,10 +74,16 @@ class MemoryAhead:
             self._is_requested, self._is_busy = False, True
         return True
 
+    def _is_wanted(self) -> bool:
+        arena = self._current()
+        return arena is not None and arena.wants_ahead
+
     def _provide(self) -> bool:
         """Allocates memory; returns whether that succeeded."""
+        arena = self._current()
         try:
-            self._arena.provide_ahead(self._is_closing)
+            if arena is not None:
+                arena.provide_ahead(self._is_closing)
             return True
         except (OSError, StoreUnavailableError):
             pass  # the next put that needs the memory raises

@@ -2,18 +2,18 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from typing_extensions import override
 
-from kvstore.store import KvObject, StoreCapabilities
-from kvstore.stores.base import SharedStore
-from kvstore.stores.files import is_private
+from kvstore.store import KvObject, StoreCapabilities, StoreUnavailableError
+from kvstore.stores.base import SharedStore, StoreCounters, StoredObjects
+from kvstore.stores.folders import MadeFolders, why_not_private
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
-from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
+from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl
 
 __all__ = ["LEAST_FREE_BYTES", "ShmStore"]
 
@@ -37,11 +37,15 @@ class ShmStore(SharedStore):
         keeps_leases=True,
     )
 
-    _objects: Arena
-
-    def __init__(self, arena: Arena, limits: StoreLimits) -> None:
-        super().__init__(arena, limits)
-        self._ahead = MemoryAhead(arena)
+    def __init__(
+        self,
+        open_objects: Callable[[StoreCounters], StoredObjects],
+        url: StoreUrl,
+        folder: Path,
+        limits: StoreLimits,
+    ) -> None:
+        super().__init__(open_objects, url, folder, limits)
+        self._ahead = MemoryAhead(self._current_arena)
 
     @classmethod
     @override
@@ -51,9 +55,17 @@ class ShmStore(SharedStore):
         Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB.
 
         Raises:
-            ConfigurationError: the name or an option is wrong; the machine has no /dev/shm, or it
-                is too full; other users can access the store's folder, or another version made it.
+            ConfigurationError: the name or an option is wrong; the machine has no /dev/shm.
         """
+        return cls._from_url(url, is_diagnosis=False)
+
+    @classmethod
+    @override
+    def open_for_diagnosis(cls, url: str) -> Self:
+        return cls._from_url(url, is_diagnosis=True)
+
+    @classmethod
+    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
         if not _NAME.fullmatch(name) or parts.path.strip("/"):
@@ -66,15 +78,8 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        limits = parts.limits(_DEFAULT_MAX_BYTES)
-        if limits.max_bytes is None and not folder.exists():
-            _check_free_memory(parts)
-        with usable_folder(parts, folder):
-            if not is_private(folder):
-                raise parts.error(
-                    f"{folder} is not a private folder of this user; choose another name"
-                )
-            return cls(Arena(folder, limits), limits)
+        limits = parts.limits(_DEFAULT_MAX_BYTES, is_diagnosis=is_diagnosis)
+        return cls(lambda counters: _open_arena(folder, limits, counters), parts, folder, limits)
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
@@ -87,11 +92,59 @@ class ShmStore(SharedStore):
         self._ahead.close()
         super().close()
 
+    def _current_arena(self) -> Arena | None:
+        stored = self._opened.current
+        return stored if isinstance(stored, Arena) else None
 
-def _check_free_memory(url: StoreUrl) -> None:
+
+class _DiagnosedArena(Arena):
+    """The arena of a diagnosis: it removes the folder if it has made it.
+
+    Args:
+        made: the folder, if it was absent.
+        folder: see `Arena`.
+        limits: see `Arena`.
+    """
+
+    def __init__(self, made: MadeFolders, folder: Path, limits: StoreLimits) -> None:
+        super().__init__(folder, limits)
+        self._made = made
+
+    @property
+    @override
+    def wants_ahead(self) -> bool:
+        return False
+
+    @override
+    def close(self) -> None:
+        super().close()
+        for folder in self._made.made:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_arena(folder: Path, limits: StoreLimits, counters: StoreCounters) -> Arena:
+    """Opens the objects in a folder, which it makes if it is absent.
+
+    Raises:
+        OSError: the operating system refuses.
+        StoreUnavailableError: there is no room for a new store; other users can access the folder,
+            or another version made it.
+    """
+    if limits.max_bytes is None and not folder.exists():
+        _check_free_memory()
+    made = MadeFolders()
+    made.make(folder)
+    if reason := why_not_private(folder):
+        raise StoreUnavailableError(reason)
+    if limits.is_diagnosis:
+        return _DiagnosedArena(made, folder, limits)
+    return Arena(folder, limits, counters)
+
+
+def _check_free_memory() -> None:
     free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
     if free_bytes < LEAST_FREE_BYTES:
-        raise url.error(
+        raise StoreUnavailableError(
             f"{_SHARED_MEMORY} has {free_bytes / 2**20:.1f} MiB left, and a store without "
             f"max_bytes needs {LEAST_FREE_BYTES / 2**20:.0f} MiB. Start the container with a "
             "larger --shm-size (Docker's default is 64m), add max_bytes=SIZE to the URL, or use "
