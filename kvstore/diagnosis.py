@@ -1,4 +1,4 @@
-"""`StoreDiagnosis`: what `baton doctor` asks of a store beside the calls that workers make."""
+"""`StoreDiagnosis`: what `baton doctor` and a watch ask of a store beside the calls of workers."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -38,6 +38,10 @@ class StoreDiagnosis:
         Raises:
             StoreUnavailableError: the server refuses it.
         """
+
+    def outages(self) -> Sequence[str]:
+        """Returns which of several servers do not answer, and why."""
+        return ()
 
     def remarks(self) -> Sequence[str]:
         """Returns what the servers refused of calls that succeeded nevertheless."""

@@ -126,7 +126,9 @@ class GuardedStore:
     def status(self, identity: str = "") -> BackendStatus:
         """Returns whether blocks can be loaded and saved."""
         failing = next((breaker for breaker in self._breakers if breaker.is_open), None)
-        problem = f"{failing.problem}: {failing.error}" if failing is not None else ""
+        problem = "; ".join(self.store.diagnosis.outages())
+        if failing is not None:
+            problem = f"{failing.problem}: {failing.error}"
         can_load, can_save = self.answers, not self._puts.is_open
         return BackendStatus(self.name, identity, can_load, can_save, problem)
 
@@ -152,17 +154,21 @@ class GuardedStore:
                     breaker.probe(probe)
 
     def check(self) -> None:
-        """Finds out whether the store answers, and whether one that was full has room."""
+        """Finds out whether the store answers on each server, and whether one that was full has
+        room.
+        """
         with suppress(StoreUnavailableError):
-            self.num_held([_new_key()])
+            self._read(self._look_everywhere)
             if self._puts.is_full:
                 self._puts.probe(self._probe_puts)
 
     def _probe_reads(self) -> None:
-        key = _new_key()
-        self.store.contains_prefix([key])
+        self._look_everywhere()
         if self._get_bytes:
-            self.store.get_into([key], [_object(self._get_bytes)])
+            self.store.get_into([_new_key()], [_object(self._get_bytes)])
+
+    def _look_everywhere(self) -> None:
+        self.store.contains_prefix(list(self.store.diagnosis.new_keys().values()))
 
     def _probe_puts(self) -> None:
         key = _new_key()

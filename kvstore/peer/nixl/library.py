@@ -82,7 +82,9 @@ def new_agent(
         try:
             agent.create_backend("UCX", {"engine_config": _UCX})
         except Exception as error:  # nixl's errors have no base of their own
-            raise ConfigurationError(f"nixl: UCX does not start ({error}); {ucx_advice()}") from error
+            raise ConfigurationError(
+                f"nixl: UCX does not start ({error}); {ucx_advice()}"
+            ) from error
     finally:
         _creating.release()
     return agent

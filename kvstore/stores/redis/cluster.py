@@ -133,6 +133,14 @@ class Cluster(RedisServers):
             breaker = self._breakers.setdefault(address, Breaker(name))
         return breaker.guard()
 
+    @property
+    @override
+    def outages(self) -> list[str]:
+        breakers = sorted(self._breakers.items())
+        return [
+            f"{address_text(key)}: {breaker.error}" for key, breaker in breakers if breaker.error
+        ]
+
     @override
     def forget(self) -> None:
         """Forgets the owners unless they were asked for just now: while a server is down, each call

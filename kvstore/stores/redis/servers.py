@@ -78,6 +78,11 @@ class RedisServers(ABC):
         """
         return nullcontext()
 
+    @property
+    def outages(self) -> list[str]:
+        """Which of several servers do not answer, and why."""
+        return []
+
     @abstractmethod
     def forget(self) -> None:
         """Forgets which server holds what, after one failed or changed its role."""
