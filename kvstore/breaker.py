@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,8 +61,8 @@ class Breaker:
     where it was. Thread-safe.
 
     A backend that is full (`StoreFullError`) answers at once, so one of the calls is its probe in
-    any case, after a tenth of a second, every time. One of several servers that leaves some of them
-    alone itself (`PartlyUnavailableError`) counts as answering.
+    any case, after a tenth of a second, every time. A backend of several servers that
+    has breakers of its own (`PartlyUnavailableError`) is asked always.
 
     Args:
         name: what is called, for errors.
@@ -135,10 +135,6 @@ class Breaker:
         with self.guard():
             return call()
 
-    def guard(self) -> AbstractContextManager[None]:
-        """Returns a context that makes its block the call; see `call`."""
-        return self._guard(may_probe=self.probes_with_calls or self.is_full)
-
     def probe(self, call: Callable[[], _Result]) -> _Result:
         """Makes a call, also as the probe that is due.
 
@@ -146,26 +142,33 @@ class Breaker:
             NotAskedError: no probe is due.
             Exception: the call raised it.
         """
-        with self._guard(may_probe=True):
+        with self.guard(may_probe=True):
             return call()
+
+    @contextmanager
+    def guard(self, *, may_probe: bool = False) -> Iterator[None]:
+        """Makes the block the call, as `call` does, or, with `may_probe`, as `probe` does.
+
+        Raises:
+            NotAskedError: the block was not entered.
+        """
+        is_probe = self._enter(may_probe=may_probe or self.probes_with_calls or self.is_full)
+        try:
+            yield
+        except PartlyUnavailableError:
+            if self.is_open:
+                self._close()  # the backend answers, and leaves the server alone itself
+            raise
+        except BaseException as error:
+            self._fail(error, is_probe=is_probe)
+            raise
+        if self.is_open:
+            self._close()
 
     def open(self, error: StoreUnavailableError) -> None:
         """Opens as if a call had failed; another breaker of the same backend has found it out."""
         if not isinstance(error, PartlyUnavailableError):
             self._fail(error, is_probe=False)
-
-    @contextmanager
-    def _guard(self, *, may_probe: bool) -> Iterator[None]:
-        is_probe = self._enter(may_probe=may_probe)
-        try:
-            yield
-        except PartlyUnavailableError:
-            self._close_if_open()
-            raise
-        except BaseException as error:
-            self._fail(error, is_probe=is_probe)
-            raise
-        self._close_if_open()
 
     def _enter(self, *, may_probe: bool) -> bool:
         """Admits a call; returns whether it is the probe."""
@@ -203,9 +206,7 @@ class Breaker:
         longer_s = max(2 * self._cooldown_s, _FIRST_COOLDOWN_S)
         return min(longer_s, _MAX_COOLDOWN_S)
 
-    def _close_if_open(self) -> None:
-        if not self.is_open:
-            return
+    def _close(self) -> None:
         with self._lock:
             self._probe_at = self._error = None
             self._closed_at = self._clock()

@@ -39,10 +39,6 @@ class StoreDiagnosis:
             StoreUnavailableError: the server refuses it.
         """
 
-    def outages(self) -> Sequence[str]:
-        """Returns which of several servers do not answer, and why."""
-        return ()
-
     def remarks(self) -> Sequence[str]:
         """Returns what the servers refused of calls that succeeded nevertheless."""
         return ()

@@ -125,10 +125,8 @@ class GuardedStore:
 
     def status(self, identity: str = "") -> BackendStatus:
         """Returns whether blocks can be loaded and saved."""
-        failing = next((breaker for breaker in self._breakers if breaker.is_open), None)
-        problem = "; ".join(self.store.diagnosis.outages())
-        if failing is not None:
-            problem = f"{failing.problem}: {failing.error}"
+        problems = [f"{each.problem}: {each.error}" for each in self._breakers if each.is_open]
+        problem = next(iter([*problems, *self.store.failing_servers]), "")
         can_load, can_save = self.answers, not self._puts.is_open
         return BackendStatus(self.name, identity, can_load, can_save, problem)
 
@@ -139,22 +137,23 @@ class GuardedStore:
         for breaker in self._breakers:
             breaker.probes_with_calls = False
 
-    @property
-    def due_in_s(self) -> float | None:
-        """Seconds until `probe_due` has something to do; None while all breakers are closed."""
-        times = [breaker.due_in_s for breaker in self._breakers if not breaker.is_full]
-        return min((due_s for due_s in times if due_s is not None), default=None)
+    def probe_due(self) -> float | None:
+        """Repeats what has failed, with keys that nothing else has and objects of the same size.
 
-    def probe_due(self) -> None:
-        """Repeats what has failed, with keys that nothing else has and objects of the same size."""
+        Returns:
+            Seconds until it is to be called again; None while all breakers are closed.
+        """
         probes = (self._probe_reads, self._probe_puts, self._probe_deletions)
         for breaker, probe in zip(self._breakers, probes, strict=True):
             if breaker.due_in_s == 0 and not breaker.is_full:
                 with suppress(StoreUnavailableError):
                     breaker.probe(probe)
+        times = [breaker.due_in_s for breaker in self._breakers if not breaker.is_full]
+        times.append(self.store.probe_servers())
+        return min((due_s for due_s in times if due_s is not None), default=None)
 
     def check(self) -> None:
-        """Finds out whether the store answers on each server, and whether one that was full has
+        """Finds out whether each server of the store answers, and whether one that was full has
         room.
         """
         with suppress(StoreUnavailableError):
@@ -162,13 +161,14 @@ class GuardedStore:
             if self._puts.is_full:
                 self._puts.probe(self._probe_puts)
 
-    def _probe_reads(self) -> None:
-        self._look_everywhere()
-        if self._get_bytes:
-            self.store.get_into([_new_key()], [_object(self._get_bytes)])
-
     def _look_everywhere(self) -> None:
         self.store.contains_prefix(list(self.store.diagnosis.new_keys().values()))
+
+    def _probe_reads(self) -> None:
+        key = _new_key()
+        self.store.contains_prefix([key])
+        if self._get_bytes:
+            self.store.get_into([key], [_object(self._get_bytes)])
 
     def _probe_puts(self) -> None:
         key = _new_key()

@@ -259,11 +259,6 @@ class KvStore(ABC):
             StoreUnavailableError: the backend did not answer.
         """
 
-    @property
-    def diagnosis(self) -> StoreDiagnosis:
-        """What `baton doctor` asks beside the other methods."""
-        return StoreDiagnosis()
-
     def identity(self) -> str:
         """Returns what tells this store apart from others of its kind: all processes that see the
         same objects get the same text, which the first of them writes into the store.
@@ -274,6 +269,25 @@ class KvStore(ABC):
             StoreUnavailableError: the backend did not answer.
         """
         return ""
+
+    def probe_servers(self) -> float | None:
+        """Asks those servers of several that did not answer whether they do again. From the first
+        call on, no other method does, so that nobody waits for them.
+
+        Returns:
+            Seconds until it is to be called again; None if all servers answer.
+        """
+        return None
+
+    @property
+    def failing_servers(self) -> Sequence[str]:
+        """Names those servers of several that do not answer, each with the reason."""
+        return ()
+
+    @property
+    def diagnosis(self) -> StoreDiagnosis:
+        """What `baton doctor` asks beside the other methods."""
+        return StoreDiagnosis()
 
     @abstractmethod
     def stats(self) -> StoreStats:

@@ -93,10 +93,10 @@ class StoreWatch:
                 if time.monotonic() >= next_check_at:
                     next_check_at = time.monotonic() + _CHECK_INTERVAL_S
                     self._check()
-                self._guarded.probe_due()
+                due_s = self._guarded.probe_due()
             except Exception:
                 _logger.exception("%s: it cannot be checked", self._guarded.name)
-            due_s = self._guarded.due_in_s
+                due_s = None
             left_s = max(0.0, next_check_at - time.monotonic())
             if not self._is_closed:
                 self._woken.wait(left_s if due_s is None else min(left_s, due_s))

@@ -143,6 +143,28 @@ def test_calls_to_a_stopped_server_fail_in_time_and_succeed_once_it_continues(
     await_true(lambda: is_held(short_timeout_store, here, 5), "the server answers again")
 
 
+def test_no_call_waits_for_a_server_that_is_probed_beside_the_calls(cluster, short_timeout_store):
+    store, server, keys = short_timeout_store, cluster.servers[0], keys_of(cluster, 0, 2)
+    store.put(keys, [filled(1, 100)] * 2)
+    assert store.probe_servers() is None
+    server.pause()
+    with pytest.raises(StoreUnavailableError):
+        store.contains_prefix(keys)
+    assert [str(server.port) in text for text in store.failing_servers] == [True]
+    ends_at, waited_s = time.monotonic() + 1.5, 0.0  # the first probe is due within a second
+    while time.monotonic() < ends_at:
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            store.contains_prefix(keys)
+        waited_s = max(waited_s, time.monotonic() - began_at)
+        time.sleep(0.01)
+    assert waited_s < _TIMEOUT_S / 2
+    server.resume()
+    await_true(lambda: store.probe_servers() is None, "the server answers a probe")
+    assert is_held(store, keys, 2)
+    assert not store.failing_servers
+
+
 def test_a_dead_server_takes_only_its_own_objects_away(cluster, short_timeout_store, caplog):
     """Blocks before the first one on the dead server are found; the others are read and written."""
     store, server = short_timeout_store, cluster.servers[0]

@@ -90,7 +90,10 @@ class _Folder(FaultyBackend):
 
     def begin(self, fault: str) -> None:
         if fault == "removed":
-            shutil.rmtree(self._folder)
+            # In one go, as workers make files meanwhile.
+            gone = self._folder.with_name(f"{self._folder.name}-gone")
+            self._folder.rename(gone)
+            shutil.rmtree(gone)
             return
         self._lock.parent.mkdir(mode=0o700, exist_ok=True)
         self._held = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)

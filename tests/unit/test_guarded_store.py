@@ -111,7 +111,7 @@ def test_a_full_store_is_not_probed_but_checked(rig: Rig) -> None:
     rig.errors["put"] = StoreFullError("full of leased objects")
     rig.asked(rig.put)
     assert rig.asked(rig.wait) == []
-    assert rig.guarded.due_in_s is None
+    assert rig.guarded.probe_due() is None
     rig.errors.clear()
     rig.guarded.check()
     assert rig.guarded.status().can_save

@@ -9,7 +9,7 @@ Each server has a breaker, so that one which is dead delays no call for the othe
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Cluster(RedisServers):
         self._lock = threading.Lock()
         self._pools: dict[Address, ConnectionPool] = {}
         self._breakers: dict[Address, Breaker] = {}
+        self._probes_with_calls = True
         self._candidates = list(self._url.addresses)  # servers to ask, in this order
         self._owners: Sequence[ConnectionPool | None] | None = None  # by slot
         self._learned_at = 0.0
@@ -131,14 +132,36 @@ class Cluster(RedisServers):
         if breaker is None:
             name = f"the KV store's server {address_text(address)}"
             breaker = self._breakers.setdefault(address, Breaker(name))
+            breaker.probes_with_calls = self._probes_with_calls
         return breaker.guard()
+
+    @override
+    def probe_due(self) -> float | None:
+        self._probes_with_calls = False
+        breakers = list(self._breakers.items())
+        for address, breaker in breakers:
+            breaker.probes_with_calls = False
+            if breaker.due_in_s == 0:
+                with suppress(RedisError, OSError, StoreUnavailableError):
+                    self._probe(address, breaker)
+        times = [breaker.due_in_s for _, breaker in breakers]
+        return min((due_s for due_s in times if due_s is not None), default=None)
+
+    def _probe(self, address: Address, breaker: Breaker) -> None:
+        with self.deadline.within(self._url.timeout_s):
+            with self.deadline.locked(self._lock):
+                pool = self._pool(address)
+            with breaker.guard(may_probe=True):
+                _slots_of(pool)
 
     @property
     @override
-    def outages(self) -> list[str]:
-        breakers = sorted(self._breakers.items())
+    def failing(self) -> Sequence[str]:
+        breakers = list(self._breakers.items())
         return [
-            f"{address_text(key)}: {breaker.error}" for key, breaker in breakers if breaker.error
+            f"its server {address_text(address)} {breaker.problem}: {breaker.error}"
+            for address, breaker in breakers
+            if breaker.is_open
         ]
 
     @override
@@ -175,9 +198,8 @@ class Cluster(RedisServers):
     def _ask(self, address: Address) -> list[SlotRange]:
         """Returns the primary and the replicas of each range of slots (CLUSTER SLOTS)."""
         pool = self._pool(address)
-        with self.guard(pool), borrowed(pool) as connection:
-            connection.send_command("CLUSTER", "SLOTS")
-            reply = connection.read_response()
+        with self.guard(pool):
+            reply = _slots_of(pool)
         if isinstance(reply, RedisError):
             raise reply
         return parse_slots(reply, address[0])
@@ -202,6 +224,14 @@ class Cluster(RedisServers):
         if address not in self._pools:
             self._pools[address] = self._make_pool(address)
         return self._pools[address]
+
+
+def _slots_of(pool: ConnectionPool) -> Reply:
+    """Returns a server's reply to CLUSTER SLOTS, which users of workers may ask."""
+    with borrowed(pool) as connection:
+        connection.send_command("CLUSTER", "SLOTS")
+        reply: Reply = connection.read_response()
+    return reply
 
 
 def parse_slots(reply: Reply, asked_host: str) -> list[SlotRange]:

@@ -75,10 +75,6 @@ class RedisDiagnosis(StoreDiagnosis):
                 raise reply
 
     @override
-    def outages(self) -> Sequence[str]:
-        return self._servers.outages
-
-    @override
     def remarks(self) -> Sequence[str]:
         return [allowance.remark for allowance in self._allowances if allowance.remark]
 

@@ -5,7 +5,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -78,10 +78,14 @@ class RedisServers(ABC):
         """
         return nullcontext()
 
+    def probe_due(self) -> float | None:
+        """Does what `KvStore.probe_servers` does."""
+        return None
+
     @property
-    def outages(self) -> list[str]:
-        """Which of several servers do not answer, and why."""
-        return []
+    def failing(self) -> Sequence[str]:
+        """What `KvStore.failing_servers` has."""
+        return ()
 
     @abstractmethod
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import chain, islice, takewhile
 from typing import Self
 
-from redis import RedisError, ResponseError
+from redis import RedisError
 from typing_extensions import override
 
 from kvstore.diagnosis import StoreDiagnosis
@@ -211,12 +211,21 @@ class RedisStore(KvStore):
             if found is None:
                 new = secrets.token_hex(_IDENTITY_BYTES)
                 command = ("SET", IDENTITY_NAME, new, "NX")
-                replies = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
-                if isinstance(replies[0], ResponseError):
+                (reply,) = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
+                if isinstance(reply, RedisError):
                     return ""
                 (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
             _raise_unanswered([found])
         return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
+
+    @override
+    def probe_servers(self) -> float | None:
+        return self._servers.probe_due()
+
+    @property
+    @override
+    def failing_servers(self) -> Sequence[str]:
+        return self._servers.failing
 
     @override
     def stats(self) -> StoreStats:
