@@ -1,4 +1,4 @@
-"""`StoreDiagnosis`: what `baton doctor` asks of a store beside the calls that workers make."""
+"""`StoreDiagnosis`: what `baton doctor` and a watch ask of a store beside the calls of workers."""
 
 import secrets
 from collections.abc import Mapping, Sequence

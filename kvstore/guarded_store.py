@@ -153,11 +153,16 @@ class GuardedStore:
         return min((due_s for due_s in times if due_s is not None), default=None)
 
     def check(self) -> None:
-        """Finds out whether the store answers, and whether one that was full has room."""
+        """Finds out whether each server of the store answers, and whether one that was full has
+        room.
+        """
         with suppress(StoreUnavailableError):
-            self.num_held([_new_key()])
+            self._read(self._look_everywhere)
             if self._puts.is_full:
                 self._puts.probe(self._probe_puts)
+
+    def _look_everywhere(self) -> None:
+        self.store.contains_prefix(list(self.store.diagnosis.new_keys().values()))
 
     def _probe_reads(self) -> None:
         key = _new_key()

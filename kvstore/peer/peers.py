@@ -25,12 +25,19 @@ __all__ = ["GenerationGoneError", "Peer", "PeerDeniedError", "PeerRefusedError",
 
 _MAX_PEERS = 64
 _IDLE_S = 60.0
+# Less than a load is waited for at least, so that the log does not first call it slow.
+_CONNECT_S = 0.2
+_CONNECTION_ENDS = (
+    grpc.ChannelConnectivity.READY,
+    grpc.ChannelConnectivity.TRANSIENT_FAILURE,  # calls fail at once, and say why
+)
 _REFUSALS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNAUTHENTICATED,
 )
 
+_logger = logging.getLogger("baton.kvstore")
 _link_numbers = count(1)
 
 _Result = TypeVar("_Result")
@@ -88,6 +95,7 @@ class Peer:
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
         self._was_denied = False  # since the last answer that was no refusal
+        self._was_awaited = False
         self.meeting = threading.Lock()
         self.is_added = False
         self.ranges_per_block = 0
@@ -108,7 +116,7 @@ class Peer:
             PeerRefusedError: the peer answers that it does not lend this.
             StoreUnavailableError: it does not answer, or did not of late.
         """
-        return self._checked(self.breaker.call(lambda: _answer(call, self.address)))
+        return self._checked(self.breaker.call(lambda: self._answer_first(call)))
 
     def ask_anyway(self, call: Callable[[], _Result]) -> _Result:
         """Does the same as `ask`, but apart from the breaker.
@@ -117,6 +125,33 @@ class Peer:
         breaker may stay open.
         """
         return self._checked(_answer(call, self.address))
+
+    def _answer_first(self, call: Callable[[], _Result]) -> "_Result | PeerRefusedError":
+        """Returns what the peer answers; the first call awaits its connection."""
+        if not self._was_awaited:
+            self._was_awaited = True
+            self._await_connection()
+        return _answer(call, self.address)
+
+    def _await_connection(self) -> None:
+        """Says so if no connection comes: the call that follows may take long to find it out."""
+        has_ended = threading.Event()
+
+        def note(state: grpc.ChannelConnectivity) -> None:
+            if state in _CONNECTION_ENDS:
+                has_ended.set()
+
+        try:
+            self._channel.subscribe(note, try_to_connect=True)
+            if not has_ended.wait(_CONNECT_S):
+                _logger.warning(
+                    "the KV peer at %s cannot be reached so far; other machines must reach the "
+                    "address that it advertises",
+                    self.address.endpoint,
+                )
+            self._channel.unsubscribe(note)
+        except ValueError:
+            """The channel was closed meanwhile, as the call will notice."""
 
     def _checked(self, answer: "_Result | PeerRefusedError") -> _Result:
         """Returns an answer; raises it if it is a refusal."""

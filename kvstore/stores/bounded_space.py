@@ -71,11 +71,11 @@ class BoundedSpace(ABC, Generic[_Listed]):
             StoreFullError: leased objects leave too little room; none was evicted.
             StoreUnavailableError: the bound is less than that.
         """
-        if self._is_diagnosis:
-            return
         self._bound.update(self._own_bytes(), self._object_bytes(), num_bytes)
         if num_bytes > self.max_bytes:
             raise StoreUnavailableError(self._bound.why_too_large(num_bytes))
+        if self._is_diagnosis:
+            return
         while (excess_bytes := self._object_bytes() + num_bytes - self.max_bytes) > 0:
             chosen = self._choose_evicted(excess_bytes)
             if chosen is None:

@@ -383,9 +383,16 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch):
         NixlTransport()
 
 
-def test_transports_that_ucx_does_not_have_are_an_error(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "cma")
-    with pytest.raises(ConfigurationError, match="UCX_TLS"):
+@pytest.mark.parametrize(
+    ("variable", "value", "advice"),
+    [
+        ("UCX_TLS", "cma", "see UCX_TLS"),
+        ("UCX_NET_DEVICES", "nosuch0:1", "this machine has no device 'nosuch0'"),
+    ],
+)
+def test_what_ucx_does_not_have_is_an_error(monkeypatch, variable, value, advice):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=f"{variable}.*{advice}|{advice}"):
         NixlTransport()
 
 

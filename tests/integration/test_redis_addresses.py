@@ -81,7 +81,7 @@ def test_an_address_that_does_not_answer_costs_its_share_once(namespaces, tmp_pa
         done = run_with_hosts(tmp_path, f"redis://{_NAME}:{server.port}?timeout_s=1.5")
         assert done.stdout.endswith("done\n"), done
         warning, _ = done.stdout.splitlines()
-        assert warning == f"redis {_NAME}:{server.port}: ::1: no answer in time"
+        assert warning == f"redis {_NAME}:{server.port}: ::1: not answered in time"
 
 
 @pytest.mark.slow
@@ -92,4 +92,4 @@ def test_all_addresses_are_named_if_none_answers(namespaces, tmp_path):
         with silent(port):
             done = run_with_hosts(tmp_path, f"redis://{_NAME}:{port}?timeout_s=0.6")
     last = done.stderr.splitlines()[-1]
-    assert "::1: no answer in time; 127.0.0.1: Connection refused" in last
+    assert "::1: not answered in time; 127.0.0.1: Connection refused" in last

@@ -14,7 +14,7 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, PartlyUnavailableError, StoreUnavailableError
 from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.redis.objects import object_name
-from tests.support.redis_deployments import ask, running_cluster
+from tests.support.redis_deployments import acl_rules, ask, running_cluster
 from tests.support.redis_server import await_true, running_redis_server
 
 pytestmark = pytest.mark.alone
@@ -189,6 +189,27 @@ def test_a_dead_server_takes_only_its_own_objects_away(cluster, short_timeout_st
     assert all(str(server.port) in line for line in lines)
     server.start()
     await_true(lambda: is_held(store, dead, 0), "the server answers again")
+
+
+def test_the_commands_that_the_page_lists_suffice_for_a_cluster(cluster):
+    """A slot that moves needs ASKING besides."""
+    for server in cluster.servers:
+        ask(server, "ACL", "SETUSER", "baton", "on", ">secret", *acl_rules("Workers"))
+    (key,) = keys_of(cluster, 0, 1)
+    slot, ids = key_slot(object_name(key)), [cluster.id_of(index) for index in (0, 1)]
+    ask(cluster.servers[1], "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    ask(cluster.servers[0], "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    url = cluster.url.replace("//", "//baton:secret@")
+    with closing(open_store(f"{url}?timeout_s=10")) as store:
+        keys = [key, *random_keys(6)]
+        sizes = [1000] * 6 + [5_000_000]
+        store.put(keys, [filled(1, size) for size in sizes])
+        assert store.contains_prefix(keys) == 7
+        assert store.get_into(keys, [blank(size) for size in sizes]) == [GetStatus.HIT] * 7
+        assert store.delete(keys) == 7
+        assert store.identity()
+    for server in cluster.servers:
+        ask(server, "CLUSTER", "SETSLOT", slot, "STABLE")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import logging
 import re
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,11 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis import allowances
 from kvstore.stores.redis.objects import object_name
-from tests.support.redis_deployments import ask, make_certificate
+from tests.support.redis_deployments import acl_rules, ask, make_certificate
 from tests.support.redis_server import await_true, free_port, running_redis_server
 
 _SMALL, _LARGE = 100_000, 5_000_000
 _SIZES = [_SMALL, _LARGE, _SMALL]
-_DOCS = Path(__file__).parents[2] / "docs" / "connectors.md"
 
 
 def objects(byte=1):
@@ -106,12 +104,6 @@ def test_a_server_without_scripts_is_used_without_them(caplog):
 # Users.
 
 
-def commands_of(title):
-    """Returns the rules of the ACL that the page lists under a title."""
-    (rules,) = re.findall(rf"{title}: `(.*?)`", _DOCS.read_text())
-    return rules.split()
-
-
 @contextmanager
 def running_with_user(*rules):
     """Runs a server whose only user has these rules; yields the server and the user's URL."""
@@ -122,7 +114,7 @@ def running_with_user(*rules):
 
 @pytest.mark.parametrize("database", [0, 1])
 def test_the_commands_that_the_page_lists_are_those_that_workers_need(database, caplog):
-    rules = commands_of("Workers and `baton doctor`")
+    rules = acl_rules("Workers")
     with running_with_user(*rules) as (_, first):
         url = first.removesuffix("0") + str(database)
         (finding,) = check_store(url)
@@ -138,7 +130,7 @@ def test_the_commands_that_the_page_lists_are_those_that_workers_need(database, 
 
 def test_each_command_that_the_page_lists_is_needed():
     """Without one, doctor says which, or what is lost."""
-    rules = commands_of("Workers and `baton doctor`")
+    rules = acl_rules("Workers")
     commands = {rule for rule in rules if rule.startswith("+")}
     of_others = {"+select", "+cluster|slots", "+asking"}  # of other databases, and of clusters
     with running_with_user(*rules) as (server, url):
@@ -154,7 +146,7 @@ def test_each_command_that_the_page_lists_is_needed():
 
 def test_a_user_that_may_only_read_reads():
     keys = random_keys(len(_SIZES))
-    with running_with_user(*commands_of("Reading alone")) as (server, url):
+    with running_with_user(*acl_rules("Reading alone")) as (server, url):
         with closing(open_store(f"{server.url}?timeout_s=20")) as writer:
             writer.put(keys, objects())
         with closing(open_store(f"{url}?timeout_s=20")) as store:
@@ -203,6 +195,21 @@ def test_a_sentinels_rotated_password_is_read_again(tmp_path):
                 assert not is_answering(store)
                 file.write_text("second")
                 assert is_answering(store)
+
+
+def test_the_commands_that_the_page_lists_suffice_for_sentinels(tmp_path):
+    with running_redis_server() as master:
+        config = tmp_path / "sentinel.conf"
+        config.write_text(f"sentinel monitor kv 127.0.0.1 {master.port} 1\n")
+        with running_redis_server("--sentinel", config=str(config)) as sentinel:
+            ask(sentinel, "ACL", "SETUSER", "baton", "on", ">secret", *acl_rules("Sentinels"))
+            ask(sentinel, "ACL", "SETUSER", "default", "off")
+            url = f"redis+sentinel://127.0.0.1:{sentinel.port}/kv"
+            login = "?sentinel_user=baton&sentinel_password=secret"
+            with closing(open_store(url + login)) as store:
+                await_true(lambda: is_answering(store), "a master is known")
+            with closing(open_store(url)) as store:
+                assert not is_answering(store)
 
 
 def with_password(server, password, *command):

@@ -323,7 +323,7 @@ def test_the_cooldown_grows_while_a_store_times_out(
     now = [0.0]
 
     def time_out(objects: list[KvObject]) -> None:
-        raise StoreUnavailableError("no answer in time")
+        raise StoreUnavailableError("not answered in time")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), time_out)
     rig = make_rig(store, clock=lambda: now[0])

@@ -1,5 +1,6 @@
 """Deployments of real Redis processes: a cluster, a master with sentinels; and certificates."""
 
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,12 +17,14 @@ __all__ = [
     "Certificate",
     "RedisCluster",
     "SentinelDeployment",
+    "acl_rules",
     "ask",
     "make_certificate",
     "running_cluster",
     "running_sentinels",
 ]
 
+_DOCS = Path(__file__).parents[2] / "docs" / "connectors.md"
 _NUM_SLOTS = 16384
 _SERVICE = "kv"
 _NODE_TIMEOUT_MS = "60000"  # long, as no test is about failover between nodes
@@ -72,6 +75,12 @@ def ask(server: RedisServer, *command: Any) -> Any:
             return client.execute_command(*command)
         except RedisError as error:
             return error
+
+
+def acl_rules(who: str) -> list[str]:
+    """Returns the rules of the ACL that docs/connectors.md lists for workers or for another."""
+    (rules,) = re.findall(rf"^- {who}[^:\n]*: `(.*?)`", _DOCS.read_text(), re.MULTILINE)
+    return str(rules).split()
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def test_what_is_refused_is_tried_again_after_a_while_and_logged_once(caplog):
         ),
         (ResponseError("first\nsecond"), "first second"),
         (ResponseError("x" * 1000), "x" * 300),
-        (TimeoutError("timed out"), "no answer in time"),
+        (TimeoutError("timed out"), "not answered in time"),
         (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
         (OSError(), "OSError"),
     ],

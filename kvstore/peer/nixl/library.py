@@ -6,16 +6,18 @@ UCX_* and NIXL_* variables win.
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from baton.errors import ConfigurationError
 
-__all__ = ["LATE_WRITES_S", "load_nixl", "new_agent"]
+__all__ = ["LATE_WRITES_S", "load_nixl", "new_agent", "ucx_advice"]
 
 LATE_WRITES_S = 120.0
 """Seconds after which a read that could not be stopped writes nothing any more.
@@ -31,6 +33,7 @@ _MODULES = ("nixl_cu12", "nixl_cu13")
 _UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 
+_INFINIBAND = Path("/sys/class/infiniband")
 # Pause of the home agent's thread, by which a remote may wait longer to connect.
 _REST_US = 500
 
@@ -79,10 +82,25 @@ def new_agent(
         try:
             agent.create_backend("UCX", {"engine_config": _UCX})
         except Exception as error:  # nixl's errors have no base of their own
-            raise ConfigurationError(f"nixl: UCX does not start ({error}); see UCX_TLS") from error
+            raise ConfigurationError(
+                f"nixl: UCX does not start ({error}); {ucx_advice()}"
+            ) from error
     finally:
         _creating.release()
     return agent
+
+
+def ucx_advice() -> str:
+    """Returns which of the operator's variables keeps UCX from finding a transport."""
+    devices = os.environ.get("UCX_NET_DEVICES", "")
+    names = [part.strip().removeprefix("^").partition(":")[0] for part in devices.split(",")]
+    known = {name for _, name in socket.if_nameindex()}
+    known.update(path.name for path in _INFINIBAND.glob("*"))
+    for name in names:
+        if name and name != "all" and "*" not in name and name not in known:
+            return f"UCX_NET_DEVICES is {devices!r}, but this machine has no device {name!r}"
+    is_set = [name for name in ("UCX_TLS", "UCX_NET_DEVICES") if os.environ.get(name)]
+    return f"see {' and '.join(is_set or ['UCX_TLS'])}"
 
 
 @contextmanager

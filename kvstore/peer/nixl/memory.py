@@ -150,7 +150,9 @@ class AgentMetadata:
         if any(region.is_on_gpu for region in self.regions):
             return "its pool is GPU memory, which UCX cannot read from here"
         if self.machine != machine_id():
-            return "it runs on another machine, without RDMA in between"
+            devices = os.environ.get("UCX_NET_DEVICES")
+            limit = f", or not by own UCX_NET_DEVICES={devices}" if devices else ""
+            return f"it runs on another machine, without RDMA in between{limit}"
         error = self._try_system_call()
         if error == errno.ESRCH:
             return "it runs in another PID namespace"

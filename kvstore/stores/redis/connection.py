@@ -152,16 +152,20 @@ class _Bounded:
         addresses = self._resolve()
         for index, address in enumerate(addresses):
             self.address = address
-            try:
-                with self._share(len(addresses) - index), self._first_part():
-                    super().connect_check_health(check_health, **settings)  # type: ignore[misc]
-            except (RedisError, OSError) as error:
-                self.disconnect()  # type: ignore[attr-defined]  # of redis-py's class
-                if isinstance(error, AuthenticationError | ResponseError):
-                    raise
-                failures.append(self._note_failure(address, error))
-            else:
-                return
+            with self._share(len(addresses) - index):
+                try:
+                    with self._first_part():
+                        super().connect_check_health(check_health, **settings)  # type: ignore[misc]
+                except (RedisError, OSError) as error:
+                    self.disconnect()  # type: ignore[attr-defined]  # of redis-py's class
+                    if isinstance(error, AuthenticationError | ResponseError):
+                        raise
+                    failures.append(self._describe_failure(error))
+                    is_news = self._addresses.failed(self.host, address) and len(addresses) > 1
+                    if is_news and is_timeout(error):
+                        _logger.warning("redis %s: %s", self.server, failures[-1])
+                else:
+                    return
         raise RedisConnectionError("; ".join(failures))
 
     def _resolve(self) -> list[str]:
@@ -183,22 +187,21 @@ class _Bounded:
     def _is_tls(self) -> bool:
         return isinstance(self, SSLConnection)
 
-    def _note_failure(self, address: str, error: Exception) -> str:
-        """Returns what happened at an address, and logs it if it took time and is news."""
-        text = describe(error) if address == self.host else f"{address}: {describe(error)}"
+    def _describe_failure(self, error: Exception) -> str:
+        text = (
+            describe(error) if self.address == self.host else f"{self.address}: {describe(error)}"
+        )
         if is_timeout(error) if self._is_tls else is_closed(error):
-            advice = self._other_protocol(address)
+            advice = self._other_protocol()
             text += f" ({advice})" if advice else ""
-        if self._addresses.failed(self.host, address) and is_timeout(error):
-            _logger.warning("redis %s: %s", self.server, text)
         return text
 
-    def _other_protocol(self, address: str) -> str:
+    def _other_protocol(self) -> str:
         try:
             left_s = self.left_s()
         except TimeoutError:
             return ""
-        return other_protocol(address, self.port, is_tls=self._is_tls, seconds=left_s)
+        return other_protocol(self.address, self.port, is_tls=self._is_tls, seconds=left_s)
 
     @property
     def socket(self) -> socket.socket | Any:

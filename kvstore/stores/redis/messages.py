@@ -65,7 +65,7 @@ def describe(error: BaseException) -> str:
 
 def _reason(error: BaseException) -> str:
     if is_timeout(error):
-        return "no answer in time"
+        return "not answered in time"
     cause = error.__context__
     if _REPEATS_ADDRESS.match(str(error)) and isinstance(cause, OSError) and cause.strerror:
         return cause.strerror

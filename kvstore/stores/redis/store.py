@@ -215,6 +215,7 @@ class RedisStore(KvStore):
                 if isinstance(reply, RedisError):
                     return ""
                 (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            _raise_unanswered([found])
         return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
 
     @override
