@@ -230,7 +230,6 @@ async def test_each_fault_of_a_backend_is_survived(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if name == "nixl":
-        pytest.importorskip("nixl", reason="needs nixl")
         needs_process_vm_readv()
     if name != "sentinel":  # one backend suffices for the cool-downs of operators
         monkeypatch.setattr(breaker, "_MAX_COOLDOWN_S", 1.0)
