@@ -25,7 +25,7 @@ CONFIG = EngineConfig(model="demo")
 def limited(monkeypatch):
     """Returns a function that sets a limit of memory, and what the process has of it."""
 
-    def limit(num_bytes, used=100 * MIB):
+    def limit(num_bytes, used=300 * MIB):
         memory = Memory(1 << 40, 1 << 40, num_bytes)
         for module in (worker_plan, memory_plan, url):
             monkeypatch.setattr(module, "read_memory", lambda: memory)
@@ -53,15 +53,23 @@ def test_weights_of_the_process_are_counted_once(limited, demo):
     assert shared.parts["process"] - own.parts["process"] == demo.weight_bytes
 
 
+def test_starts_of_a_small_process_have_the_same_plan(limited, demo):
+    plans = []
+    for used in (120 * MIB, 150 * MIB):
+        limited(1000 * MIB, used)
+        plans.append(plan_memory(CONFIG, demo, LAYOUT))
+    assert plans[0] == plans[1]
+
+
 def test_workers_of_a_container_share_its_limit_and_the_weights(limited, demo, monkeypatch):
-    limited(1000 * MIB)
+    limited(3100 * MIB)
     share = LimitsShare(num_workers=2, other_bytes=100 * MIB)
     monkeypatch.setenv(SHARE_VARIABLE, share.environment[SHARE_VARIABLE])
     plan = plan_memory(CONFIG, replace(demo, shares_weights=True), LAYOUT)
     assert plan.parts["weights"] == demo.weight_bytes // 2
-    assert plan.left == 450 * MIB - sum(plan.parts.values())
+    assert plan.left == 1500 * MIB - sum(plan.parts.values())
     ranks = plan_memory(CONFIG, demo, LAYOUT, num_local=3)
-    assert ranks.left == max(0, 150 * MIB - sum(ranks.parts.values()))
+    assert ranks.left == 500 * MIB - sum(ranks.parts.values())
 
 
 @pytest.mark.parametrize(
