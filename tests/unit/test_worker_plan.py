@@ -1,5 +1,6 @@
 """What a worker plans to need of a memory limit."""
 
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -77,17 +78,16 @@ def test_workers_of_a_container_share_its_limit_and_the_weights(limited, demo, m
     [
         ({"swap_space": 64 * MIB}, "swapped KV", 64 * MIB),
         ({"kv_connector": "memory://?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "shm://kv"}, "KV store", 250 * MIB),
-        ({"kv_connector": "faulty+shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "multi://grpc://,shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
+        ({"kv_connector": "faulty+shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
+        ({"kv_connector": "multi://grpc://,shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
         ({"kv_connector": "redis://host:6379/0"}, "KV store", 0),
         ({"kv_connector": "file:///var/kv?max_bytes=80MiB"}, "KV store", 0),
         ({"kv_connector": "file:///dev/shm/kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
     ],
 )
 def test_what_flags_add_is_planned(limited, demo, flags, part, num_bytes):
-    limited(1000 * MIB)
+    limited(800 * MIB)
     plan = plan_memory(replace(CONFIG, **flags), demo, LAYOUT)
     assert plan.parts[part] == num_bytes
 
@@ -121,8 +121,11 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(limited):
     assert "limit of this container is 1000 MiB" in caught.value.message
 
 
-def test_a_store_of_a_connector_is_bounded_by_a_share_of_the_limit(limited):
-    limited(400 * MIB)
-    assert memory_bytes("shm://kv") == memory_bytes("memory://") == 100 * MIB
+def test_a_store_in_memory_is_bounded_by_a_share_of_the_limit(limited, monkeypatch):
+    disk = namedtuple("disk", ["total"])(1 << 40)
+    monkeypatch.setattr(url.shutil, "disk_usage", lambda path: disk)
+    limited(320 * MIB)
+    assert memory_bytes("memory://") == 80 * MIB
+    assert memory_bytes("shm://kv") == 90 * MIB  # with the index and what is allocated ahead
     limited(None)
     assert memory_bytes("memory://") == 1024 * MIB
