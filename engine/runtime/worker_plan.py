@@ -103,7 +103,7 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     tokens, the logits of the rows that draw, and the tokens of sequences with logit rules.
     """
     model = loaded.model.config
-    itemsize = getattr(torch, loaded.dtype).itemsize
+    itemsize: int = getattr(torch, loaded.dtype).itemsize
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     width = 4 * model.hidden_size + heads * model.head_dim + 2 * model.mlp_size
     hidden = _COPIES * config.max_num_batched_tokens * width * itemsize
