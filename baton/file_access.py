@@ -16,7 +16,7 @@ __all__ = [
     "UnreadableFileError",
     "find_files",
     "has_file",
-    "lacks",
+    "missing_files_error",
     "read_text",
     "reason_of",
     "unreadable",
@@ -87,7 +87,7 @@ def find_files(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def lacks(folder: Path, problem: str) -> ConfigurationError:
+def missing_files_error(folder: Path, problem: str) -> ConfigurationError:
     """Returns the error about a model's folder without what it needs."""
     note = "; the folder is empty: a container engine makes one if it does not find what to mount"
     return ConfigurationError(f"{folder} {problem}{'' if find_files(folder, '*') else note}")
@@ -96,9 +96,9 @@ def lacks(folder: Path, problem: str) -> ConfigurationError:
 def unreadable(path: Path, error: OSError) -> UnreadableFileError:
     """Returns the error about a path that is there and cannot be read."""
     if error.errno in _ABSENT and _is_link(path):
-        reason = _dead_link(path)
+        reason = _describe_link(path)
     elif error.errno in _FORBIDDEN:
-        reason = f"{reason_of(error)}; {_obstacle(path)}"
+        reason = f"{reason_of(error)}; {_describe_obstacle(path)}"
     else:
         reason = reason_of(error)
     return UnreadableFileError(f"cannot read {path}: {reason}")
@@ -118,7 +118,7 @@ def _is_link(path: Path) -> bool:
         return False
 
 
-def _dead_link(path: Path) -> str:
+def _describe_link(path: Path) -> str:
     target = path.readlink()
     reason = f"it is a link to {target}, which does not exist"
     if _HUB_BLOBS in target.parts:
@@ -128,26 +128,26 @@ def _dead_link(path: Path) -> str:
     return reason
 
 
-def _obstacle(path: Path) -> str:
+def _describe_obstacle(path: Path) -> str:
     """Returns which file or folder on the way to a path is closed, to whom, and a remedy."""
     target = Path(os.path.realpath(path))
     for folder in reversed(target.parents):
-        if not _may(folder, os.X_OK):
-            return _closed(folder)
-    if not _may(target, os.R_OK):
-        return _closed(target)
+        if not _has_access(folder, os.X_OK):
+            return _describe_closed(folder)
+    if not _has_access(target, os.R_OK):
+        return _describe_closed(target)
     return (
         f"the mode of {target} allows it: look at SELinux and AppArmor (a container's volume may "
         "need the option z)"
     )
 
 
-def _may(path: Path, access: int) -> bool:
+def _has_access(path: Path, access: int) -> bool:
     is_effective = os.access in os.supports_effective_ids
     return os.access(path, access, effective_ids=is_effective)
 
 
-def _closed(path: Path) -> str:
+def _describe_closed(path: Path) -> str:
     try:
         facts = path.stat()
     except OSError as error:

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError
-from baton.file_access import UnreadableFileError, has_file, lacks
+from baton.file_access import UnreadableFileError, has_file, missing_files_error
 from baton.hub_names import split_revision
 from baton.tokenizer_settings import (
     described_tokens,
@@ -104,7 +104,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # `tokenizers` raises plain Exception for broken files
         raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
-    raise lacks(folder, _missing_files(folder))
+    raise missing_files_error(folder, _missing_files(folder))
 
 
 def eos_token_id(folder: Path) -> int | None:

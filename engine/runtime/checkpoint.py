@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigurationError
-from baton.file_access import find_files, has_file, lacks, unreadable
+from baton.file_access import find_files, has_file, missing_files_error, unreadable
 from baton.hub_names import split_revision
 from baton.model_files import CheckpointFolder, ModelFiles, local_model
 
@@ -98,7 +98,7 @@ def open_checkpoint(
     patterns = (*_HUB_PATTERNS, _HUB_WEIGHTS, *other_weights) if with_weights else _HUB_PATTERNS
     files = local_model(path_or_name) or _download_files(path_or_name, patterns)
     if isinstance(files, CheckpointFolder) and not has_file(files.locate(_CONFIG)):
-        raise lacks(files.path, f"is not a checkpoint folder: it has no {_CONFIG}")
+        raise missing_files_error(files.path, f"is not a checkpoint folder: it has no {_CONFIG}")
     weight_files = _find_weights(files, other_weights) if with_weights else ()
     return Checkpoint(files, _read_json(files, _CONFIG), weight_files)
 

@@ -64,6 +64,14 @@ def test_the_table_of_the_compose_page_has_each_variable_of_the_files_with_its_d
         assert described[name] == {"0": "no limit"}.get(default, default), name
 
 
+def test_the_files_of_variables_set_what_the_compose_files_read():
+    files = sorted((ROOT / "deploy" / "compose").glob("*.env"))
+    assert len(files) >= 3
+    lines = [line for file in files for line in file.read_text().splitlines() if "=" in line]
+    names = {line.partition("=")[0] for line in lines if not line.startswith("#")}
+    assert names <= generate_configuration.compose_variables()
+
+
 def test_the_configuration_page_is_up_to_date():
     assert generate_configuration.PAGE.read_text() == generate_configuration.render(), "make docs"
 
