@@ -80,8 +80,13 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode[error.code], message
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
-    """Ends a call with the status and the details of an error."""
+async def abort_with(context: Any, error: BatonError) -> None:
+    """Ends a call with the status and the details of an error.
+
+    Args:
+        context: the call's, of grpc.aio or one that has its methods.
+        error: the error.
+    """
     status, message = to_status(error)
     await context.abort(status, message, trailing_metadata=trailers_of(error, status, message))
 
