@@ -81,7 +81,12 @@ def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
 
 
 async def abort_with(context: Any, error: BatonError) -> None:
-    """Ends a call with the status and the details of an error."""
+    """Ends a call with the status and the details of an error.
+
+    Args:
+        context: the call's, of grpc.aio or one that has its methods.
+        error: the error.
+    """
     status, message = to_status(error)
     await context.abort(status, message, trailing_metadata=trailers_of(error, status, message))
 
