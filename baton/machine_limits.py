@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use, by CPU affinity and control groups.
+"""The cores, the memory and the tasks that this process may use, by affinity and control groups.
 
 This is a leaf module: every package may import it, and it imports only the standard library.
 Containers set limits through control groups, version 1 or 2 (cgroups(7)). A group's limit also
@@ -11,9 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Memory", "affine_cores", "cpu_quota", "read_memory", "usable_cores"]
+__all__ = [
+    "Memory",
+    "Tasks",
+    "affine_cores",
+    "count_memory_kills",
+    "cpu_quota",
+    "is_in_memory",
+    "kept_memory_share",
+    "private_bytes",
+    "read_memory",
+    "read_tasks",
+    "usable_cores",
+]
 
 _KIB = 1024
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,19 @@ class Memory:
     total: int | None
     available: int | None
     limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Tasks of the control group: a process is one task for each of its threads.
+
+    Attributes:
+        limit: the smallest limit of the control groups; None if there is none.
+        used: the tasks in the group with this limit.
+    """
+
+    limit: int | None
+    used: int = 0
 
 
 def usable_cores() -> int:
@@ -74,6 +100,74 @@ def read_memory(root: Path = Path("/")) -> Memory:
     if available is not None:
         rooms.append(available)
     return Memory(total, min(rooms, default=None), min((one for one, _ in bounding), default=None))
+
+
+def read_tasks(root: Path = Path("/")) -> Tasks:
+    """Reads the control groups' limit of tasks, which containers call `pids`.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    folders = [*_folders(root, ""), *_folders(root, "pids")]
+    limits = [(_number(folder / "pids.max"), folder) for folder in folders]
+    limited = [(limit, folder) for limit, folder in limits if limit is not None]
+    if not limited:
+        return Tasks(None)
+    limit, folder = min(limited)
+    return Tasks(limit, _number(folder / "pids.current") or 0)
+
+
+def count_memory_kills(root: Path = Path("/")) -> int | None:
+    """Returns how many processes of our control group the kernel has killed for lack of memory;
+    None if it does not say.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    files = [folder / "memory.events" for folder in _folders(root, "")]
+    files += [folder / "memory.oom_control" for folder in _folders(root, "memory")]
+    counts = (_keyed_numbers(file).get("oom_kill") for file in files)
+    return next((count for count in counts if count is not None), None)
+
+
+def kept_memory_share(root: Path = Path("/")) -> float | None:
+    """Returns the part of the control groups' memory limit that is in use and that the kernel
+    cannot take back, which leaves cached files out; None without a limit.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    total = _keyed_numbers(root / "proc/meminfo").get("MemTotal", math.inf) * _KIB
+    shares = [
+        (usage - _cached(stat_file, "active_file", "inactive_file")) / limit
+        for limit_file, usage_file, stat_file in _memory_files(root)
+        if (limit := _number(limit_file)) and (usage := _number(usage_file)) and limit < total
+    ]
+    return max(shares, default=None)
+
+
+def private_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the bytes of memory that this process has for itself alone: no files, and nothing
+    that it shares. None if the system does not report it.
+
+    Args:
+        root: the folder that holds `proc`.
+    """
+    resident = _keyed_numbers(root / "proc/self/status").get("RssAnon")
+    return None if resident is None else resident * _KIB
+
+
+def is_in_memory(path: Path, root: Path = Path("/")) -> bool:
+    """Returns whether the files of a folder lie in memory, which counts for the limit.
+
+    Args:
+        path: absolute; need not exist.
+        root: the folder that holds `proc`.
+    """
+    rows = [line.split() for line in _text(root / "proc/self/mounts").splitlines()]
+    mounts = {Path(row[1]): row[2] for row in rows if len(row) > 2}
+    kinds = (mounts[folder] for folder in (path, *path.parents) if folder in mounts)
+    return next(kinds, "") in _MEMORY_FILE_SYSTEMS
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
@@ -123,9 +217,13 @@ def _limit_and_room(limit_file: Path, usage_file: Path, stat_file: Path) -> tupl
     limit, usage = _number(limit_file), _number(usage_file)
     if limit is None or usage is None:
         return None
+    return limit, max(0, limit - usage + _cached(stat_file, "inactive_file"))
+
+
+def _cached(stat_file: Path, *kinds: str) -> int:
+    """Returns the bytes of cached files, which version 1 also counts with those of groups below."""
     statistics = _keyed_numbers(stat_file)
-    cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-    return limit, max(0, limit - usage + cached)
+    return sum(statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in kinds)
 
 
 def _keyed_numbers(path: Path) -> dict[str, int]:

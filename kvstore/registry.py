@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
-from kvstore.faults import FaultyFactory
+from kvstore.faults import FaultyFactory, take_fault_options
 from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
 from kvstore.store_connector import StoreFactory
@@ -34,6 +34,7 @@ __all__ = [
     "has_fixed_host",
     "has_fixed_port",
     "known_stores",
+    "memory_bytes",
     "open_connector",
     "open_store",
     "store_capabilities",
@@ -81,6 +82,21 @@ def store_capabilities(url: str) -> StoreCapabilities:
         ConfigurationError: the scheme is unknown or its package cannot be imported.
     """
     return _find_store(url).capabilities
+
+
+def memory_bytes(url: str) -> int:
+    """Returns how much of this machine's memory the objects of a connector's stores may take. What
+    peers lend is in their KV cache.
+
+    Raises:
+        ConfigurationError: the URL is malformed, or a package cannot be imported.
+    """
+    scheme = scheme_of(url)
+    if scheme.startswith(FAULTY_PREFIX):
+        return memory_bytes(take_fault_options(url)[1])
+    if scheme == MULTI_SCHEME:
+        return sum(map(memory_bytes, split_members(url)))
+    return _find_store(url).memory_bytes(url) if scheme in known_stores() else 0
 
 
 def _find_store(url: str) -> type[KvStore]:

@@ -194,6 +194,16 @@ class KvStore(ABC):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     @classmethod
+    def memory_bytes(cls, url: str) -> int:
+        """Returns how much of the memory of this machine the objects of a store may take; 0 if they
+        lie elsewhere. Does not open the store.
+
+        Raises:
+            ConfigurationError: the URL is malformed, or an option out of range.
+        """
+        return 0
+
+    @classmethod
     @abstractmethod
     def from_url(cls, url: str) -> Self:
         """Opens the backend that a URL names; `kvstore.url` helps to parse it.

@@ -284,7 +284,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
 
 def _hangs(calls: str) -> StoreUnavailableError:
-    return StoreUnavailableError(f"{calls} get no answer in time")
+    return StoreUnavailableError(f"{calls} are not answered in time")
 
 
 def _lookup_patience_s(timeout_s: float) -> float:

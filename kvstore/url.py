@@ -10,12 +10,16 @@
 
 import math
 import re
+import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.errors import ConfigurationError
+from baton.machine_limits import read_memory
 from baton.sizes import parse_byte_size
 from kvstore.store import DEFAULT_TIMEOUT_S
 
@@ -27,6 +31,7 @@ __all__ = [
     "MULTI_SCHEME",
     "StoreLimits",
     "StoreUrl",
+    "bound_in_memory",
     "printable_url",
     "scheme_of",
     "split_members",
@@ -55,6 +60,8 @@ LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
 """The options that `StoreUrl.limits` reads."""
 
 _DEFAULT_LEASE_S = 30.0
+_SHARE_OF_MEMORY = 4
+"""A store in memory takes by default at most the memory limit divided by this."""
 _SECONDS_RANGE = (0.001, 1e9)
 
 
@@ -263,6 +270,23 @@ class StoreUrl:
     def __str__(self) -> str:
         """Returns the URL without user, password and options."""
         return self.printable
+
+
+def bound_in_memory(default_max_bytes: int, folder: Path | None = None) -> int:
+    """Returns the bound of a store that lies in memory and whose URL names none.
+
+    Args:
+        default_max_bytes: the largest one.
+        folder: the store's; the bound is at most half of its file system. None to leave that out.
+    """
+    bounds, limit = [default_max_bytes], read_memory().limit
+    if limit is not None:
+        bounds.append(limit // _SHARE_OF_MEMORY)
+    if folder is not None:
+        with suppress(OSError):  # a folder that cannot be looked at now may be there later
+            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            bounds.append(shutil.disk_usage(existing).total // 2)
+    return min(bounds)
 
 
 def _split(url: str) -> SplitResult:

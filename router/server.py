@@ -25,6 +25,7 @@ from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 from rpc.interceptors import CountCall
+from rpc.memory_watch import MemoryWatch
 from rpc.metrics_access import MetricsAccess
 from rpc.metrics_server import serving_metrics
 from rpc.process_metrics import ProcessMetrics
@@ -120,6 +121,7 @@ class RouterService(Service):
         )
         process.register(self.metrics)
         self._tasks.append(asyncio.create_task(process.measure_lag()))
+        self._tasks.append(asyncio.create_task(MemoryWatch().run()))
         self.metrics_access = MetricsAccess(
             config.metrics, security.cluster, has_clients=not config.security.tenants.is_open
         )

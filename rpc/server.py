@@ -27,6 +27,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.container_limits import describe_limits
 from baton.errors import ConfigurationError, UnavailableError
 from rpc.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
@@ -369,6 +370,7 @@ def run_process(
     """
     start_logging(log_level, log_format)
     raise_descriptor_limit()
+    _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
     try:
         asyncio.run(_exit_if_interrupted(run()))
     except ConfigurationError as error:

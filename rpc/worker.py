@@ -15,6 +15,7 @@ from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
+from rpc.memory_watch import MemoryWatch
 from rpc.metrics_access import MetricsAccess
 from rpc.metrics_config import MetricsConfig
 from rpc.metrics_server import serving_metrics
@@ -109,14 +110,17 @@ def worker_server_config(args: argparse.Namespace) -> tuple[ServerConfig, Cluste
 async def _measuring_process(
     registry: CollectorRegistry, security: ClusterSecurity
 ) -> AsyncIterator[None]:
-    """Adds the metrics of this process to a registry."""
+    """Adds the metrics of this process to a registry, and watches its memory."""
     process = ProcessMetrics({"cluster": security.certificates})
     process.register(registry)
-    measuring = asyncio.create_task(process.measure_lag())
+    measuring = [
+        asyncio.create_task(coroutine) for coroutine in (process.measure_lag(), MemoryWatch().run())
+    ]
     try:
         yield
     finally:
-        measuring.cancel()
+        for task in measuring:
+            task.cancel()
 
 
 class Worker(Protocol):

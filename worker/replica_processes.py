@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from baton.container_limits import SUPERVISOR_NEEDS, WORKER_NEEDS, LimitsShare, check_needs
 from baton.errors import BatonError, ConfigurationError, UnavailableError
 from baton.flag_values import count
 from baton.flags import add_flags, flag
@@ -91,6 +92,9 @@ async def run_replicas(
     _check(engine)
     assert config.data_parallel_size is not None
     num_replicas = config.data_parallel_size
+    if config.on == "machine":
+        needs = SUPERVISOR_NEEDS + num_replicas * WORKER_NEEDS
+        check_needs(f"--data-parallel-size {num_replicas}", needs, num_replicas)
     server_config, security = worker_server_config(args)
 
     async def start(server: RpcServer) -> StartingSet:
@@ -104,7 +108,8 @@ async def run_replicas(
             # Workers whose number of threads is given have cores of their own.
             takes_turns = engine.num_threads is None
             shared = folders.enter_context(sharing_machine(engine, turns=takes_turns))
-            make_replica = replicas_here(args, tier, shared, server_config)
+            share = LimitsShare.beside(SUPERVISOR_NEEDS, num_replicas)
+            make_replica = replicas_here(args, tier, shared, server_config, share)
         await serve(server_config, (_SERVICE_NAME,), start, access)
 
 

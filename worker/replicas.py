@@ -8,6 +8,7 @@ from functools import partial
 
 from typing_extensions import override
 
+from baton.container_limits import LimitsShare
 from baton.errors import ConfigurationError
 from baton.flags import config_from_args, flags_of_config
 from baton.health import wait_until_serving
@@ -43,7 +44,11 @@ _STOP_GRACE_S = 10.0
 
 
 def replicas_here(
-    args: argparse.Namespace, tier: str, engine: EngineConfig, server: ServerConfig
+    args: argparse.Namespace,
+    tier: str,
+    engine: EngineConfig,
+    server: ServerConfig,
+    share: LimitsShare | None = None,
 ) -> MakeReplica:
     """Returns what makes the workers of this machine.
 
@@ -52,6 +57,7 @@ def replicas_here(
         tier: prefill or decode.
         engine: config of each worker.
         server: of the process itself.
+        share: each worker's share of the container's limits; None for all of them.
     """
     tls = config_from_args(TlsConfig, args)
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
@@ -59,6 +65,8 @@ def replicas_here(
     def make(number: int, taken: Collection[str]) -> Replica:
         port = free_port(server.host, taken)
         spec = replica_spec(args, tier, engine, number, port)
+        if share is not None:
+            spec = replace(spec, environment={**spec.environment, **share.environment})
         process = SupervisedProcess(spec, write_line, policy)
         return _LocalReplica(process, server.host, port, tls)
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing_extensions import override
 
 import baton
+from baton.container_limits import check_command
 from baton.errors import BatonError, ConfigurationError
 from baton.flag_parser import FlagParser
 from baton.processes.output import discard_unread_output
@@ -88,9 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         complete(build_parser)
     arguments = sys.argv[1:] if argv is None else argv
     command = _command_of(arguments)
-    args = build_parser(command).parse_args([command, *arguments[1:]])
-    run: Callable[[argparse.Namespace], int | None] = args.run
     try:
+        check_command(command)  # before imports that take much memory
+        args = build_parser(command).parse_args([command, *arguments[1:]])
+        run: Callable[[argparse.Namespace], int | None] = args.run
         status = run(args) or 0
         sys.stdout.flush()
         return status
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         discard_unread_output()
         return _EXIT_BROKEN_PIPE
     except BatonError as error:
-        sys.stderr.write(f"baton {args.command}: error: {error.message}\n")
+        sys.stderr.write(f"baton {command}: error: {error.message}\n")
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE
 
 

@@ -32,6 +32,8 @@ _CHECKS: tuple[_Check, ...] = (
     ranks.check_ranks,
     native_kernels.check_libraries,
     native_kernels.check_compiler,
+    machine.check_tasks,
+    machine.check_files,
     machine.check_memory,
     machine.check_shared_memory,
     software.check_extras,

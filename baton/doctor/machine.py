@@ -1,4 +1,4 @@
-"""Checks of the CPU, the cores and the memory that this process may use."""
+"""Checks of the CPU, the cores, the memory, tasks and open files that this process may use."""
 
 import os
 import shutil
@@ -6,14 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton import machine_limits
+from baton.container_limits import WORKER_NEEDS, LimitsShare, mebibytes, plan_threads
 from baton.doctor import Finding, Level
+from baton.errors import ConfigurationError
 from kernels.native.cpu import cpu_features, cpu_model
+from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 
-__all__ = ["check_cores", "check_cpu", "check_memory", "check_shared_memory", "check_threads"]
+__all__ = [
+    "check_cores",
+    "check_cpu",
+    "check_files",
+    "check_memory",
+    "check_shared_memory",
+    "check_tasks",
+    "check_threads",
+]
 
 _GIB = 1 << 30
 _LOW_MEMORY_BYTES = 2 * _GIB
 _LOW_SHARED_MEMORY_BYTES = _GIB
+_FEW_CONNECTIONS = 512
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
 _REPORTED_FEATURES = (
     *("avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16"),
@@ -53,12 +65,53 @@ def check_memory() -> Iterator[Finding]:
     parts = [f"{_gib(memory.available)} available of {_gib(memory.total)}"]
     if memory.limit is not None:
         parts.append(f"limited to {_gib(memory.limit)} by control group")
+        parts.append(_memory_of_worker(memory.limit))
     facts = {"available": memory.available, "total": memory.total, "limit": memory.limit}
     level = Level.OK
     if memory.available is not None and memory.available < _LOW_MEMORY_BYTES:
         level = Level.NOTE
         parts.append("larger models will not fit")
+    if memory.limit is not None and memory.limit < WORKER_NEEDS.num_bytes:
+        level = Level.PROBLEM
     yield Finding("memory", level, ", ".join(parts), facts)
+
+
+def _memory_of_worker(limit: int) -> str:
+    needed = WORKER_NEEDS.num_bytes
+    if limit < needed:
+        return f"and a worker needs at least {mebibytes(needed)} besides its model: not enough"
+    left = mebibytes(limit - needed)
+    return f"which leaves {left} for a worker's model, its largest step and its KV cache"
+
+
+def check_tasks() -> Iterator[Finding]:
+    """Reports the limit of tasks, which are threads and processes."""
+    tasks, needed = machine_limits.read_tasks(), WORKER_NEEDS.all_tasks
+    facts = {"limit": tasks.limit, "used": tasks.used, "per_worker": needed}
+    if tasks.limit is None:
+        yield Finding("tasks", Level.OK, "no limit by control group", facts)
+        return
+    text = (
+        f"limited to {tasks.limit} by control group (pids); a worker needs {needed}, and two more "
+    )
+    text += "for each thread that computes"
+    try:
+        num_threads = plan_threads(None, machine_limits.usable_cores(), LimitsShare())
+    except ConfigurationError:
+        yield Finding("tasks", Level.PROBLEM, f"{text}: not enough for one", facts)
+        return
+    yield Finding("tasks", Level.OK, f"{text}: {num_threads} of these", facts)
+
+
+def check_files() -> Iterator[Finding]:
+    """Reports how many connections a router may have, which the limit of open files bounds."""
+    budget = connection_budget()
+    text = f"up to {min(budget, MAX_CONNECTIONS)} connections of a server"
+    level = Level.OK
+    if budget < _FEW_CONNECTIONS:
+        text += "; raise the limit of open files (ulimit -n, ulimits.nofile of compose)"
+        level = Level.NOTE
+    yield Finding("open files", level, text, {"connections": budget})
 
 
 def check_shared_memory() -> Iterator[Finding]:

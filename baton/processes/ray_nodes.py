@@ -120,6 +120,10 @@ class RemoteProcess:
             self.returncode = _LOST
         return self.returncode
 
+    def describe_end(self) -> str:
+        """Returns how it ended, for a log."""
+        return f"ended with status {self.returncode}"
+
     def terminate(self) -> None:
         """Sends SIGTERM, perhaps twice: workers ignore the second one."""
         self._terminating = asyncio.create_task(self._terminate())

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from baton.container_limits import EndWatch
 from baton.flag_sources import without_flag_variables
 
 __all__ = ["LocalProcess", "ProcessSpec", "RunningProcess", "Spawn", "spawn_here"]
@@ -46,6 +47,9 @@ class RunningProcess(Protocol):
     async def wait(self) -> int:
         """Returns how it ended, when it has. Its children may still write to its output."""
 
+    def describe_end(self) -> str:
+        """Returns how it ended, for a log."""
+
     def terminate(self) -> None:
         """Sends SIGTERM."""
 
@@ -79,6 +83,7 @@ class LocalProcess:
         self.stdout = stdout
         self._process = process
         self._pipe = pipe
+        self._end_watch = EndWatch()
 
     @property
     def returncode(self) -> int | None:
@@ -88,6 +93,10 @@ class LocalProcess:
     async def wait(self) -> int:
         """Returns how it ended, when it has."""
         return await self._process.wait()
+
+    def describe_end(self) -> str:
+        """Returns how it ended, for a log."""
+        return self._end_watch.describe(self.returncode)
 
     def terminate(self) -> None:
         """Sends SIGTERM."""

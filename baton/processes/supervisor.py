@@ -149,7 +149,7 @@ class SupervisedProcess:
             await self._attend(process)
         finally:
             awaiting_serving.cancel()
-        return f"ended with status {process.returncode}"
+        return process.describe_end()
 
     async def _await_serving(self) -> None:
         """Waits until the running process serves, and notes it."""

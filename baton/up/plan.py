@@ -7,6 +7,13 @@ here, a replica set, which places them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.container_limits import (
+    ROUTER_NEEDS,
+    SUPERVISOR_NEEDS,
+    WORKER_NEEDS,
+    LimitsShare,
+    check_needs,
+)
 from baton.errors import ConfigurationError
 from baton.flags import flags_of_config
 from baton.processes.ports import bound_ports, local_address
@@ -26,6 +33,8 @@ from worker.replica_processes import ReplicaSetConfig
 __all__ = ["ClusterConfig", "ClusterPlan", "RayTiers", "Server", "plan_cluster", "worker_targets"]
 
 _LOOPBACK = "127.0.0.1"
+_OTHER_NEEDS = SUPERVISOR_NEEDS + ROUTER_NEEDS
+"""Of the processes of a cluster that are no workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,10 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
             "several machines; this command starts the processes of one: use `baton prefill`, "
             "`baton decode` and `baton router`"
         )
+    num_here = 0 if config.ray is not None else len(config.targets)
+    check_needs(
+        f"baton serve with {num_here} workers", _OTHER_NEEDS + num_here * WORKER_NEEDS, num_here
+    )
     router, metrics = _with_ports(config)
     grpc, model = router.grpc, config.model
     server = ServerConfig(
@@ -246,6 +259,8 @@ def _worker_server(
         own += flags_of_config(ReplicaSetConfig(data_parallel_size=size, on="ray"))
     engine = gpu_share.divide_memory(config.engine)
     environment = {**config.environment, **gpu_share.environment}
+    if config.ray is None:
+        environment |= LimitsShare.beside(_OTHER_NEEDS, len(config.targets)).environment
     spec = worker_spec(tier, number, engine, own, environment)
     if config.ray is not None:
         spec = replace(spec, name=tier)  # those with numbers are its workers

@@ -5,9 +5,12 @@ needs, under one set of names. Reading raises an error that names the field if B
 does not support its value.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from typing_extensions import override
 
 from engine.models.config_fields import (
     MAX_TOKENS,
@@ -38,7 +41,7 @@ _MAX_HEAD_DIM = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """The fields that all families have.
 
     `max_model_len` counts prompt and generated tokens together.
@@ -55,6 +58,11 @@ class ModelConfig:
     max_model_len: int
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
+
+    @property
+    @abstractmethod
+    def mlp_size(self) -> int:
+        """Width of the layers' MLP between its projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +99,11 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool
     qk_norm: bool
 
+    @property
+    @override
+    def mlp_size(self) -> int:
+        return self.intermediate_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptConfig(ModelConfig):
@@ -104,6 +117,11 @@ class OptConfig(ModelConfig):
     norm_affine: bool
     bias: bool
 
+    @property
+    @override
+    def mlp_size(self) -> int:
+        return self.ffn_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Config(ModelConfig):
@@ -113,6 +131,11 @@ class Gpt2Config(ModelConfig):
     activation: str
     layer_norm_eps: float
     attention_scales: tuple[float, ...]
+
+    @property
+    @override
+    def mlp_size(self) -> int:
+        return self.inner_size
 
 
 def decoder_config(

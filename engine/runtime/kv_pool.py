@@ -11,6 +11,7 @@ from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.loader import LoadedModel
+from engine.runtime.memory_plan import MemoryPlan
 from kernels import EngineRanks
 from kvstore.layout import FP8, SCALE_BYTES, KvLayout
 from kvstore.transfer_form import PoolShare
@@ -23,6 +24,7 @@ __all__ = [
     "decide_layout",
     "decide_num_blocks",
     "decide_num_host_blocks",
+    "default_cpu_bytes",
     "log_pool",
     "share_of",
 ]
@@ -114,32 +116,45 @@ def share_of(rank: int, ranks: EngineRanks, num_kv_heads: int) -> PoolShare:
     return PoolShare.of(rank % width, width, num_kv_heads, stage, ranks.num_stages)
 
 
+def default_cpu_bytes(plan: MemoryPlan | None) -> int:
+    """Returns the size of the pool on a CPU unless a flag sets it: 1 GiB, or what fits.
+
+    Args:
+        plan: of the memory that a container limits; None without a limit.
+    """
+    return _DEFAULT_CPU_BYTES if plan is None else min(_DEFAULT_CPU_BYTES, plan.left)
+
+
 def decide_num_blocks(
     config: EngineConfig,
     layout: KvLayout,
     spec: KvCacheSpec,
     max_model_len: int,
-    free_bytes: int | None,
+    free_bytes: int,
     *,
     draft_block_bytes: int = 0,
+    is_on_cpu: bool = False,
+    plan: MemoryPlan | None = None,
 ) -> int:
     """Returns the number of blocks of the pool.
 
     The first of these that applies: `num_gpu_blocks_override`; the blocks that fit in
-    `kv_cache_memory_bytes`; on a GPU, those that fit in `free_bytes`; on a CPU, those that
-    fit in 1 GiB, but no more than `max_num_seqs` requests of `max_model_len` need.
+    `kv_cache_memory_bytes`; those that fit in `free_bytes`, but on a CPU no more than
+    `max_num_seqs` requests of `max_model_len` need.
 
     Args:
         config: the flags.
         layout: shape of a block.
         spec: computes how many blocks a sequence needs.
         max_model_len: length of the longest request, in tokens.
-        free_bytes: memory left of the engine's share of the GPU; None on a CPU.
+        free_bytes: memory left of the engine's share of the GPU, or `default_cpu_bytes`.
         draft_block_bytes: bytes that guessing tokens needs for each block.
+        is_on_cpu: whether the pool is in the machine's memory.
+        plan: of this memory, which a container limits; None without a limit.
 
     Raises:
-        ConfigurationError: the pool cannot hold one request of
-            `max_model_len`; names the flags to change and their values.
+        ConfigurationError: the pool cannot hold one request of `max_model_len`, or does not fit the
+            limit; names the flags to change and their values.
     """
     blocks_per_request = spec.blocks_for(max_model_len)
     block_bytes = layout.block_bytes + draft_block_bytes
@@ -147,18 +162,44 @@ def decide_num_blocks(
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block_bytes
-    elif free_bytes is not None:
-        num_blocks = free_bytes // block_bytes
     else:
-        most_needed = config.max_num_seqs * blocks_per_request
-        num_blocks = min(_DEFAULT_CPU_BYTES // block_bytes, most_needed)
+        num_blocks = free_bytes // block_bytes
+        if is_on_cpu:
+            num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_request)
+    if plan is not None:
+        needed = max(num_blocks, blocks_per_request) if is_on_cpu else 0
+        remedy = _how_to_fit(config, plan, blocks_per_request, block_bytes)
+        plan.check(needed * block_bytes, remedy)
+        plan.log(num_blocks * block_bytes if is_on_cpu else 0)
     if num_blocks < blocks_per_request:
         raise _too_small(config, block_bytes, spec, max_model_len, num_blocks)
     return num_blocks
 
 
+def _how_to_fit(config: EngineConfig, plan: MemoryPlan, least_blocks: int, block_bytes: int) -> str:
+    """Returns what to set instead of raising the limit of memory.
+
+    Args:
+        config: the flags.
+        plan: what the limit leaves for the pool.
+        least_blocks: what the longest request needs.
+        block_bytes: size of a block.
+    """
+    num_blocks = plan.left // block_bytes
+    if num_blocks < least_blocks:
+        lower = [*plan.lowered_by, "--max-model-len", "--max-num-seqs"]
+        return f"set {', '.join(lower)} or --max-num-batched-tokens lower"
+    if config.num_gpu_blocks_override is not None:
+        return f"set --num-gpu-blocks-override to at most {num_blocks}"
+    return f"set --kv-cache-memory-bytes to at most {plan.left // _MEBIBYTE}MiB"
+
+
 def decide_num_host_blocks(
-    config: EngineConfig, layout: KvLayout, num_blocks: int, device: torch.device
+    config: EngineConfig,
+    layout: KvLayout,
+    num_blocks: int,
+    device: torch.device,
+    plan: MemoryPlan | None = None,
 ) -> int:
     """Returns the number of host blocks: those that fit in `swap_space`, at most `num_blocks`.
 
@@ -168,6 +209,7 @@ def decide_num_host_blocks(
     space = config.swap_space
     if space is None:
         space = _DEFAULT_SWAP_BYTES if device.type == "cuda" else 0
+        space = space if plan is None else min(space, plan.left)
     num_host_blocks = min(space // layout.block_bytes, num_blocks)
     if config.preemption_mode == "swap" and not num_host_blocks:
         whole_pool = -(-num_blocks * layout.block_bytes // _MEBIBYTE)

@@ -31,6 +31,7 @@ from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runtime.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.described_model import DescribedModel
 from engine.runtime.eos_tokens import read_eos_token_ids
+from engine.runtime.memory_plan import check_weights
 from engine.runtime.shared_weights import share_weights
 from engine.runtime.stored_tensors import (
     OpenFile,
@@ -74,6 +75,8 @@ class LoadedModel:
         head_dim: width of a head.
         dtype: type of weights and activations: "float32", "bfloat16" or "float16".
         tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
+        weight_bytes: size of the weights of the part that was loaded.
+        shares_weights: whether other processes may have the same memory for them.
     """
 
     model: CausalModel
@@ -86,6 +89,8 @@ class LoadedModel:
     head_dim: int
     dtype: str
     tokenizer_digest: str = ""
+    weight_bytes: int = 0
+    shares_weights: bool = False
 
 
 def load_model(
@@ -130,6 +135,10 @@ def load_model(
     model = whole if part == WHOLE_MODEL else described.build(part)
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
+    shares_weights = weights_folder is not None and device.type == "cpu"
+    weight_bytes = model.num_weights() * weights_dtype.itemsize
+    if device.type == "cpu":
+        check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
     _allocate(model, weights_dtype, device, path_or_name)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
 
@@ -140,10 +149,11 @@ def load_model(
         else:
             _copy_weights(parts, names, open_file, device, progress=progress)
 
-    if weights_folder is None or device.type != "cpu":
-        fill()
+    if weights_folder is not None and shares_weights:
+        key = fingerprint + _part_text(part)
+        shares_weights = share_weights(model, Path(weights_folder), key, fill)
     else:
-        share_weights(model, Path(weights_folder), fingerprint + _part_text(part), fill)
+        fill()
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
@@ -155,6 +165,8 @@ def load_model(
         head_dim=model.config.head_dim,
         dtype=dtype_name,
         tokenizer_digest=checkpoint.files.tokenizer_digest(),
+        weight_bytes=weight_bytes,
+        shares_weights=shares_weights,
     )
 
 

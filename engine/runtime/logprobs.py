@@ -26,6 +26,7 @@ __all__ = [
     "DecodedTokens",
     "PromptTokens",
     "ReportedTokens",
+    "part_bytes",
     "reports_model_logprobs",
 ]
 
@@ -298,6 +299,11 @@ def reports_model_logprobs(
 
 # Neither scales nor filters.
 _UNCHANGED = draw_record(DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0))
+
+
+def part_bytes() -> int:
+    """Returns the size of the logits that are processed at a time for prompts, in bytes."""
+    return _PART_ELEMENTS * torch.float32.itemsize
 
 
 def _part_size(vocab_size: int) -> int:

@@ -37,6 +37,7 @@ from engine.runtime.kv_pool import (
     decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
+    default_cpu_bytes,
     log_pool,
     share_of,
 )
@@ -47,6 +48,7 @@ from engine.runtime.logits_processors import (
     load_processors,
     make_processors,
 )
+from engine.runtime.memory_plan import MemoryPlan
 from engine.runtime.ranks.batches import (
     BatchSender,
     check_same_engine,
@@ -56,6 +58,7 @@ from engine.runtime.ranks.batches import (
 from engine.runtime.stage_steps import StageSteps
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
+from engine.runtime.worker_plan import plan_memory, start_threads
 from engine.step_watch import SLOW_FACTOR
 from kernels import EngineRanks, RanksLostError
 from kvstore.mover.pool_objects import view_blocks
@@ -109,6 +112,7 @@ class ModelRunner:
     ) -> None:
         self._config = config
         self._ranks = ranks
+        self._num_local = 1 if ranks is None else ranks.num_local
         self._sender = None if ranks is None or ranks.rank else BatchSender(ranks)
         part = _part_of(ranks)
         # Other stages compute without turns, and before this one.
@@ -118,9 +122,7 @@ class ModelRunner:
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
         self._steps_type = _steps_type_of(part, self._device)
         if self._is_on_cpu:
-            num_local = 1 if ranks is None else ranks.num_local
-            share = max(1, kernels.default_num_threads() // num_local)
-            kernels.set_num_threads(config.num_threads or share)
+            start_threads(config, self._num_local)
         # Before minutes of loading, as an unknown name is an error.
         processor_classes = load_processors(config.logits_processors)
         used_by_others = used_bytes(self._device)
@@ -133,7 +135,8 @@ class ModelRunner:
             weights_folder=config.weights_folder,
             part=part,
         )
-        self._model, self._dtype = loaded.model, getattr(torch, loaded.dtype)
+        self._loaded, self._dtype = loaded, getattr(torch, loaded.dtype)
+        self._model = loaded.model
         if ranks is not None and loaded.dtype == "float16":  # whose products are rounded too early
             raise ConfigurationError(
                 f"the engine has {ranks.size} ranks; --dtype float16 works with 1 only: use "
@@ -163,7 +166,7 @@ class ModelRunner:
         with self._turns.wait_for_turn():  # so that no other engine's step distorts the times
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
-            self._make_pools(self._least(free_bytes))
+            self._make_pools(free_bytes)
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
             if self._drafter is not None:
                 draft_token_s, proposal_s = self._drafter.time_work()
@@ -424,16 +427,26 @@ class ModelRunner:
         wait_for(self._device)
         return (time.perf_counter() - start) / num_blocks
 
-    def _least(self, free_bytes: int | None) -> int | None:
+    def _least(self, free_bytes: int) -> int:
         """Returns the least of what the ranks have left for their pools, which are equal."""
-        if free_bytes is None or self._ranks is None:
+        if self._ranks is None:
             return free_bytes
         return least_of_all(self._ranks, free_bytes // _MEBIBYTE, self._device) * _MEBIBYTE
+
+    def _plan_memory(self) -> MemoryPlan | None:
+        return plan_memory(
+            self._config,
+            self._loaded,
+            self._layout,
+            num_local=self._num_local,
+            drafter_bytes=self._drafter.fixed_bytes if self._drafter else 0,
+            is_on_cpu=self._is_on_cpu,
+        )
 
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info
         layout, max_len = self._layout, info.max_model_len
-        spec, drafter = spec_of(config, info.windows), self._drafter
+        spec, drafter, plan = spec_of(config, info.windows), self._drafter, self._plan_memory()
         if free_bytes is not None and drafter is not None:
             free_bytes = max(0, free_bytes - drafter.fixed_bytes)
         self.num_blocks = decide_num_blocks(
@@ -441,10 +454,14 @@ class ModelRunner:
             layout,
             spec,
             max_len,
-            free_bytes,
+            self._least(default_cpu_bytes(plan) if free_bytes is None else free_bytes),
             draft_block_bytes=drafter.block_bytes if drafter else 0,
+            is_on_cpu=self._is_on_cpu,
+            plan=plan,
         )
-        self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
+        self.num_host_blocks = decide_num_host_blocks(
+            config, layout, self.num_blocks, self._device, plan
+        )
         num_spare = self._steps_type.num_spare_blocks
         if self._ranks is not None:
             check_same_pools(self._ranks, self.num_blocks, self.num_host_blocks)

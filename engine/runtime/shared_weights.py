@@ -40,8 +40,8 @@ _logger = logging.getLogger("baton.engine")
 
 def share_weights(
     model: nn.Module, folder: Path, fingerprint: bytes, fill: Callable[[], None]
-) -> None:
-    """Fills a model's weights through a file in a folder.
+) -> bool:
+    """Fills a model's weights through a file in a folder; returns whether they are shared.
 
     If the file cannot be made, for example for lack of room, the weights are filled in memory
     of this process alone, and a line is logged.
@@ -56,11 +56,11 @@ def share_weights(
     path = folder / f"weights-{_key(slots, fingerprint)}"
     try:
         with _locked(path):
-            if not _map_file(path, slots):
-                _write_file(path, slots, fill)
+            return _map_file(path, slots) or _write_file(path, slots, fill)
     except StoreUnavailableError as error:
         _logger.warning("weights are not shared: %s", error)
         fill()
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,9 @@ def _pages_of(path: Path, num_bytes: int) -> mmap.mmap | None:
         return None
 
 
-def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) -> None:
-    """Fills the weights in a new file, and makes them this process's weights.
+def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) -> bool:
+    """Fills the weights in a new file, and makes them this process's weights; returns whether that
+    file could be kept.
 
     Raises:
         StoreUnavailableError: the file cannot be made; nothing was filled.
@@ -186,9 +187,10 @@ def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) ->
     own = _pages_of(path, num_bytes + _DIGEST_BYTES)
     if own is not None:
         _use(slots, own)
-        return
+        return True
     for slot in slots:  # these pages could be changed by this process
         slot.put(slot.view_in(pages).clone())
+    return False
 
 
 def _new_pages(draft: Path, num_bytes: int) -> mmap.mmap:

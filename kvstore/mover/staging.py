@@ -12,7 +12,7 @@ from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
 from kvstore.store import KvObject
 
-__all__ = ["Segment", "StagingBuffers", "slots_per_segment"]
+__all__ = ["Segment", "StagingBuffers", "slots_per_segment", "staging_bytes"]
 
 # Stores move values of 1 to 4 MiB best, and a segment holds one call's worth. Headers are not
 # counted, because the size of an object's payload is often a power of two.
@@ -25,6 +25,11 @@ _NUM_SEGMENTS = 8
 def slots_per_segment(layout: KvLayout) -> int:
     """Returns how many objects fit a segment; an object larger than one has one to itself."""
     return min(_MOST_SLOTS, max(1, _SEGMENT_BYTES // layout.block_bytes))
+
+
+def staging_bytes(layout: KvLayout) -> int:
+    """Returns the size of all segments for objects of a layout."""
+    return _NUM_SEGMENTS * slots_per_segment(layout) * (HEADER_BYTES + layout.block_bytes)
 
 
 class Segment:

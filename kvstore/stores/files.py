@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _RETRY_S = 0.0001
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
 _TOUCH_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, *NO_SPACE)
 
@@ -49,8 +49,9 @@ class FileLock:
     """An exclusive `flock` between threads and processes. It ends with the process that holds it.
 
     Args:
-        path: the file; made if absent.
+        path: the file.
         timeout_s: longest that `locked` waits.
+        makes: whether the file is made if it is absent.
 
     Attributes:
         fd: the file's descriptor, open for reading and writing; invalid after `close`.
@@ -59,9 +60,9 @@ class FileLock:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        self.fd = os.open(path, _FLAGS, 0o600)
-        self._path = path
+    def __init__(self, path: Path, timeout_s: float, *, makes: bool = True) -> None:
+        self.fd = os.open(path, _FLAGS | os.O_CREAT if makes else _FLAGS, 0o600)
+        self._path = os.fspath(path)
         self._timeout_s = timeout_s
         self._thread_lock = Lock()  # flock does not exclude threads of one process
 

@@ -24,7 +24,7 @@ from kvstore.store import (
     StoreUnavailableError,
 )
 from kvstore.stores.base import StoreCounters, copy_into
-from kvstore.url import LIMIT_OPTIONS, StoreUrl
+from kvstore.url import LIMIT_OPTIONS, StoreUrl, bound_in_memory
 
 __all__ = ["MemoryStore"]
 
@@ -164,7 +164,7 @@ class MemoryStore(KvStore):
             raise parts.error("a path has no meaning; write memory://NAME")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
         ttl_s, lease_s = limits.ttl_s, limits.lease_s
-        max_bytes = limits.max_bytes or _DEFAULT_MAX_BYTES
+        max_bytes = cls.memory_bytes(url)
         with _registry_lock:
             objects = _registry.setdefault(parts.authority, _Objects(ttl_s, lease_s, max_bytes))
             if (objects.ttl_s, objects.lease_s, objects.max_bytes) != (ttl_s, lease_s, max_bytes):
@@ -174,6 +174,12 @@ class MemoryStore(KvStore):
                 )
             objects.num_users += 1
         return cls(parts.authority, objects, limits.timeout_s)
+
+    @classmethod
+    @override
+    def memory_bytes(cls, url: str) -> int:
+        max_bytes = StoreUrl.parse(url, LIMIT_OPTIONS).num_bytes("max_bytes")
+        return max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES)
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:

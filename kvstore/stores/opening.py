@@ -5,9 +5,11 @@ from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import ConfigurationError
-from kvstore.store import DEFAULT_TIMEOUT_S, StoreUnavailableError
+from kvstore.store import StoreUnavailableError
 
 __all__ = ["OpenedOnDemand"]
+
+_MAX_START_WAIT_S = 5.0
 
 
 class _Closable(Protocol):
@@ -41,7 +43,7 @@ class OpenedOnDemand(Generic[_Opened]):
         """Opens it if that is possible now.
 
         It is opened in a thread, since a file system that hangs must not keep a process from
-        starting: the wait for it is bounded.
+        starting: after a few seconds, the thread goes on alone.
 
         Raises:
             ConfigurationError: `open_anew` has raised it.
@@ -58,7 +60,7 @@ class OpenedOnDemand(Generic[_Opened]):
 
         thread = Thread(target=open_now, name="baton-kv-open", daemon=True)
         thread.start()
-        thread.join(max(self._timeout_s, DEFAULT_TIMEOUT_S))
+        thread.join(_MAX_START_WAIT_S)
         if errors:
             raise errors[0]
 

@@ -11,6 +11,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, or of a user who may not write more to it."""
 
 _REMEDIES = {
+    errno.ENOENT: "a folder is missing there: is its disk mounted?",
     errno.EDQUOT: "raise the quota, or set max_bytes to less than it",
     errno.EROFS: "mount it for writing; KV that is there can still be loaded",
     errno.ESTALE: "the file server exports another folder now: mount it again",

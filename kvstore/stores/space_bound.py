@@ -11,7 +11,7 @@ __all__ = ["SpaceBound"]
 
 _UPDATE_S = 1.0
 _LOGGED_CHANGE = 1.25  # a bound that changed by this factor is logged again
-_MIN_LOGGED_BYTES = 1 << 20
+_MIB = 1 << 20
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -71,7 +71,7 @@ class SpaceBound:
                 "space there, or lower lease_s"
             )
         return text + (
-            f"the store is full of leased objects: its bound is {_mib(self.max_bytes)}"
+            f"the store is full of leased objects: its bound is {_size(self.max_bytes)}"
             f"{'' if self._is_fixed else f', as {self._left()}'}; raise max_bytes or lower lease_s"
         )
 
@@ -90,17 +90,17 @@ class SpaceBound:
         return not self._is_fixed and self._free_bytes < self.max_bytes // 2
 
     def _left(self) -> str:
-        return f"{self._folder} has {_mib(self._free_bytes)} left"
+        return f"{self._folder} has {_size(self._free_bytes)} left"
 
     def _log_change(self) -> None:
         if self._logged_bytes is not None:
             lower_bytes, higher_bytes = sorted((self.max_bytes, self._logged_bytes))
-            if higher_bytes <= _LOGGED_CHANGE * max(lower_bytes, _MIN_LOGGED_BYTES):
+            if higher_bytes <= _LOGGED_CHANGE * max(lower_bytes, _MIB):
                 return
         self._logged_bytes = self.max_bytes
         reason = "max_bytes" if self._is_fixed else f"without max_bytes: {self._left()}"
-        _logger.info("%s holds up to %s (%s)", self._store, _mib(self.max_bytes), reason)
+        _logger.info("%s holds up to %s (%s)", self._store, _size(self.max_bytes), reason)
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes >= _MIB else f"{num_bytes} bytes"

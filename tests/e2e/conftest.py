@@ -1,12 +1,15 @@
 """Clusters for the tests that only read and generate."""
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.containers import ComposeProject, NoContainersError, container_engine
 from tests.support.http_cluster import HttpCluster, running_http_cluster
 
 CHAT_TEMPLATE = (
@@ -41,3 +44,18 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCl
     async with running_http_cluster(tmp_path_factory.mktemp("http")) as cluster:
         yield cluster
         await cluster.cluster.wait_pools_full()
+
+
+@pytest.fixture(scope="session")
+def open_project(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., ComposeProject]]:
+    """Makes projects without containers, whose image is built."""
+    try:
+        with container_engine() as variables:
+            folder: Path = tmp_path_factory.mktemp("containers")
+            opened = functools.partial(ComposeProject, folder, variables)
+            opened().compose("build", "router", timeout_s=1500)  # all services have one image
+            yield opened
+    except NoContainersError as error:
+        pytest.skip(str(error))

@@ -1,14 +1,12 @@
 """Real containers of `docker-compose.yml` under steady load, while they come, go and fail."""
 
 import asyncio
-import functools
 import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +15,7 @@ from baton import AsyncClient, SamplingParams
 from baton.demo import demo_model_path
 from baton.errors import BatonError
 from tests.support.checkpoints import prompt_of, reference_greedy
-from tests.support.containers import (
-    RANK_1,
-    ComposeProject,
-    NoContainersError,
-    container_engine,
-)
+from tests.support.containers import RANK_1, ComposeProject
 
 REQUESTS_PER_S = 4.0
 NUM_TOKENS = 48
@@ -138,21 +131,6 @@ def jobs() -> Iterator[list[tuple[list[int], list[int]]]]:
     prompts = [prompt_of(24 + 23 * seed, seed=seed) for seed in range(10)]
     yield [(one, reference_greedy(demo_model_path(), one, NUM_TOKENS)) for one in prompts]
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def open_project(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., ComposeProject]]:
-    """Makes projects without containers, whose image is built."""
-    try:
-        with container_engine() as variables:
-            folder: Path = tmp_path_factory.mktemp("containers")
-            opened = functools.partial(ComposeProject, folder, variables)
-            opened().compose("build", timeout_s=1500)
-            yield opened
-    except NoContainersError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -301,7 +303,7 @@ def test_a_mount_that_hangs_keeps_nothing_from_starting(folder, monkeypatch):
         assert may_go_on.wait(30)
         make(path, *args, **kwargs)
 
-    monkeypatch.setattr(opening, "DEFAULT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(opening, "_MAX_START_WAIT_S", 0.05)
     monkeypatch.setattr(Path, "mkdir", hang)
     with opened(folder, timeout_s=0.05) as store:
         with pytest.raises(StoreUnavailableError, match=r"more than 0\.05 s to open"):
@@ -607,6 +609,36 @@ def test_no_clock_deletes_what_another_machine_has_just_saved(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"KV store {folder.as_uri()}: this machine's clock is" in warning
     assert f"{abs(seconds)} s {direction} that of the file system" in warning
+
+
+_PUT_OR_EVICT = """
+import sys
+from kvstore.conformance.objects import filled
+from kvstore.registry import open_store
+from kvstore.store import StoreFullError
+
+keys = [bytes([number]) * 32 for number in range(10)]
+store = open_store(sys.argv[1])
+if store.contains_prefix(keys) == 0:
+    store.put(keys, [filled(1, 100)] * 10)
+else:
+    try:
+        store.put([b"x" * 32], [filled(1, 100)])
+    except StoreFullError:
+        print(store.contains_prefix(keys))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="the program faketime is absent")
+def test_processes_with_other_clocks_delete_nothing(folder):
+    url = f"{folder.as_uri()}?ttl_s=600&lease_s=30&max_bytes=1000"
+    program = [sys.executable, "-c", _PUT_OR_EVICT, url]
+    subprocess.run(program, check=True, timeout=60)
+    for seconds in (60, -900):
+        command = ["faketime", "-f", f"{seconds:+d}s", *program]
+        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+        assert done.stdout == "10\n"
 
 
 def test_a_date_in_the_future_is_reported_once(folder, caplog):

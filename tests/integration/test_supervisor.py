@@ -259,6 +259,9 @@ class FailingProcess:
         self.returncode = -9
         return -9
 
+    def describe_end(self) -> str:
+        return f"ended with status {self.returncode}"
+
     def terminate(self) -> None:
         self._call("terminate")
 

@@ -9,6 +9,7 @@ from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.request import Role
+from kvstore.status import BackendStatus
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
@@ -55,7 +56,14 @@ async def test_info_and_load_are_those_of_the_engine(worker, engine):
     assert (info.max_pool_tokens, info.max_num_seqs) == (512, 64)
     assert info.worker_id
     engine.num_running = 3
-    load = (await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)).load
+    engine.kv_backends = [BackendStatus("KV store redis://cache:6379/0", "an id")]
+    answer = await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)
+    (backend,), load = answer.kv_backends, answer.load
+    assert (backend.identity, backend.can_load, list(load.kv_store_ids)) == (
+        "an id",
+        True,
+        ["an id"],
+    )
     assert (load.num_running, load.num_free_blocks, load.draining) == (3, 64, False)
 
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Programs of the distribution first: others of their names may lack the engine.
 PATH = f"/usr/bin:{os.environ['PATH']}"
 CANNOT_RUN_CONTAINERS = 3
+IMAGE = "baton-test"
 RANK_1 = "decode-rank-1"
 OTHER_USER = '"23456:0"'
 _PREPARE = ROOT / "scripts" / "prepare_containers.sh"
@@ -56,19 +57,34 @@ class ComposeProject:
         variables: for docker-compose.
         ranks: whether decode has a second rank, in a container of its own. All services then run as
             a user that the image does not know.
+        limits: by service, keys of compose and their values, as in "mem_limit: 512m".
+        kv_connector: URL of the workers' connector; empty for the default.
     """
 
-    def __init__(self, folder: Path, variables: dict[str, str], *, ranks: bool = False) -> None:
-        self._name = f"baton-test-{os.getpid()}{'-ranks' if ranks else ''}"
+    def __init__(
+        self,
+        folder: Path,
+        variables: dict[str, str],
+        *,
+        ranks: bool = False,
+        limits: Mapping[str, str] | None = None,
+        kv_connector: str = "",
+    ) -> None:
+        kind = "-ranks" if ranks else "-limits" if limits else ""
+        self._name = f"baton-test-{os.getpid()}{kind}"
         self._environment = {
             **variables,
             "BATON_PORT": "127.0.0.1:",  # a free port
             "BATON_GRPC_PORT": "127.0.0.1:",
+            "BATON_KV_CONNECTOR": kv_connector,
         }
         services = (*_SERVICES, *([RANK_1] if ranks else []))
         overrides = folder / f"{self._name}.yml"
         user = f", user: {OTHER_USER}" if ranks else ""
-        images = [f"  {service}: {{image: baton-test{user}}}" for service in services]
+        keys = {service: f", {limit}" for service, limit in (limits or {}).items()}
+        images = [
+            f"  {service}: {{image: {IMAGE}{user}{keys.get(service, '')}}}" for service in services
+        ]
         overrides.write_text("\n".join(["services:", *images]))
         program = ["docker-compose"] if shutil.which("docker-compose", path=PATH) else []
         self._command = [
@@ -119,6 +135,10 @@ class ComposeProject:
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail=200")
+
+    def log(self, service: str) -> str:
+        """Returns what the containers of a service have written."""
+        return self.compose("logs", "--no-color", service)
 
     def kill(self, container: str) -> None:
         """Kills the container's process, so that the engine starts it again.

@@ -12,6 +12,7 @@ from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
+from kvstore.status import BackendStatus
 from kvstore.transfer_form import TransferForm
 
 NAMESPACE = bytes(range(32))
@@ -36,6 +37,7 @@ class FakeEngine:
         self.num_blocks = 64
         self.metrics = EngineMetrics()
         self.kv_metrics = KvMetrics()
+        self.kv_backends: list[BackendStatus] = []
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []

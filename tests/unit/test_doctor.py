@@ -1,6 +1,7 @@
 """`baton doctor`: its findings, output and exit status."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from baton import machine_limits
+from baton import container_limits, machine_limits
 from baton.cli import doctor, main
 from baton.doctor import (
     Finding,
@@ -27,7 +28,7 @@ from baton.doctor import (
     stores,
 )
 from baton.errors import ConfigurationError
-from baton.machine_limits import Memory
+from baton.machine_limits import Memory, Tasks
 from kernels.native.library import Library, Selection
 from kernels.native.variants import Variant
 from kvstore.jobs import TransferResults
@@ -216,8 +217,15 @@ def test_the_number_of_threads_per_worker_is_reported(monkeypatch):
         (
             Memory(8 * GIB, GIB, 3 * GIB),
             Level.NOTE,
-            "1.0 GiB available of 8.0 GiB, limited to 3.0 GiB by control group, "
-            "larger models will not fit",
+            "1.0 GiB available of 8.0 GiB, limited to 3.0 GiB by control group, which leaves 2848 "
+            "MiB for a worker's model, its largest step and its KV cache, larger models will not "
+            "fit",
+        ),
+        (
+            Memory(8 * GIB, GIB, GIB >> 4),
+            Level.PROBLEM,
+            "1.0 GiB available of 8.0 GiB, limited to 0.1 GiB by control group, and a worker needs "
+            "at least 224 MiB besides its model: not enough, larger models will not fit",
         ),
         (Memory(None, None, None), Level.OK, "unknown available of unknown"),
     ],
@@ -226,6 +234,32 @@ def test_memory_and_its_limit_are_reported(monkeypatch, memory, level, text):
     monkeypatch.setattr(machine_limits, "read_memory", lambda: memory)
     (finding,) = machine.check_memory()
     assert (finding.level, finding.text) == (level, text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "level", "text"),
+    [
+        (None, Level.OK, "no limit by control group"),
+        (200, Level.OK, r"limited to 200 .* thread that computes: \d+ of these"),
+        (10, Level.PROBLEM, "limited to 10 .*: not enough for one"),
+    ],
+)
+def test_the_limit_of_tasks_is_reported(monkeypatch, limit, level, text):
+    tasks = Tasks(limit, 3)
+    monkeypatch.setattr(machine_limits, "read_tasks", lambda: tasks)
+    monkeypatch.setattr(container_limits, "read_tasks", lambda root: tasks)
+    (finding,) = machine.check_tasks()
+    assert finding.level is level
+    assert re.fullmatch(text, finding.text)
+    assert finding.facts["limit"] == limit
+
+
+@pytest.mark.parametrize(("budget", "level"), [(17500, Level.OK), (100, Level.NOTE)])
+def test_the_connections_that_open_files_allow_are_reported(monkeypatch, budget, level):
+    monkeypatch.setattr(machine, "connection_budget", lambda: budget)
+    (finding,) = machine.check_files()
+    assert finding.level is level
+    assert f"up to {min(budget, 8192)} connections" in finding.text
 
 
 def test_little_shared_memory_is_a_note(monkeypatch, tmp_path):

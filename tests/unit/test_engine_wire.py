@@ -11,6 +11,7 @@ from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishRe
 from engine.wire import (
     check_namespace,
     finish_reason_to_proto,
+    kv_backends_to_proto,
     load_to_proto,
     logprobs_to_proto,
     output_to_proto,
@@ -18,6 +19,7 @@ from engine.wire import (
     timings_to_proto,
 )
 from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
+from kvstore.status import BackendStatus
 
 HANDOFF = KvHandoff(
     handoff_id="h",
@@ -62,7 +64,8 @@ def test_the_message_of_an_output_has_all_its_fields():
 def test_the_message_of_a_load_has_all_its_fields():
     load = EngineLoad(*range(1, 6), draining=True, num_swapped_blocks=7)
     message = load_to_proto(load)
-    assert {field.name for field in message.DESCRIPTOR.fields} == set(EngineLoad.__slots__)
+    names = {field.name for field in message.DESCRIPTOR.fields}
+    assert names == {*EngineLoad.__slots__, "kv_store_ids"}
     assert all(getattr(message, name) == getattr(load, name) for name in EngineLoad.__slots__)
 
 
@@ -128,3 +131,24 @@ def test_log_probabilities_reach_the_message_and_the_engine():
         output_token_ids=[1], token_logprobs=logprobs_to_proto((own,))
     )
     assert progress_from_proto([progress])[0].token_logprobs == (own,)
+
+
+STORE = BackendStatus("KV store redis://cache:6379/0", "a")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ids"),
+    [
+        ((), []),
+        ((STORE, replace(STORE, identity="b")), ["a", "b"]),
+        ((STORE, replace(STORE, identity="")), []),
+        ((BackendStatus("grpc://127.0.0.1:7100", is_store=False), STORE), []),
+    ],
+)
+def test_a_load_names_the_stores_through_which_alone_kv_is_handed_over(statuses, ids):
+    message = load_to_proto(EngineLoad(0, 0, 0, 0, 0), statuses)
+    assert list(message.kv_store_ids) == ids
+    backends = kv_backends_to_proto(statuses)
+    assert [(each.name, each.can_load, each.is_store) for each in backends] == [
+        (each.name, each.can_load, each.is_store) for each in statuses
+    ]

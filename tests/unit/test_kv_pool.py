@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.container_limits import LimitsShare
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
@@ -18,9 +19,11 @@ from engine.runtime.kv_pool import (
     decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
+    default_cpu_bytes,
     log_pool,
 )
 from engine.runtime.loader import LoadedModel
+from engine.runtime.memory_plan import MemoryPlan
 from kvstore.layout import KvLayout
 
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
@@ -29,9 +32,12 @@ _GIBIBYTE = 2**30
 _CPU = torch.device("cpu")
 
 
-def _decide(max_model_len=100, free_bytes=None, spec=_SPEC, **flags):
+def _decide(max_model_len=100, free_bytes=None, spec=_SPEC, plan=None, **flags):
     config = EngineConfig(model="m", **flags)
-    return decide_num_blocks(config, _LAYOUT, spec, max_model_len, free_bytes)
+    is_on_cpu = free_bytes is None
+    bytes_for_pool = default_cpu_bytes(plan) if is_on_cpu else free_bytes
+    places = {"is_on_cpu": is_on_cpu, "plan": plan}
+    return decide_num_blocks(config, _LAYOUT, spec, max_model_len, bytes_for_pool, **places)
 
 
 def test_the_override_wins_over_everything():
@@ -82,13 +88,81 @@ def test_the_error_of_a_pool_too_small_for_one_request_names_sufficient_flags(fl
 def test_the_error_of_a_pool_too_small_for_max_model_len_names_that_flag():
     config = EngineConfig(model="m", num_gpu_blocks_override=6, max_model_len=100)
     with pytest.raises(ConfigurationError, match="--max-model-len is 100"):
-        decide_num_blocks(config, _LAYOUT, _SPEC, 100, None)
+        decide_num_blocks(config, _LAYOUT, _SPEC, 100, default_cpu_bytes(None))
 
 
 def test_the_error_of_an_empty_pool_suggests_no_length():
     with pytest.raises(ConfigurationError) as caught:
         _decide(kv_cache_memory_bytes=1)
     assert "--max-model-len" not in caught.value.message
+
+
+_NEEDS = {"weights": 30 << 20, "process": 170 << 20}
+_MIB = 1 << 20
+
+
+def _plan(limit_mib, share=None):
+    return MemoryPlan(limit_mib * _MIB, share or LimitsShare(), _NEEDS)
+
+
+def test_the_pool_of_a_cpu_is_what_a_memory_limit_leaves():
+    long = {"max_model_len": 10**5, "max_num_seqs": 1000}
+    assert _decide(plan=_plan(300), **long) == 100 * _MIB // _LAYOUT.block_bytes
+    assert _decide(plan=_plan(5000), **long) == _GIBIBYTE // _LAYOUT.block_bytes
+    assert _decide(max_model_len=100, max_num_seqs=3, plan=_plan(300)) == 3 * 7
+
+
+def test_workers_of_a_container_divide_what_its_memory_limit_leaves():
+    share = LimitsShare(num_workers=2, other_bytes=50 * _MIB)
+    num_blocks = _decide(max_model_len=10**5, max_num_seqs=1000, plan=_plan(650, share))
+    assert num_blocks == 100 * _MIB // _LAYOUT.block_bytes
+
+
+def test_a_memory_limit_below_what_is_needed_is_refused_with_the_numbers():
+    needed = -(-_SPEC.blocks_for(10**5) * _LAYOUT.block_bytes // _MIB)
+    with pytest.raises(ConfigurationError) as caught:
+        _decide(max_model_len=10**5, plan=_plan(200 + needed - 1))
+    for text in (
+        f"the memory limit of this container is {199 + needed} MiB, and {200 + needed} MiB are",
+        "weights 30 MiB, process 170 MiB, KV cache",
+        "mem_limit of compose",
+        "--max-model-len",
+    ):
+        assert text in caught.value.message
+    assert _decide(max_model_len=10**5, plan=_plan(200 + needed)) >= _SPEC.blocks_for(10**5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ({"kv_cache_memory_bytes": 101 * _MIB}, "--kv-cache-memory-bytes to at most 100MiB"),
+        (
+            {"num_gpu_blocks_override": 100 * _MIB // _LAYOUT.block_bytes + 1},
+            f"--num-gpu-blocks-override to at most {100 * _MIB // _LAYOUT.block_bytes}",
+        ),
+    ],
+)
+def test_a_size_that_a_flag_sets_and_that_does_not_fit_is_refused(flags, remedy):
+    assert _decide(plan=_plan(500), **flags)
+    with pytest.raises(ConfigurationError, match="limit of this container is 300 MiB") as caught:
+        _decide(plan=_plan(300), **flags)
+    assert caught.value.message.endswith(f"set {remedy}")
+
+
+def test_the_plan_is_a_line_of_the_log(caplog):
+    with caplog.at_level(logging.INFO, logger="baton.engine"):
+        _decide(plan=_plan(300), kv_cache_memory_bytes=64 * _MIB)
+    assert caplog.messages == [
+        "memory: of a limit of 300 MiB: weights 30 MiB, process 170 MiB, KV cache 64 MiB"
+    ]
+
+
+def test_swapped_kv_of_a_gpu_is_what_a_memory_limit_leaves():
+    config = EngineConfig(model="m")
+    num_blocks = decide_num_host_blocks(config, _LAYOUT, 10**9, torch.device("cuda"), _plan(300))
+    assert num_blocks == 100 * _MIB // _LAYOUT.block_bytes
+    # The pool itself is not in this memory.
+    assert _decide(free_bytes=_GIBIBYTE, plan=_plan(300)) == _GIBIBYTE // _LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

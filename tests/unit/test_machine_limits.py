@@ -1,8 +1,22 @@
 """Limits of cores and memory, set by control groups of either version."""
 
+from pathlib import Path
+
 import pytest
 
-from baton.machine_limits import Memory, affine_cores, cpu_quota, read_memory, usable_cores
+from baton.machine_limits import (
+    Memory,
+    Tasks,
+    affine_cores,
+    count_memory_kills,
+    cpu_quota,
+    is_in_memory,
+    kept_memory_share,
+    private_bytes,
+    read_memory,
+    read_tasks,
+    usable_cores,
+)
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 5 kB\nMemAvailable: {9 * GIB // 1024} kB\n"
@@ -89,6 +103,69 @@ def test_version_1_may_have_no_limits(machine):
     )
     assert cpu_quota(root) is None
     assert read_memory(root) == Memory(total=16 * GIB, available=9 * GIB, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("group", "folder"),
+    [("0::/pod/container\n", "pod/container"), ("8:pids:/docker/abc\n0::/\n", "pids")],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_tasks_of_both_versions(machine, group, folder):
+    files = {"pids.max": "max\n", "pids.current": "7\n"}
+    paths = {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+    assert read_tasks(machine(group, paths)) == Tasks(None)
+    paths[f"sys/fs/cgroup/{folder}/pids.max"] = "64\n"
+    assert read_tasks(machine(group, paths)) == Tasks(limit=64, used=7)
+
+
+def test_the_smallest_limit_of_tasks_counts(machine):
+    root = machine(
+        "0::/pod/container\n",
+        {
+            "sys/fs/cgroup/pod/container/pids.max": "100\n",
+            "sys/fs/cgroup/pod/container/pids.current": "3\n",
+            "sys/fs/cgroup/pod/pids.max": "50\n",
+            "sys/fs/cgroup/pod/pids.current": "40\n",
+        },
+    )
+    assert read_tasks(root) == Tasks(limit=50, used=40)
+
+
+def test_processes_killed_for_memory_are_counted_in_both_versions(machine):
+    assert count_memory_kills(machine("", {})) is None
+    events = {"sys/fs/cgroup/pod/memory.events": "oom 9\noom_kill 2\n"}
+    assert count_memory_kills(machine("0::/pod\n", events)) == 2
+    control = {"sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\noom_kill 3\n"}
+    assert count_memory_kills(machine("4:memory:/docker/abc\n0::/other\n", control)) == 3
+
+
+def test_cached_files_do_not_count_as_kept(machine):
+    assert kept_memory_share(machine("", {})) is None
+    group = "sys/fs/cgroup/pod"
+    root = machine(
+        "0::/pod\n",
+        {
+            f"{group}/memory.max": "1000\n",
+            f"{group}/memory.current": "900\n",
+            f"{group}/memory.stat": "anon 600\nactive_file 100\ninactive_file 200\n",
+        },
+    )
+    assert kept_memory_share(root) == 0.6
+
+
+def test_the_memory_of_a_process_itself_leaves_files_out(machine):
+    root = machine("", {"proc/self/status": "VmRSS: 900 kB\nRssAnon:\t 300 kB\nRssFile: 600 kB\n"})
+    assert private_bytes(root) == 300 * 1024
+
+
+def test_a_folder_lies_in_memory_if_its_nearest_mount_does(machine):
+    mounts = (
+        "/dev/sda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n/dev/sdb /dev/shm/disk xfs rw 0 0\n"
+    )
+    root = machine("", {"proc/self/mounts": mounts})
+    assert is_in_memory(Path("/dev/shm/baton-x"), root)
+    assert not is_in_memory(Path("/dev/shm/disk/x"), root)
+    assert not is_in_memory(Path("/var"), root)
 
 
 @pytest.mark.parametrize(

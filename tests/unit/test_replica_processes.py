@@ -103,6 +103,9 @@ class FakeRemoteProcess:
         self.returncode = 1
         return 1
 
+    def describe_end(self):
+        return "ended with status 1"
+
     def kill(self):
         self.ended.set()
 

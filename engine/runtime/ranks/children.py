@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from baton.container_limits import EndWatch
 from engine.runtime.ranks.meeting import shut_down
 
 __all__ = ["RankChildren"]
@@ -72,7 +73,9 @@ class RankChildren:
                 env=_environment(),
             )
         self._processes.append(process)
-        watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
+        watcher = threading.Thread(
+            target=self._watch, args=(rank, process, EndWatch()), daemon=True
+        )
         self._watchers.append(watcher)
         watcher.start()
         with suppress(BrokenPipeError):  # it has ended, which the watcher reports
@@ -98,12 +101,12 @@ class RankChildren:
         for link in self.links:
             link.close()
 
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]", end: EndWatch) -> None:
         status = process.wait()
         if self._is_closing:
             return
         if status != 0:  # a rank that rank 0 has ended may end before `close`
-            _logger.error("rank %d has ended with status %d", rank, status)
+            _logger.error("rank %d %s", rank, end.describe(status))
         self._on_end()
 
 

@@ -50,8 +50,8 @@ class FolderClock:
         self._next_measure_s = time.monotonic() + _MEASURE_S
         own_ns = time.time_ns()
         try:
-            os.utime(fd)  # to the file system's time
-            ahead_ns = own_ns - os.fstat(fd).st_mtime_ns
+            os.utime(fd)
+            ahead_ns = own_ns - os.fstat(fd).st_ctime_ns  # the file system alone sets this time
         except OSError:
             return  # the last difference is the best that is known
         self._ahead_ns = ahead_ns if abs(ahead_ns) > _TOLERANCE_NS else 0

@@ -16,6 +16,7 @@
   free a moment later, when the last reader closes the file.
 - Removal: a cleaner or a logout may remove the folder, and a volume may be mounted over it. The
   holder of the lock checks that the ledger's path still leads to the file that it has locked.
+  No file stays open between calls, so a disk can be unmounted and mounted read-only meanwhile.
 - Without the right to write: if the folder is there, its objects can be read, and touching them is
   left out.
 - Crashes: a writer holds `flock` on its temporary file. If the lock is free, the writer
@@ -28,7 +29,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -151,8 +152,7 @@ class FolderSpace(BoundedSpace[FoundObject]):
         return self._ledger.peek_object_bytes()
 
     def close(self) -> None:
-        """Closes the ledger. Called once. A diagnosis leaves no folder behind that it has made."""
-        self._ledger.close()
+        """Removes what a diagnosis has made: other users could not use it."""
         if self._is_diagnosis and Path(self.objects_folder) in self._made.made:
             self._ledger_path.unlink(missing_ok=True)
             self._made.remove()
@@ -296,8 +296,10 @@ class SpaceLedger:
     """
 
     def __init__(self, path: Path, timeout_s: float) -> None:
-        self._lock = FileLock(path, timeout_s)
+        self._path = path
+        self._timeout_s = timeout_s
         self.object_bytes = 0
+        FileLock(path, timeout_s).close()
 
     @contextmanager
     def locked(self, clock: FolderClock) -> Iterator[None]:
@@ -307,27 +309,35 @@ class SpaceLedger:
             clock: is compared with the file system's.
 
         Raises:
+            FileNotFoundError: the file was removed.
             OutdatedFilesError: the path leads to another file by now.
         """
-        with self._lock.locked():
-            self._lock.check_path()
-            clock.measure(self._lock.fd)
-            self.object_bytes = self.peek_object_bytes()
+        lock = FileLock(self._path, self._timeout_s, makes=False)
+        with closing(lock), lock.locked():
+            lock.check_path()
+            clock.measure(lock.fd)
+            self.object_bytes = _read_number(lock.fd)
             try:
                 yield
             finally:
                 number = _NUMBER.pack(max(0, self.object_bytes))
-                os.pwrite(self._lock.fd, number, 0)
+                os.pwrite(lock.fd, number, 0)
 
     def peek_object_bytes(self) -> int:
-        """Returns the number in the file, 0 if a crash left less than a number; needs no lock."""
-        written = os.pread(self._lock.fd, _NUMBER.size, 0)
-        number: int = _NUMBER.unpack(written.ljust(_NUMBER.size, b"\0"))[0]
-        return number
+        """Returns the number in the file; needs no lock.
 
-    def close(self) -> None:
-        """Closes the file, after the lock was released."""
-        self._lock.close()
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        with self._path.open("rb") as file:
+            return _read_number(file.fileno())
+
+
+def _read_number(fd: int) -> int:
+    """Returns the number in a ledger's file, 0 if a crash left less than a number."""
+    written = os.pread(fd, _NUMBER.size, 0)
+    number: int = _NUMBER.unpack(written.ljust(_NUMBER.size, b"\0"))[0]
+    return number
 
 
 class ReadOnlyLedger:
@@ -353,6 +363,3 @@ class ReadOnlyLedger:
     def peek_object_bytes(self) -> int:
         """Returns 0: the number is not known."""
         return 0
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -20,12 +20,13 @@ from typing import Self
 
 from typing_extensions import override
 
+from baton.machine_limits import is_in_memory
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, StoreCounters, batches
 from kvstore.stores.file.folder_clock import FolderClock
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
 from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
-from kvstore.url import LIMIT_OPTIONS, StoreUrl
+from kvstore.url import LIMIT_OPTIONS, StoreUrl, bound_in_memory
 
 __all__ = ["FileStore", "ObjectFolder"]
 
@@ -69,13 +70,30 @@ class FileStore(SharedStore):
         syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):
             raise parts.error("write file:///absolute/path")
-        limits = parts.limits(_DEFAULT_MAX_BYTES, is_diagnosis=is_diagnosis)
-        folder, clock = Path(parts.path), FolderClock(limits)
+        folder = Path(parts.path)
+        limits = parts.limits(_default_bound(folder), is_diagnosis=is_diagnosis)
+        clock = FolderClock(limits)
 
         def open_folder(counters: StoreCounters) -> ObjectFolder:
             return ObjectFolder(FolderSpace(folder, limits, clock, counters), syncs=syncs)
 
         return cls(open_folder, parts, folder, limits)
+
+    @classmethod
+    @override
+    def memory_bytes(cls, url: str) -> int:
+        """Counts objects in a file system that lies in memory, such as tmpfs; a limit of memory
+        does not count others, whose cached pages the kernel takes back.
+        """
+        parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
+        path = Path(parts.path)
+        if not is_in_memory(path):
+            return 0
+        return parts.num_bytes("max_bytes") or bound_in_memory(_DEFAULT_MAX_BYTES, path)
+
+
+def _default_bound(path: Path) -> int:
+    return bound_in_memory(_DEFAULT_MAX_BYTES) if is_in_memory(path) else _DEFAULT_MAX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +150,7 @@ class ObjectFolder:
         return self._space.num_bytes()
 
     def close(self) -> None:
-        """Closes the folder's ledger."""
+        """See `FolderSpace.close`."""
         self._space.close()
 
     def _path(self, key: bytes) -> str:

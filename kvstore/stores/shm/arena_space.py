@@ -243,7 +243,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise _NoTableMemoryError(f"the table cannot grow: {error.strerror}") from error
+            raise _NoTableMemoryError(
+                f"disk full: the table of objects cannot grow: {error.strerror}"
+            ) from error
 
     def _remove(self, extent: Extent) -> bool:
         """Removes an object that is not evicted; returns whether it was alive."""

@@ -13,7 +13,7 @@ from kvstore.stores.base import SharedStore, StoreCounters, StoredObjects
 from kvstore.stores.folders import MadeFolders, why_not_private
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
-from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl
+from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, bound_in_memory
 
 __all__ = ["LEAST_FREE_BYTES", "ShmStore"]
 
@@ -52,7 +52,8 @@ class ShmStore(SharedStore):
     def from_url(cls, url: str) -> Self:
         """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
 
-        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB.
+        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB and a quarter
+        of the container's memory limit.
 
         Raises:
             ConfigurationError: the name or an option is wrong; the machine has no /dev/shm.
@@ -78,8 +79,15 @@ class ShmStore(SharedStore):
                 "or memory:// within one"
             )
         folder = _SHARED_MEMORY / f"baton-{name}"
-        limits = parts.limits(_DEFAULT_MAX_BYTES, is_diagnosis=is_diagnosis)
+        default_max_bytes = bound_in_memory(_DEFAULT_MAX_BYTES)
+        limits = parts.limits(default_max_bytes, is_diagnosis=is_diagnosis)
         return cls(lambda counters: _open_arena(folder, limits, counters), parts, folder, limits)
+
+    @classmethod
+    @override
+    def memory_bytes(cls, url: str) -> int:
+        limits = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED).limits(_DEFAULT_MAX_BYTES)
+        return limits.max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES, _SHARED_MEMORY)
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:

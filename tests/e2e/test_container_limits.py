@@ -1,0 +1,158 @@
+"""Containers with limits: they serve, or refuse at the start and say what they need."""
+
+import asyncio
+import http.client
+import itertools
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from baton import AsyncClient, SamplingParams
+from tests.support.checkpoints import prompt_of
+from tests.support.containers import IMAGE, ComposeProject, run_program
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+
+LOAD_S = 10.0
+NUM_STREAMS = 8
+NUM_TOKENS = 24
+NUM_IDLE = 1200
+MAX_OTHER_LINES = 40
+HTTP_PORT = 8000
+SUPERVISOR = """
+import asyncio
+from baton.processes.spawn import ProcessSpec
+from baton.processes.supervisor import SupervisedProcess
+
+async def main():
+    ended = asyncio.Event()
+    def write(line):
+        print(line, flush=True)
+        if "ended" in line:
+            ended.set()
+    spec = ProcessSpec("hog", "timeit", ("-n1", "-r1", "bytearray(1 << 30)"))
+    process = SupervisedProcess(spec, write)
+    process.start()
+    await asyncio.wait_for(ended.wait(), 60)
+    await process.stop()
+
+asyncio.run(main())
+"""
+
+SERVED = {
+    "prefill": "mem_limit: 480m, pids_limit: 40, cpus: 1.5",
+    "decode": "mem_limit: 480m, pids_limit: 40, cpus: 1.5",
+    "router": "mem_limit: 160m, pids_limit: 28, ulimits: {nofile: 1024}",
+}
+BOTH_STORES = "multi://shm://kv?max_bytes=48MiB,redis://redis:6379/0?password_file=/run/kv/password"
+
+REFUSED = [
+    ("--memory=64m", "decode --model=demo", "memory limit of this container is 64 MiB"),
+    ("--memory=32m", "router --model=demo --decode=h:1", "memory limit of this container is 32"),
+    ("--memory=200m", "serve demo", "baton serve needs at least"),
+    ("--memory=300m", "decode --model=demo", "MiB are needed: weights 10 MiB, process"),
+    (
+        "--memory=400m",
+        "decode --model=demo --kv-cache-memory-bytes=1GiB",
+        "set --kv-cache-memory-bytes to at most",
+    ),
+    (
+        "--memory=400m",
+        "decode --model=demo --kv-connector=shm://kv?max_bytes=300MiB",
+        "KV store 300 MiB",
+    ),
+    ("--pids-limit=12", "decode --model=demo", r"limit of tasks \(pids\) of this container is 12"),
+    ("--pids-limit=50", "decode --model=demo --num-threads=32", "with --num-threads 32 needs"),
+]
+
+
+async def send_distinct_prompts(address: str, duration_s: float) -> list[str]:
+    """Streams distinct prompts without a pause; returns what each ended with."""
+    ends: list[str] = []
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    seeds, deadline = itertools.count(1000), time.monotonic() + duration_s
+
+    async def send(client: AsyncClient) -> None:
+        while time.monotonic() < deadline:
+            seed = next(seeds)
+            tokens = 0
+            async for chunk in client.stream(prompt_of(100 + seed % 300, seed=seed), params):
+                tokens += len(chunk.token_ids)
+            ends.append("whole" if tokens == NUM_TOKENS else f"{tokens} tokens")
+
+    async with AsyncClient(address) as client, asyncio.TaskGroup() as streams:
+        for _ in range(NUM_STREAMS):
+            streams.create_task(send(client))
+    return ends
+
+
+@contextmanager
+def idle_connections(host: str, port: int, number: int) -> Iterator[None]:
+    """Holds connections that send nothing, as far as the server keeps them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * number)), hard))
+    with ExitStack() as connections:
+        for _ in range(number):
+            connections.enter_context(socket.create_connection((host, port), 5))
+        yield
+
+
+def health_status(host: str, port: int) -> int:
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+async def test_services_with_limits_serve_distinct_prompts_beside_idle_connections(
+    open_project: Callable[..., ComposeProject],
+) -> None:
+    """Nothing is killed, refused or restarted, and the logs stay short."""
+    with open_project(limits=SERVED, kv_connector=BOTH_STORES) as project:
+        await project.scale(prefill=1, decode=1)
+        (router,) = project.containers("router")
+        host = project.inspect(router, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
+        try:
+            with idle_connections(host, HTTP_PORT, NUM_IDLE):
+                ends = await send_distinct_prompts(f"{host}:50051", LOAD_S)
+                assert health_status(host, HTTP_PORT) == http.client.OK
+            assert set(ends) == {"whole"}
+            for service in SERVED:
+                (container,) = project.containers(service)
+                assert project.inspect(container, "{{.RestartCount}}") == "0", service
+            for tier in ("prefill", "decode"):
+                assert re.search(r"memory: of a limit of 480 MiB: .*KV cache", project.log(tier))
+            assert len(project.log("router").splitlines()) < len(ends) + MAX_OTHER_LINES
+        except BaseException:
+            print(project.logs())
+            raise
+
+
+@pytest.mark.usefixtures("open_project")
+def test_limits_below_what_a_process_needs_are_refused_in_one_line() -> None:
+    def refuse(case: tuple[str, str, str]) -> str:
+        limit, command, expected = case
+        run = ("docker", "run", "--rm", limit, "--shm-size=1g", IMAGE, *command.split())
+        ended = run_program(*run, check=False)
+        *_, line = ended.stderr.splitlines()
+        is_right = re.search(expected, line) and re.search(r"; |: raise", line)
+        return "" if (ended.returncode, bool(is_right)) == (2, True) else f"{case}: {ended}"
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [problem for problem in threads.map(refuse, REFUSED) if problem] == []
+
+
+@pytest.mark.usefixtures("open_project")
+def test_a_process_that_is_killed_for_memory_is_named_with_the_remedy() -> None:
+    run = ("docker", "run", "--rm", "--memory=96m", "--memory-swap=96m", "--entrypoint=python")
+    ended = run_program(*run, IMAGE, "-c", SUPERVISOR, check=False)
+    assert "hog | ended with status -9: the kernel killed it for lack of memory" in ended.stdout
+    assert "of 96 MiB of this container" in ended.stdout

@@ -1,0 +1,120 @@
+"""What a worker plans to need of a memory limit."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.container_limits import SHARE_VARIABLE, LimitsShare
+from baton.errors import ConfigurationError
+from baton.machine_limits import Memory
+from engine.config import EngineConfig
+from engine.runtime import memory_plan, worker_plan
+from engine.runtime.loader import load_model
+from engine.runtime.memory_plan import check_weights
+from engine.runtime.worker_plan import plan_memory, step_bytes
+from kvstore import url
+from kvstore.layout import KvLayout
+from kvstore.registry import memory_bytes
+
+MIB = 1 << 20
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
+CONFIG = EngineConfig(model="demo")
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """Returns a function that sets a limit of memory, and what the process has of it."""
+
+    def limit(num_bytes, used=100 * MIB):
+        memory = Memory(1 << 40, 1 << 40, num_bytes)
+        for module in (worker_plan, memory_plan, url):
+            monkeypatch.setattr(module, "read_memory", lambda: memory)
+        monkeypatch.setattr(worker_plan, "private_bytes", lambda: used)
+
+    return limit
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model("demo", "auto", "cpu", progress=False)
+
+
+def test_nothing_is_planned_without_a_limit(limited, demo):
+    limited(None)
+    assert plan_memory(CONFIG, demo, LAYOUT) is None
+
+
+def test_weights_of_the_process_are_counted_once(limited, demo):
+    limited(1000 * MIB)
+    assert demo.weight_bytes > 0
+    own = plan_memory(CONFIG, demo, LAYOUT)
+    shared = plan_memory(CONFIG, replace(demo, shares_weights=True), LAYOUT)
+    assert own.parts["weights"] == shared.parts["weights"] == demo.weight_bytes
+    assert shared.parts["process"] - own.parts["process"] == demo.weight_bytes
+
+
+def test_workers_of_a_container_share_its_limit_and_the_weights(limited, demo, monkeypatch):
+    limited(1000 * MIB)
+    share = LimitsShare(num_workers=2, other_bytes=100 * MIB)
+    monkeypatch.setenv(SHARE_VARIABLE, share.environment[SHARE_VARIABLE])
+    plan = plan_memory(CONFIG, replace(demo, shares_weights=True), LAYOUT)
+    assert plan.parts["weights"] == demo.weight_bytes // 2
+    assert plan.left == 450 * MIB - sum(plan.parts.values())
+    ranks = plan_memory(CONFIG, demo, LAYOUT, num_local=3)
+    assert ranks.left == max(0, 150 * MIB - sum(ranks.parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "part", "num_bytes"),
+    [
+        ({"swap_space": 64 * MIB}, "swapped KV", 64 * MIB),
+        ({"kv_connector": "memory://?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "shm://kv"}, "KV store", 250 * MIB),
+        ({"kv_connector": "faulty+shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "multi://grpc://,shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "redis://host:6379/0"}, "KV store", 0),
+        ({"kv_connector": "file:///var/kv?max_bytes=80MiB"}, "KV store", 0),
+        ({"kv_connector": "file:///dev/shm/kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+    ],
+)
+def test_what_flags_add_is_planned(limited, demo, flags, part, num_bytes):
+    limited(1000 * MIB)
+    plan = plan_memory(replace(CONFIG, **flags), demo, LAYOUT)
+    assert plan.parts[part] == num_bytes
+
+
+def test_staging_is_planned_for_each_connector(limited, demo):
+    limited(1000 * MIB)
+    urls = None, "grpc://", "multi://grpc://,memory://,redis://host:6379/0"
+    configs = [replace(CONFIG, kv_connector=url) for url in urls]
+    sizes = [plan_memory(config, demo, LAYOUT).parts["transfers"] for config in configs]
+    assert sizes == [0, sizes[1], 3 * sizes[1]]
+    assert sizes[1] > 0
+
+
+def test_a_larger_step_needs_more(demo):
+    least = step_bytes(CONFIG, demo)
+    assert step_bytes(replace(CONFIG, max_num_batched_tokens=8192), demo) > least
+    assert step_bytes(replace(CONFIG, max_num_seqs=4096), demo) > least
+
+
+def test_a_model_on_a_gpu_needs_none_of_this_memory(limited, demo):
+    limited(1000 * MIB)
+    plan = plan_memory(CONFIG, demo, LAYOUT, is_on_cpu=False)
+    assert plan.parts["weights"] == plan.parts["step"] == 0
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(limited):
+    limited(1000 * MIB)
+    check_weights("small", 700 * MIB, is_shared=False)
+    with pytest.raises(ConfigurationError, match="weights of large 950 MiB") as caught:
+        check_weights("large", 950 * MIB, is_shared=False)
+    assert "limit of this container is 1000 MiB" in caught.value.message
+
+
+def test_a_store_of_a_connector_is_bounded_by_a_share_of_the_limit(limited):
+    limited(400 * MIB)
+    assert memory_bytes("shm://kv") == memory_bytes("memory://") == 100 * MIB
+    limited(None)
+    assert memory_bytes("memory://") == 1024 * MIB
