@@ -82,7 +82,7 @@ def test_a_lookup_touches_nothing_after_the_first_missing_key(cluster, store):
     assert max(lives_ms[10:]) <= 60_000
 
 
-@pytest.fixture(params=["ip", "hostname", "unknown-endpoint"])
+@pytest.fixture(params=["ip", "unknown-endpoint", pytest.param("hostname", marks=pytest.mark.slow)])
 def endpoints(cluster, request):
     """Makes servers announce addresses, or "?" for lack of a name, or nothing."""
     for server in cluster.servers:

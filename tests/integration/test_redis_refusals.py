@@ -16,6 +16,7 @@ from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import acl_rules, ask, make_certificate
 from tests.support.redis_server import await_true, free_port, running_redis_server
 
+_slow = pytest.mark.slow
 _SMALL, _LARGE = 100_000, 5_000_000
 _SIZES = [_SMALL, _LARGE, _SMALL]
 
@@ -49,7 +50,10 @@ _NO_WRITES = {
 }
 
 
-@pytest.mark.parametrize("refusal", _NO_WRITES)
+@pytest.mark.parametrize(
+    "refusal",
+    ["MISCONF", "READONLY", *(pytest.param(r, marks=_slow) for r in ("NOREPLICAS", "NOPERM"))],
+)
 def test_what_a_server_without_writes_holds_is_read(tmp_path, monkeypatch, caplog, refusal):
     caplog.set_level(logging.INFO, "baton.kvstore")
     monkeypatch.setattr(allowances, "_RETRY_S", 0.0)
@@ -112,7 +116,7 @@ def running_with_user(*rules):
         yield server, server.url.replace("//", "//baton:secret@")
 
 
-@pytest.mark.parametrize("database", [0, 1])
+@pytest.mark.parametrize("database", [pytest.param(0, marks=_slow), 1])
 def test_the_commands_that_the_page_lists_are_those_that_workers_need(database, caplog):
     rules = acl_rules("Workers")
     with running_with_user(*rules) as (_, first):
@@ -128,6 +132,7 @@ def test_the_commands_that_the_page_lists_are_those_that_workers_need(database, 
             assert store.delete(keys) == 3
 
 
+@pytest.mark.slow
 def test_each_command_that_the_page_lists_is_needed():
     """Without one, doctor says which, or what is lost."""
     rules = acl_rules("Workers")
@@ -232,13 +237,22 @@ def is_answering(store):
 @pytest.mark.parametrize(
     ("arguments", "url", "texts"),
     [
-        (["--requirepass", "x"], "{url}", ["NOAUTH", "the URL needs a password"]),
+        pytest.param(
+            ["--requirepass", "x"], "{url}", ["NOAUTH", "the URL needs a password"], marks=_slow
+        ),
         (["--requirepass", "x"], "{login}", ["WRONGPASS", "the user or the password is wrong"]),
         (["--proto-max-bulk-len", "1mb"], "{url}", ["raise the server's proto-max-bulk-len"]),
         (["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"], "{url}", ["does not evict"]),
-        (["--rename-command", "SET", "hidden"], "{url}", ["unknown command 'SET'"]),
+        pytest.param(
+            ["--rename-command", "SET", "hidden"], "{url}", ["unknown command 'SET'"], marks=_slow
+        ),
         ([], "{tls}", ["does not speak TLS: write redis in place of rediss"]),
-        ([], "redis+cluster://127.0.0.1:{port}", ["cluster support disabled", "write redis://"]),
+        pytest.param(
+            [],
+            "redis+cluster://127.0.0.1:{port}",
+            ["cluster support disabled", "write redis://"],
+            marks=_slow,
+        ),
         ([], "redis+sentinel://127.0.0.1:{port}/kv", ["No master found for 'kv'", "sentinel"]),
     ],
 )
