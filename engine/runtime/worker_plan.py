@@ -23,6 +23,10 @@ _COPIES = 2
 """Of the hidden states: while a step is recorded, the memory of smaller ones is kept."""
 _COPIES_OF_LOGITS = 3
 """Those of the model, those that rules have changed, and those that are drawn from."""
+_MIN_PROCESS_BYTES = 192 << 20
+"""Somewhat more than the interpreter with torch: starts differ by some MiB, and the limit that an
+error names must do for the next one.
+"""
 _GROWTH_BYTES = 64 << 20
 """What a worker takes after its start: requests, calls, prefixes, gaps in the heap, pages of tables
 in the kernel, and the processes of the watchdog and of health checks.
@@ -75,9 +79,10 @@ def plan_memory(
     share = of_worker.of_ranks(num_local)
     weights = loaded.weight_bytes if is_on_cpu else 0
     private_weights = 0 if loaded.shares_weights else weights
+    process = (private_bytes() or 0) - private_weights
     parts = {
         "weights": private_weights or weights // of_worker.num_workers,
-        "process": max(0, (private_bytes() or 0) - private_weights) + _GROWTH_BYTES,
+        "process": max(_MIN_PROCESS_BYTES, process) + _GROWTH_BYTES,
         "step": step_bytes(config, loaded) + drafter_bytes if is_on_cpu else 0,
         "transfers": _num_connectors(config) * staging_bytes(layout),
         "swapped KV": config.swap_space or 0,
@@ -98,7 +103,7 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     tokens, the logits of the rows that draw, and the tokens of sequences with logit rules.
     """
     model = loaded.model.config
-    itemsize = getattr(torch, loaded.dtype).itemsize
+    itemsize: int = getattr(torch, loaded.dtype).itemsize
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     width = 4 * model.hidden_size + heads * model.head_dim + 2 * model.mlp_size
     hidden = _COPIES * config.max_num_batched_tokens * width * itemsize

@@ -46,8 +46,8 @@ asyncio.run(main())
 """
 
 SERVED = {
-    "prefill": "mem_limit: 480m, pids_limit: 40, cpus: 1.5",
-    "decode": "mem_limit: 480m, pids_limit: 40, cpus: 1.5",
+    "prefill": "mem_limit: 512m, pids_limit: 40, cpus: 1.5",
+    "decode": "mem_limit: 512m, pids_limit: 40, cpus: 1.5",
     "router": "mem_limit: 160m, pids_limit: 28, ulimits: {nofile: 1024}",
 }
 BOTH_STORES = "multi://shm://kv?max_bytes=48MiB,redis://redis:6379/0?password_file=/run/kv/password"
@@ -64,8 +64,8 @@ REFUSED = [
     ),
     (
         "--memory=400m",
-        "decode --model=demo --kv-connector=shm://kv?max_bytes=300MiB",
-        "KV store 300 MiB",
+        "decode --model=demo --kv-connector=shm://kv?max_bytes=320MiB",
+        "KV store 360 MiB",
     ),
     ("--pids-limit=12", "decode --model=demo", r"limit of tasks \(pids\) of this container is 12"),
     ("--pids-limit=50", "decode --model=demo --num-threads=32", "with --num-threads 32 needs"),
@@ -129,7 +129,7 @@ async def test_services_with_limits_serve_distinct_prompts_beside_idle_connectio
                 (container,) = project.containers(service)
                 assert project.inspect(container, "{{.RestartCount}}") == "0", service
             for tier in ("prefill", "decode"):
-                assert re.search(r"memory: of a limit of 480 MiB: .*KV cache", project.log(tier))
+                assert re.search(r"memory: of a limit of 512 MiB: .*KV cache", project.log(tier))
             assert len(project.log("router").splitlines()) < len(ends) + MAX_OTHER_LINES
         except BaseException:
             print(project.logs())

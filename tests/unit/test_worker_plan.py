@@ -1,5 +1,6 @@
 """What a worker plans to need of a memory limit."""
 
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ CONFIG = EngineConfig(model="demo")
 def limited(monkeypatch):
     """Returns a function that sets a limit of memory, and what the process has of it."""
 
-    def limit(num_bytes, used=100 * MIB):
+    def limit(num_bytes, used=300 * MIB):
         memory = Memory(1 << 40, 1 << 40, num_bytes)
         for module in (worker_plan, memory_plan, url):
             monkeypatch.setattr(module, "read_memory", lambda: memory)
@@ -53,15 +54,23 @@ def test_weights_of_the_process_are_counted_once(limited, demo):
     assert shared.parts["process"] - own.parts["process"] == demo.weight_bytes
 
 
+def test_starts_of_a_small_process_have_the_same_plan(limited, demo):
+    plans = []
+    for used in (120 * MIB, 150 * MIB):
+        limited(1000 * MIB, used)
+        plans.append(plan_memory(CONFIG, demo, LAYOUT))
+    assert plans[0] == plans[1]
+
+
 def test_workers_of_a_container_share_its_limit_and_the_weights(limited, demo, monkeypatch):
-    limited(1000 * MIB)
+    limited(3100 * MIB)
     share = LimitsShare(num_workers=2, other_bytes=100 * MIB)
     monkeypatch.setenv(SHARE_VARIABLE, share.environment[SHARE_VARIABLE])
     plan = plan_memory(CONFIG, replace(demo, shares_weights=True), LAYOUT)
     assert plan.parts["weights"] == demo.weight_bytes // 2
-    assert plan.left == 450 * MIB - sum(plan.parts.values())
+    assert plan.left == 1500 * MIB - sum(plan.parts.values())
     ranks = plan_memory(CONFIG, demo, LAYOUT, num_local=3)
-    assert ranks.left == max(0, 150 * MIB - sum(ranks.parts.values()))
+    assert ranks.left == 500 * MIB - sum(ranks.parts.values())
 
 
 @pytest.mark.parametrize(
@@ -69,17 +78,16 @@ def test_workers_of_a_container_share_its_limit_and_the_weights(limited, demo, m
     [
         ({"swap_space": 64 * MIB}, "swapped KV", 64 * MIB),
         ({"kv_connector": "memory://?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "shm://kv"}, "KV store", 250 * MIB),
-        ({"kv_connector": "faulty+shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
-        ({"kv_connector": "multi://grpc://,shm://kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
+        ({"kv_connector": "shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
+        ({"kv_connector": "faulty+shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
+        ({"kv_connector": "multi://grpc://,shm://kv?max_bytes=80MiB"}, "KV store", 90 * MIB),
         ({"kv_connector": "redis://host:6379/0"}, "KV store", 0),
         ({"kv_connector": "file:///var/kv?max_bytes=80MiB"}, "KV store", 0),
         ({"kv_connector": "file:///dev/shm/kv?max_bytes=80MiB"}, "KV store", 80 * MIB),
     ],
 )
 def test_what_flags_add_is_planned(limited, demo, flags, part, num_bytes):
-    limited(1000 * MIB)
+    limited(800 * MIB)
     plan = plan_memory(replace(CONFIG, **flags), demo, LAYOUT)
     assert plan.parts[part] == num_bytes
 
@@ -113,8 +121,11 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(limited):
     assert "limit of this container is 1000 MiB" in caught.value.message
 
 
-def test_a_store_of_a_connector_is_bounded_by_a_share_of_the_limit(limited):
-    limited(400 * MIB)
-    assert memory_bytes("shm://kv") == memory_bytes("memory://") == 100 * MIB
+def test_a_store_in_memory_is_bounded_by_a_share_of_the_limit(limited, monkeypatch):
+    disk = namedtuple("disk", ["total"])(1 << 40)
+    monkeypatch.setattr(url.shutil, "disk_usage", lambda path: disk)
+    limited(320 * MIB)
+    assert memory_bytes("memory://") == 80 * MIB
+    assert memory_bytes("shm://kv") == 90 * MIB  # with the index and what is allocated ahead
     limited(None)
     assert memory_bytes("memory://") == 1024 * MIB

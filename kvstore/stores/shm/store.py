@@ -23,6 +23,8 @@ LEAST_FREE_BYTES = 16 << 20
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # a name in a folder has up to 255 bytes
 _DEFAULT_MAX_BYTES = 4 << 30
+_OVERHEAD_SHARE = 8
+"""The index and memory that is allocated ahead take at most this part of the objects' bound."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
@@ -87,7 +89,8 @@ class ShmStore(SharedStore):
     @override
     def memory_bytes(cls, url: str) -> int:
         limits = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED).limits(_DEFAULT_MAX_BYTES)
-        return limits.max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES, _SHARED_MEMORY)
+        max_bytes = limits.max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES, _SHARED_MEMORY)
+        return max_bytes + max_bytes // _OVERHEAD_SHARE
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
