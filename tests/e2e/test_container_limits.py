@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from baton import AsyncClient, SamplingParams
+from baton.container_limits import ROUTER_NEEDS, WORKER_NEEDS
 from tests.support.checkpoints import prompt_of
 from tests.support.containers import IMAGE, ComposeProject, run_program
 
@@ -45,10 +46,11 @@ async def main():
 asyncio.run(main())
 """
 
+WORKER_TASKS, ROUTER_TASKS = WORKER_NEEDS.all_tasks + 4, ROUTER_NEEDS.all_tasks + 4
 SERVED = {
-    "prefill": "mem_limit: 512m, pids_limit: 40, cpus: 1.5",
-    "decode": "mem_limit: 512m, pids_limit: 40, cpus: 1.5",
-    "router": "mem_limit: 160m, pids_limit: 28, ulimits: {nofile: 1024}",
+    "prefill": f"mem_limit: 512m, pids_limit: {WORKER_TASKS}, cpus: 1.5",
+    "decode": f"mem_limit: 512m, pids_limit: {WORKER_TASKS}, cpus: 1.5",
+    "router": f"mem_limit: 160m, pids_limit: {ROUTER_TASKS}, ulimits: {{nofile: 1024}}",
 }
 BOTH_STORES = "multi://shm://kv?max_bytes=48MiB,redis://redis:6379/0?password_file=/run/kv/password"
 
@@ -68,7 +70,11 @@ REFUSED = [
         "KV store 360 MiB",
     ),
     ("--pids-limit=12", "decode --model=demo", r"limit of tasks \(pids\) of this container is 12"),
-    ("--pids-limit=50", "decode --model=demo --num-threads=32", "with --num-threads 32 needs"),
+    (
+        f"--pids-limit={WORKER_TASKS}",
+        "decode --model=demo --num-threads=32",
+        "with --num-threads 32 needs",
+    ),
 ]
 
 
