@@ -11,6 +11,9 @@ import pytest
 from baton.v1 import generation_pb2_grpc
 from tests.support.cluster import ServerProcess
 from tests.support.fake_workers import MODEL, FakeDecode, running_workers
+from tests.support.grpc_clients.answers import candidates_of
+from tests.support.grpc_clients.builds import MissingToolError, command_of
+from tests.support.grpc_clients.program import running_client
 from tests.support.running_router import request, script_of, text_of
 from tests.support.tokenizer_folders import write_byte_level_folder
 
@@ -18,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TEXT = "the quick brown fox"
 CALLS_PER_S = 5
+MAX_BACKOFF_S = 1.5
+"""Of the libraries' first wait for a server that was not there, by default."""
 
 
 @asynccontextmanager
@@ -33,6 +38,18 @@ async def running_routers(folder: Path, decode: FakeDecode) -> AsyncIterator[lis
             router.kill()
 
 
+def built_kinds() -> tuple[list[str], str]:
+    """The clients of other languages that there are, and why the others are not."""
+    kinds, missing = [], []
+    for kind in ("grpc-js", "go"):
+        try:
+            command_of(kind)
+            kinds.append(kind)
+        except MissingToolError as error:
+            missing.append(f"{kind}: {error}")
+    return kinds, "; ".join(missing)
+
+
 def channel_to(targets: Sequence[str]) -> grpc.aio.Channel:
     """A channel without any options, which stays on the first router that takes the connection."""
     return grpc.aio.insecure_channel(f"ipv4:{','.join(targets)}")
@@ -46,19 +63,52 @@ async def text_of_call(channel: grpc.aio.Channel, *, streams: bool) -> str:
     return (await stub.Generate(message, timeout=30)).completions[0].text
 
 
-async def call_often(targets: Sequence[str], has_ended: asyncio.Event) -> int:
-    """Makes calls until the event; returns how many. None of them may fail."""
+class Load:
+    """Clients' calls at the same time.
+
+    Attributes:
+        begun: a barrier for when each client has had an answer.
+        has_ended: set when they make no more calls.
+    """
+
+    def __init__(self, num_clients: int) -> None:
+        self.begun = asyncio.Barrier(num_clients + 1)
+        self.has_ended = asyncio.Event()
+
+
+async def call_often(targets: Sequence[str], load: Load) -> int:
+    """Makes calls until the load's end; returns how many. None of them may fail."""
     number = 0
     async with channel_to(targets) as channel, asyncio.TaskGroup() as calls:
 
         async def call(streams: bool) -> None:
             assert await text_of_call(channel, streams=streams) == TEXT
 
-        while not has_ended.is_set():
+        await call(streams=True)
+        await load.begun.wait()
+        while not load.has_ended.is_set():
             number += 1
             calls.create_task(call(streams=number % 2 == 0))
             await asyncio.sleep(1 / CALLS_PER_S)
     return number
+
+
+async def call_often_by(kind: str, targets: Sequence[str], load: Load) -> int:
+    """Does the same with a client of another language."""
+    message = request("hello", max_tokens=len(script_of(TEXT)))
+    async with running_client(kind, *targets) as program:
+        calls = [await program.call("Generate", message, timeoutS=20)]
+        await load.begun.wait()
+        while not load.has_ended.is_set():
+            method = "GenerateStream" if len(calls) % 2 else "Generate"
+            calls.append(program.start(method, message, timeoutS=20))
+            await asyncio.sleep(1 / CALLS_PER_S)
+        for call in calls:
+            await call.ended.wait()
+            assert call.code is grpc.StatusCode.OK, call.details
+            texts = [candidate.text for candidate in candidates_of(call.messages).values()]
+            assert texts == [TEXT]
+    return len(calls)
 
 
 async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
@@ -71,19 +121,21 @@ async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
 
 
 async def test_no_call_fails_while_two_routers_restart(tmp_path):
+    kinds, missing = built_kinds()
     decode = FakeDecode(script_of(TEXT))
     async with running_workers(decode), running_routers(tmp_path, decode) as routers:
-        targets, has_ended = [router.address for router in routers], asyncio.Event()
-        clients = [
-            asyncio.create_task(call_often(order, has_ended))
-            for order in (targets, targets[::-1])
-            for _ in range(2)
-        ]
+        targets = [router.address for router in routers]
+        orders = (targets, targets[::-1])
+        load = Load(len(orders) + len(kinds))
+        clients = [asyncio.create_task(call_often(order, load)) for order in orders]
+        clients += [asyncio.create_task(call_often_by(kind, targets, load)) for kind in kinds]
+        await load.begun.wait()
         for router in routers:
             assert await asyncio.to_thread(router.stop) == 0
             await router.restart()
-        await asyncio.sleep(1)
-        has_ended.set()
+            # A client that has found a router closed tries it again after about a second.
+            await asyncio.sleep(MAX_BACKOFF_S)
+        load.has_ended.set()
         assert min(await asyncio.gather(*clients)) > CALLS_PER_S
         # Calls that last longer than the drain are cut, and succeed with one retry.
         decode.pause_after = 2
@@ -99,3 +151,5 @@ async def test_no_call_fails_while_two_routers_restart(tmp_path):
         assert "the drain ends with 2 calls under way" in log
         assert log.count("code=UNAVAILABLE") == 2
         assert "Traceback" not in log
+    if missing:
+        pytest.skip(f"held with Python, not tried with others: {missing}")
