@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -48,6 +49,8 @@ class Call:
         context: what its servicer gets.
         info: what is known of it.
         status: with which it has ended; None if grpc.aio knows it.
+        ending: the error with which the server ends it; None while it does not.
+        on_request: called when its request has come.
     """
 
     def __init__(self, method: str, context: CallContext) -> None:
@@ -55,10 +58,13 @@ class Call:
         self.context = context
         self.info = CallInfo(trace=_trace_of(context))
         self.status: grpc.StatusCode | None = None
+        self.ending: BatonError | None = None
+        self.on_request: Callable[[], object] = _nothing
         self._task = asyncio.current_task()
 
-    def cancel(self) -> None:
-        """Ends the call's method."""
+    def end(self, error: BatonError) -> None:
+        """Ends the call's method, and the call with this error."""
+        self.ending = error
         if self._task is not None:
             self._task.cancel()
 
@@ -117,6 +123,10 @@ class Call:
 
 PRESENT_CALL: ContextVar[Call | None] = ContextVar("present_call", default=None)
 """The call that the present task serves. A call runs in a task of its own."""
+
+
+def _nothing() -> None:
+    pass
 
 
 def _trace_of(context: CallContext) -> TraceContext | None:

@@ -52,7 +52,7 @@ _MAX_LOGGED_ID_CHARS = 128
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
 _CUT = "this server stops, and the call has not ended within --drain-timeout-s; try another server"
 
-Method = Callable[[Any, Any], Awaitable[None]]
+Method = Callable[[Any, CallContext], Awaitable[None]]
 Authorize = Callable[[str, Context], object]
 """Returns who makes a call, the caller in `CURRENT_CALL`, given the method's full name.
 
@@ -108,7 +108,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self.num_begun = 0
         self._running: set[Call] = set()
-        self._has_cut = False
         self._authorize = authorize
         self._count_call = count_call
         self._places = CallPlaces(most_calls, most_watches)
@@ -141,13 +140,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         PRESENT_CALL.set(call)
         CURRENT_CALL.set(call.info)
         try:
-            with self._places.of_method(method):
+            with self._places.of_method(method).taken_by(call):
                 if self._authorize is not None and not method.startswith(_OPEN_SERVICES):
                     call.info.caller = self._authorize(method, context)
                 yield call
         except asyncio.CancelledError:
-            if self._has_cut:
-                await call.abort(UnavailableError(_CUT, reason=Reason.SERVER_STOPPING))
+            if call.ending is not None:
+                await call.abort(call.ending)
             call.note_client_left()
             raise
         except grpc.aio.AbortError:
@@ -163,9 +162,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def cut_calls(self) -> None:
         """Ends all calls as UNAVAILABLE, as the server stops."""
-        self._has_cut = True
         for call in self._running:
-            call.cancel()
+            call.end(UnavailableError(_CUT, reason=Reason.SERVER_STOPPING))
 
     def _end(self, call: Call) -> None:
         self._running.discard(call)
@@ -224,6 +222,7 @@ def _guard_unary(
     async def guarded(requests: AsyncIterator[bytes], context: Context) -> None:
         async with guard(context) as call:
             data = await _first(requests, first_message_timeout_s)
+            call.on_request()
             request = await _parsed(data, deserialize)
             del data
             call.info.request_id = request_id_of(request)
@@ -259,6 +258,7 @@ async def _first(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
 def _guard_stream(function: Method, guard: Guard) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> None:
         async with guard(context) as call:
+            call.on_request()  # as they come while the call runs
             await function(requests, call.context)
 
     return guarded
@@ -267,12 +267,12 @@ def _guard_stream(function: Method, guard: Guard) -> Any:
 def _writing(function: Any, *, streams: bool) -> Method:
     """Turns a servicer's method into a coroutine function that writes its responses."""
 
-    async def write_all(request: Any, context: Context) -> None:
+    async def write_all(request: Any, context: CallContext) -> None:
         async with aclosing(function(request, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
-    async def write_one(request: Any, context: Context) -> None:
+    async def write_one(request: Any, context: CallContext) -> None:
         await context.write(await function(request, context))
 
     if not streams:

@@ -1,7 +1,12 @@
 """`Places`: bounds the calls that are open at the same time, each kind of them apart."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 from baton.errors import ResourceExhaustedError
 from baton.reasons import Reason
+from rpc.call import Call
 
 __all__ = ["CallPlaces", "Places"]
 
@@ -16,6 +21,9 @@ _RETRY_AFTER_S = 1.0
 class Places:
     """Bounds the calls at the same time.
 
+    If all places are taken, a new call gets that of the oldest one whose request has not come: such
+    calls are many only if nobody means to send one.
+
     Args:
         most: how many; None for no limit.
         name: of these calls, for errors.
@@ -28,18 +36,37 @@ class Places:
         self.num_taken = 0
         self._most = most
         self._name = name
+        self._silent: dict[Call, None] = {}
 
-    def __enter__(self) -> None:
-        if self.num_taken == self._most:
-            raise ResourceExhaustedError(
-                f"this server answers {self._most} {self._name} at the same time; try again later",
-                _RETRY_AFTER_S,
-                reason=Reason.CALLS_FULL,
-            )
+    @contextmanager
+    def taken_by(self, call: Call) -> Iterator[None]:
+        """Gives a call a place.
+
+        Raises:
+            ResourceExhaustedError: there is none.
+        """
+        if self._most is not None and self.num_taken >= self._most:
+            self._make_room()
         self.num_taken += 1
+        self._silent[call] = None
+        call.on_request = partial(self._silent.pop, call, None)
+        try:
+            yield
+        finally:
+            self._silent.pop(call, None)
+            self.num_taken -= 1
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.num_taken -= 1
+    def _make_room(self) -> None:
+        error = ResourceExhaustedError(
+            f"this server answers {self._most} {self._name} at the same time; try again later",
+            _RETRY_AFTER_S,
+            reason=Reason.CALLS_FULL,
+        )
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            raise error
+        del self._silent[oldest]
+        oldest.end(error)
 
 
 class CallPlaces:

@@ -103,6 +103,22 @@ async def test_endless_calls_take_no_places_of_short_ones(start, name, monkeypat
         assert await first_of_next(start, channel)
 
 
+async def test_calls_whose_requests_do_not_come_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(places, "_MAX_HEALTH_CALLS", 3)
+    async with (
+        serving(max_concurrent_calls=3) as server,
+        RawConnection.open(server.port) as silent,
+        open_channel(server.address) as channel,
+    ):
+        for method in ("/grpc.health.v1.Health/Check", "/baton.v1.WorkerService/GetInfo"):
+            num_ended = len(silent.headers)
+            for _ in range(4):
+                silent.call(method)
+            await until(lambda n=num_ended: len(silent.headers) == n + 1)  # the first of them
+            assert b"at the same time" in silent.headers[-1]
+            await check_short_calls(channel)
+
+
 async def test_a_connection_of_full_age_is_left_and_its_calls_go_on():
     async with (
         serving(connection_age=ConnectionAge(0.1, 60)) as server,

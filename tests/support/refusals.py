@@ -166,15 +166,17 @@ async def one_request_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @refusal("RESOURCE_EXHAUSTED", "CALLS_FULL")
 async def one_call_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two calls are open: one runs, and the other one's request does not come."""
+    """Two calls are open: one runs, and the other one's request does not come. A third one gets its
+    place.
+    """
     decode = FakeDecode(SCRIPT, pause_after=1)
     async with router_of(decode, max_concurrent_requests=1, max_concurrent_calls=2) as router:
         await router.stub.GenerateStream(request(), timeout=20).read()
         silent = router.channel.stream_unary(GENERATE)(never(), timeout=20)
         await silent.wait_for_connection()
-        while "calls" not in (error := await failed_call(router.generate(request()))).details():
-            pass  # the second call has not arrived yet
-        return error, None
+        while not silent.done():  # it may not have arrived yet
+            await failed_call(router.generate(request()))
+        return await failed_call(silent), None
 
 
 async def never() -> AsyncIterator[bytes]:
