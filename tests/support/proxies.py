@@ -18,8 +18,9 @@ __all__ = ["PROXIES", "require_proxy", "running_proxy"]
 _CONFIGS = REPOSITORY / "deploy" / "proxies"
 _INTEGRATIONS = REPOSITORY / ".venv-integrations" / "bin"
 _START_TIMEOUT_S = 30
-_ROUTER = re.compile("router-1(?=[:,])")  # as a host
-_ENDPOINT = "              - endpoint:\n"  # of Envoy's list of routers
+# The ports and hosts of the configurations.
+_PORT = re.compile(r"\b(?:50050|50051|8000)\b")
+_ROUTER = re.compile(r"router-[12](?=[:,])")
 
 
 def _nginx(program: str, config: Path) -> list[str]:
@@ -59,25 +60,11 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _replaced(text: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        assert old in text, f"the configuration no longer has {old!r}"
-        text = text.replace(old, new)
-    return text
-
-
-def _with_one_router(text: str) -> str:
-    """Leaves the second router out: a line of nginx and HAProxy, an item of Envoy's list."""
-    if _ENDPOINT in text:
-        return _ENDPOINT.join(text.split(_ENDPOINT)[:2])
-    return "".join(line for line in text.splitlines(keepends=True) if "router-2" not in line)
-
-
 @asynccontextmanager
 async def running_proxy(
     name: str, folder: Path, grpc_address: str, http_port: str
 ) -> AsyncIterator[str]:
-    """Runs a proxy as deploy/proxies configures it, with this router alone and a free port.
+    """Runs a proxy as deploy/proxies configures it, on a free port; both routers are this one.
 
     Yields:
         The proxy's `host:port`.
@@ -86,12 +73,10 @@ async def running_proxy(
     file, command = _COMMANDS[name]
     host, _, port = grpc_address.partition(":")
     own_port = _free_port()
-    text = _with_one_router((_CONFIGS / file).read_text())
-    changes = [("50050", str(own_port)), ("50051", port)]
-    if name == "haproxy":
-        changes.append((":8000", f":{http_port}"))
+    ports = {"50050": str(own_port), "50051": port, "8000": http_port}
+    text = _PORT.sub(lambda match: ports[match[0]], (_CONFIGS / file).read_text())
     config = folder / file
-    config.write_text(_ROUTER.sub(host, _replaced(text, *changes)))
+    config.write_text(_ROUTER.sub(host, text))
     process = await asyncio.create_subprocess_exec(*command(program, config))
     try:
         address = f"127.0.0.1:{own_port}"

@@ -57,7 +57,10 @@ def _run(command: list[object], folder: Path, variables: Mapping[str, str] | Non
 
 
 def _build_node(folder: Path) -> None:
-    _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"], folder)
+    try:
+        _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"], folder)
+    except RuntimeError as error:
+        raise MissingToolError(f"the packages of npm could not be installed: {error}") from None
     plugins = f"{folder / 'node_modules/.bin'}:{os.environ['PATH']}"
     _run(["npx", "buf", "generate", PROTOS], folder, {"PATH": plugins})
 
@@ -128,7 +131,6 @@ _PROGRAMS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], None], list[st
 KINDS = tuple(_PROGRAMS)
 
 
-@cache
 def command_of(kind: str) -> tuple[list[str], Path]:
     """Builds a program unless it is built already.
 
@@ -138,8 +140,24 @@ def command_of(kind: str) -> tuple[list[str], Path]:
     Raises:
         MissingToolError: it cannot be built here.
     """
-    name, tools, build, command = _PROGRAMS[kind]
-    _require(*tools)
+    folder = _built(kind)
+    if isinstance(folder, MissingToolError):
+        raise folder
+    return _PROGRAMS[kind][3], folder
+
+
+@cache
+def _built(kind: str) -> Path | MissingToolError:
+    """The folder of a program, which is tried once in a process; or why there is none."""
+    name, tools, build, _ = _PROGRAMS[kind]
+    try:
+        _require(*tools)
+        return _build_once(name, build)
+    except MissingToolError as error:
+        return error
+
+
+def _build_once(name: str, build: Callable[[Path], None]) -> Path:
     folder, digest = BUILDS / name, _digest(name)
     with _locked(BUILDS / f"{name}.lock"):
         stamp = folder / "built"
@@ -148,7 +166,7 @@ def command_of(kind: str) -> tuple[list[str], Path]:
             shutil.copytree(_SOURCES / name, folder)
             build(folder)
             stamp.write_text(digest)
-    return command, folder
+    return folder
 
 
 def _digest(name: str) -> str:
