@@ -52,7 +52,7 @@ _MAX_LOGGED_ID_CHARS = 128
 _FIRST_MESSAGE_TIMEOUT_S = 30.0
 _CUT = "this server stops, and the call has not ended within --drain-timeout-s; try another server"
 
-Method = Callable[[Any, Context], Awaitable[None]]
+Method = Callable[[Any, CallContext], Awaitable[None]]
 Authorize = Callable[[str, Context], object]
 """Returns who makes a call, the caller in `CURRENT_CALL`, given the method's full name.
 
@@ -267,18 +267,18 @@ def _guard_stream(function: Method, guard: Guard) -> Any:
 def _writing(function: Any, *, streams: bool) -> Method:
     """Turns a servicer's method into a coroutine function that writes its responses."""
 
-    async def write_all(request: Any, context: Context) -> None:
+    async def write_all(request: Any, context: CallContext) -> None:
         async with aclosing(function(request, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
-    async def write_one(request: Any, context: Context) -> None:
+    async def write_one(request: Any, context: CallContext) -> None:
         await context.write(await function(request, context))
 
     if not streams:
         return write_one
     # A coroutine function of a stream writes the responses itself.
-    return write_all if inspect.isasyncgenfunction(function) else function  # type: ignore[no-any-return]
+    return write_all if inspect.isasyncgenfunction(function) else function
 
 
 def _strict(deserialize: Deserialize | None) -> Deserialize:
