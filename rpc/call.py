@@ -5,13 +5,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 
 from baton.errors import BatonError
 from baton.traceparent import TraceContext, parse_traceparent
-from rpc.call_context import CallContext
+from rpc.call_context import CallContext, Context
 from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 
@@ -86,7 +86,7 @@ class Call:
         self.status = grpc.StatusCode[error.code]
         try:
             async with asyncio.timeout(_MAX_STATUS_WAIT_S):
-                await abort_with(self.context, error)
+                await abort_with(cast("Context", self.context), error)
         except TimeoutError:
             pass
         except grpc.aio.InternalError:

@@ -35,6 +35,7 @@ from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
 from rpc.logs import start_logging
+from rpc.port_file import write_port_file
 from rpc.reflection import add_reflection
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig, join_host_port
@@ -47,7 +48,6 @@ __all__ = [
     "StartInterruptedError",
     "run_process",
     "serve",
-    "write_port_file",
 ]
 
 EXIT_CONFIGURATION = 2
@@ -357,20 +357,6 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
-
-
-def write_port_file(path: Path, port: int) -> None:
-    """Writes a server's port, in one piece: no reader sees half a number.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(f"{port}\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write --port-file {path}: {error.strerror}") from None
 
 
 def run_process(

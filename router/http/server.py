@@ -23,7 +23,7 @@ from router.http.acceptor import Acceptor
 from router.http.config import HttpConfig
 from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.listeners import open_listeners
-from rpc.server import write_port_file
+from rpc.port_file import write_port_file
 from rpc.server_config import join_host_port
 
 __all__ = ["HttpServer"]
