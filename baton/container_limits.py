@@ -86,8 +86,8 @@ class Needs:
 
 # Measured in containers of the image, with the health check, on a machine with two cores.
 WORKER_NEEDS = Needs(224 * _MEBIBYTE, 28, num_grpc=2)
-ROUTER_NEEDS = Needs(112 * _MEBIBYTE, 14, num_grpc=2)
-SUPERVISOR_NEEDS = Needs(64 * _MEBIBYTE, 6)
+ROUTER_NEEDS = Needs(96 * _MEBIBYTE, 14, num_grpc=2)
+SUPERVISOR_NEEDS = Needs(48 * _MEBIBYTE, 6)
 _NEEDS_OF_COMMANDS = {
     "prefill": WORKER_NEEDS,
     "decode": WORKER_NEEDS,

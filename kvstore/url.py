@@ -60,7 +60,7 @@ LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
 """The options that `StoreUrl.limits` reads."""
 
 _DEFAULT_LEASE_S = 30.0
-_SHARE_OF_MEMORY = 4
+_SHARE_OF_MEMORY = 16
 """A store in memory takes by default at most the memory limit divided by this."""
 _SECONDS_RANGE = (0.001, 1e9)
 

@@ -125,7 +125,7 @@ def test_a_store_in_memory_is_bounded_by_a_share_of_the_limit(limited, monkeypat
     disk = namedtuple("disk", ["total"])(1 << 40)
     monkeypatch.setattr(url.shutil, "disk_usage", lambda path: disk)
     limited(320 * MIB)
-    assert memory_bytes("memory://") == 80 * MIB
-    assert memory_bytes("shm://kv") == 90 * MIB  # with the index and what is allocated ahead
+    assert memory_bytes("memory://") == 20 * MIB
+    assert memory_bytes("shm://kv") == 22.5 * MIB  # with the index and what is allocated ahead
     limited(None)
     assert memory_bytes("memory://") == 1024 * MIB

@@ -54,8 +54,8 @@ class ShmStore(SharedStore):
     def from_url(cls, url: str) -> Self:
         """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
 
-        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB and a quarter
-        of the container's memory limit.
+        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB and a
+        sixteenth of the container's memory limit.
 
         Raises:
             ConfigurationError: the name or an option is wrong; the machine has no /dev/shm.
