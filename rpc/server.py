@@ -380,9 +380,10 @@ def run_process(
     for warning in unknown_variables():
         _LOGGER.warning("%s", warning)
     raise_descriptor_limit()
-    _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
     try:
-        asyncio.run(_exit_if_interrupted(run()))
+        server = run()
+        _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
+        asyncio.run(_exit_if_interrupted(server))
     except ConfigurationError as error:
         sys.stderr.write(f"{name}: error: {error.message}\n")
         return EXIT_CONFIGURATION
