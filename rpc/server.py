@@ -323,6 +323,7 @@ async def serve(
     with _StopSignals() as signals:
         try:
             await server.listen()
+            _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
             service = await _unless(signals.requested, start_service(server))
             if service is None:
                 raise StartInterruptedError
@@ -381,9 +382,7 @@ def run_process(
         _LOGGER.warning("%s", warning)
     raise_descriptor_limit()
     try:
-        server = run()
-        _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
-        asyncio.run(_exit_if_interrupted(server))
+        asyncio.run(_exit_if_interrupted(run()))
     except ConfigurationError as error:
         sys.stderr.write(f"{name}: error: {error.message}\n")
         return EXIT_CONFIGURATION
