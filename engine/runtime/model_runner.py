@@ -456,7 +456,7 @@ class ModelRunner:
             max_len,
             self._least(default_cpu_bytes(plan) if free_bytes is None else free_bytes),
             draft_block_bytes=drafter.block_bytes if drafter else 0,
-            is_on_cpu=self._is_on_cpu,
+            is_on_cpu=free_bytes is None,
             plan=plan,
         )
         self.num_host_blocks = decide_num_host_blocks(
