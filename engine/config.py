@@ -210,7 +210,8 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
-        "bytes for the KV cache, such as 2GiB (default: 1GiB on a CPU)",
+        "bytes for the KV cache, such as 2GiB (default: on a CPU 1GiB, or what the memory limit of "
+        "its container leaves)",
         parse=byte_size,
         aliases={"kv-cache-memory": None},
         is_main=True,
