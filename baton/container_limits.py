@@ -158,7 +158,7 @@ class EndWatch:
         if status not in _KILLED or num_kills is None or self._num_kills is None:
             return text
         if num_kills <= self._num_kills:
-            return f"{text}: killed, and not for lack of memory"
+            return f"{text}: killed, but not by the kernel for lack of memory"
         text += ": the kernel killed it for lack of memory"
         limit, remedy = read_memory().limit, "set a lower --kv-cache-memory-bytes"
         if limit is None:

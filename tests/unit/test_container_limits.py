@@ -141,7 +141,7 @@ def test_help_is_printed_in_any_container(monkeypatch, capsys):
     ("status", "kills", "text"),
     [
         (3, (0, 1), "ended with status 3"),
-        (-signal.SIGKILL, (4, 4), "ended with status -9: killed, and not for lack of memory"),
+        (-signal.SIGKILL, (4, 4), "status -9: killed, but not by the kernel for lack of memory"),
         (-signal.SIGKILL, (4, 5), r"status -9: the kernel .* limit of 512 MiB .*mem_limit"),
         (137, (0, 1), "status 137: the kernel killed it for lack of memory"),
         (-signal.SIGKILL, (None, None), "ended with status -9"),
