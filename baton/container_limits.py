@@ -158,13 +158,13 @@ class EndWatch:
         if status not in _KILLED or num_kills is None or self._num_kills is None:
             return text
         if num_kills <= self._num_kills:
-            return f"{text}: killed, and not for lack of memory"
-        limit = read_memory().limit
-        limited = "" if limit is None else f" of {mebibytes(limit)}"
-        return (
-            f"{text}: the kernel killed it for lack of memory, at the limit{limited} of this "
-            f"container; {MEMORY_REMEDY}, or set a lower --kv-cache-memory-bytes"
-        )
+            return f"{text}: killed, but not by the kernel for lack of memory"
+        text += ": the kernel killed it for lack of memory"
+        limit, remedy = read_memory().limit, "set a lower --kv-cache-memory-bytes"
+        if limit is None:
+            return f"{text} of this machine; {remedy}"
+        limited = f"at the limit of {mebibytes(limit)} of this container"
+        return f"{text}, {limited}; {MEMORY_REMEDY}, or {remedy}"
 
 
 def check_command(command: str, root: Path = Path("/")) -> None:

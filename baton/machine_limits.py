@@ -132,16 +132,17 @@ def count_memory_kills(root: Path = Path("/")) -> int | None:
 
 def kept_memory_share(root: Path = Path("/")) -> float | None:
     """Returns the part of the control groups' memory limit that is in use and that the kernel
-    cannot take back, which leaves cached files out; None without a limit.
+    cannot take back, which leaves out cached files and their entries; None without a limit.
 
     Args:
         root: the folder that holds `proc` and `sys`.
     """
     total = _keyed_numbers(root / "proc/meminfo").get("MemTotal", math.inf) * _KIB
     shares = [
-        (usage - _cached(stat_file, "active_file", "inactive_file")) / limit
+        (usage - _cached(stat_file, "active_file", "inactive_file", "slab_reclaimable")) / limit
         for limit_file, usage_file, stat_file in _memory_files(root)
-        if (limit := _number(limit_file)) and (usage := _number(usage_file)) and limit < total
+        if (limit := _number(limit_file)) and limit < total
+        if (usage := _number(usage_file)) is not None
     ]
     return max(shares, default=None)
 
@@ -242,6 +243,6 @@ def _number(path: Path) -> int | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")  # as in names of mounted folders
     except OSError:
         return ""

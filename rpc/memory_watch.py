@@ -32,14 +32,15 @@ class MemoryWatch:
         self._has_warned = False
 
     async def run(self) -> None:
-        """Checks again and again, until it is cancelled."""
-        while True:
-            self.check()
+        """Checks again and again, until it is cancelled; returns at once without a limit."""
+        while self.check():  # noqa: ASYNC110 - the kernel wakes nobody
             await asyncio.sleep(_INTERVAL_S)
 
-    def check(self) -> None:
-        """Reads the use, and warns once until it has fallen."""
-        share = self._read_share() or 0.0
+    def check(self) -> bool:
+        """Reads the use, and warns once until it has fallen; returns whether there is a limit."""
+        share = self._read_share()
+        if share is None:
+            return False
         if share < _CALM_SHARE:
             self._has_warned = False
         elif share >= _WARNED_SHARE and not self._has_warned:
@@ -50,3 +51,4 @@ class MemoryWatch:
                 100 * share,
                 MEMORY_REMEDY,
             )
+        return True

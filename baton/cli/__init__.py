@@ -64,6 +64,7 @@ COMMANDS = {
 }
 
 _EARLIER_NAMES = {"up": "serve"}
+_HELP = frozenset(("-h", "--help", "--help=all"))
 
 _END = """\
 Help:
@@ -90,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     command = _command_of(arguments)
     try:
-        check_command(command)  # before imports that take much memory
+        if not _HELP.intersection(arguments):
+            check_command(command)  # before imports that take much memory
         args = build_parser(command).parse_args([command, *arguments[1:]])
         run: Callable[[argparse.Namespace], int | None] = args.run
         status = run(args) or 0

@@ -167,9 +167,12 @@ def decide_num_blocks(
         if is_on_cpu:
             num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_request)
     if plan is not None:
-        needed = max(num_blocks, blocks_per_request) if is_on_cpu else 0
-        remedy = _how_to_fit(config, plan, blocks_per_request, block_bytes)
-        plan.check(needed * block_bytes, remedy)
+        if is_on_cpu:
+            needed = max(num_blocks, blocks_per_request)
+            remedy = _how_to_fit(config, plan, blocks_per_request, block_bytes)
+            plan.check(needed * block_bytes, remedy)
+        else:
+            plan.check(0, " or ".join(f"lower {flag}" for flag in plan.lowered_by))
         plan.log(num_blocks * block_bytes if is_on_cpu else 0)
     if num_blocks < blocks_per_request:
         raise _too_small(config, block_bytes, spec, max_model_len, num_blocks)

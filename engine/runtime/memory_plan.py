@@ -22,6 +22,8 @@ _FLAGS_OF_PARTS = {
     "swapped KV": "--swap-space",
     "KV store": "max_bytes of --kv-connector",
 }
+_FOLLOWED_SHARE = 8
+"""A store's default bound grows by less than this part of what is added to the limit."""
 
 logger = logging.getLogger("baton.engine")
 
@@ -34,11 +36,13 @@ class MemoryPlan:
         limit: the container's limit.
         share: the worker's share of it.
         parts: what it needs, by name.
+        store_follows_limit: whether the KV store takes more under a higher limit.
     """
 
     limit: int
     share: LimitsShare
     parts: Mapping[str, int]
+    store_follows_limit: bool = False
 
     @property
     def left(self) -> int:
@@ -55,7 +59,7 @@ class MemoryPlan:
 
         Args:
             pool_bytes: its size.
-            remedy: what to do instead of raising the limit.
+            remedy: what to do instead of raising the limit; empty if nothing else helps.
 
         Raises:
             ConfigurationError: it does not; has all numbers.
@@ -64,10 +68,12 @@ class MemoryPlan:
         if needed <= self.share.num_bytes(self.limit):
             return
         whole = self.share.other_bytes + needed * self.share.num_workers
+        if self.store_follows_limit:
+            whole += (whole - self.limit) // _FOLLOWED_SHARE
         raise ConfigurationError(
             f"the memory limit of this container is {mebibytes(self.limit)}, and "
-            f"{mebibytes(whole)} are needed: {self._described(pool_bytes)}; {MEMORY_REMEDY}, or "
-            f"{remedy}"
+            f"{mebibytes(whole)} are needed: {self._described(pool_bytes)}; {MEMORY_REMEDY}"
+            f"{f', or {remedy}' if remedy else ''}"
         )
 
     def log(self, pool_bytes: int) -> None:

@@ -89,7 +89,8 @@ def plan_memory(
         # A worker is charged for the objects that it touches first, which may be all.
         "KV store": memory_bytes(config.kv_connector or "") // share.num_workers,
     }
-    return MemoryPlan(limit, share, parts)
+    follows = bool(parts["KV store"]) and "max_bytes=" not in (config.kv_connector or "")
+    return MemoryPlan(limit, share, parts, store_follows_limit=follows)
 
 
 def _num_connectors(config: EngineConfig) -> int:

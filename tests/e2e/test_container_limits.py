@@ -104,6 +104,7 @@ def idle_connections(host: str, port: int, number: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * number)), hard))
     with ExitStack() as connections:
+        connections.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(number):
             connections.enter_context(socket.create_connection((host, port), 5))
         yield

@@ -137,7 +137,7 @@ class ComposeProject:
         await asyncio.to_thread(self.compose, "up", *options, *sizes)
         await self.wait_healthy(prefill, decode)
 
-    async def wait_healthy(self, prefill: int, decode: int, timeout_s: float = 120) -> None:
+    async def wait_healthy(self, prefill: int, decode: int, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         counts = {"prefill": prefill, "decode": decode, **dict.fromkeys(self._routers, 1)}
         for service, count in counts.items():
@@ -177,7 +177,7 @@ class ComposeProject:
         os.kill(int(self.inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
 
     async def wait_started_again(self, container: str, times: int = 1) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while int(self.inspect(container, "{{.RestartCount}}")) < times:
             assert time.monotonic() < deadline, "the container was not started again"
             await asyncio.sleep(0.2)

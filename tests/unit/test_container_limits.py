@@ -128,11 +128,20 @@ def test_workers_of_a_container_divide_its_tasks(limit):
         plan_threads(None, 8, share, limit(tasks=tasks - 1))
 
 
+def test_help_is_printed_in_any_container(monkeypatch, capsys):
+    monkeypatch.setattr(
+        container_limits, "read_memory", lambda root: Memory(1 << 34, MIB, 64 * MIB)
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main(["decode", "--help"])
+    assert "--model" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("status", "kills", "text"),
     [
         (3, (0, 1), "ended with status 3"),
-        (-signal.SIGKILL, (4, 4), "ended with status -9: killed, and not for lack of memory"),
+        (-signal.SIGKILL, (4, 4), "status -9: killed, but not by the kernel for lack of memory"),
         (-signal.SIGKILL, (4, 5), r"status -9: the kernel .* limit of 512 MiB .*mem_limit"),
         (137, (0, 1), "status 137: the kernel killed it for lack of memory"),
         (-signal.SIGKILL, (None, None), "ended with status -9"),
@@ -144,6 +153,15 @@ def test_an_end_for_lack_of_memory_is_told_from_others(monkeypatch, status, kill
     monkeypatch.setattr(container_limits, "count_memory_kills", lambda: next(counts))
     monkeypatch.setattr(container_limits, "read_memory", lambda: Memory(None, None, 512 * MIB))
     assert re.search(f"{text}$" if "kernel" not in text else text, EndWatch().describe(status))
+
+
+def test_an_end_for_lack_of_the_machines_memory_names_no_container(monkeypatch):
+    counts = iter((0, 1))
+    monkeypatch.setattr(container_limits, "count_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(container_limits, "read_memory", lambda: Memory(1 << 34, MIB, None))
+    text = EndWatch().describe(-signal.SIGKILL)
+    assert "for lack of memory of this machine; set a lower --kv-cache-memory-bytes" in text
+    assert "container" not in text
 
 
 def test_the_limits_are_a_line_of_the_log(limit):

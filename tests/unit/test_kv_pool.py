@@ -161,6 +161,8 @@ def test_swapped_kv_of_a_gpu_is_what_a_memory_limit_leaves():
     config = EngineConfig(model="m")
     num_blocks = decide_num_host_blocks(config, _LAYOUT, 10**9, torch.device("cuda"), _plan(300))
     assert num_blocks == 100 * _MIB // _LAYOUT.block_bytes
+    with pytest.raises(ConfigurationError, match=r"resources\.limits\.memory of Kubernetes\)$"):
+        _decide(free_bytes=_GIBIBYTE, plan=_plan(100))
     # The pool itself is not in this memory.
     assert _decide(free_bytes=_GIBIBYTE, plan=_plan(300)) == _GIBIBYTE // _LAYOUT.block_bytes
 

@@ -1,5 +1,7 @@
 """The warning before a process is killed for lack of memory."""
 
+import asyncio
+
 import pytest
 
 from rpc.memory_watch import MemoryWatch
@@ -22,3 +24,7 @@ def test_nearly_used_up_memory_is_a_warning_once_until_it_falls(caplog, shares, 
     assert len(caplog.records) == warnings
     assert all("exit code 137" in record.message for record in caplog.records)
     assert all("mem_limit" in record.message for record in caplog.records)
+
+
+async def test_nothing_is_watched_without_a_limit():
+    await asyncio.wait_for(MemoryWatch(lambda: None).run(), 5)

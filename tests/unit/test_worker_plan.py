@@ -1,5 +1,6 @@
 """What a worker plans to need of a memory limit."""
 
+import re
 from collections import namedtuple
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from engine.runtime import memory_plan, worker_plan
 from engine.runtime.loader import load_model
 from engine.runtime.memory_plan import check_weights
 from engine.runtime.worker_plan import plan_memory, step_bytes
-from kvstore import url
+from kvstore import url as kvstore_url
 from kvstore.layout import KvLayout
 from kvstore.registry import memory_bytes
 
@@ -28,7 +29,7 @@ def limited(monkeypatch):
 
     def limit(num_bytes, used=300 * MIB):
         memory = Memory(1 << 40, 1 << 40, num_bytes)
-        for module in (worker_plan, memory_plan, url):
+        for module in (worker_plan, memory_plan, kvstore_url):
             monkeypatch.setattr(module, "read_memory", lambda: memory)
         monkeypatch.setattr(worker_plan, "private_bytes", lambda: used)
 
@@ -121,9 +122,22 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(limited):
     assert "limit of this container is 1000 MiB" in caught.value.message
 
 
+@pytest.mark.parametrize("url", ["memory://", "shm://kv", "memory://?max_bytes=90MiB"])
+def test_the_limit_that_an_error_names_is_enough(limited, demo, monkeypatch, url):
+    disk = namedtuple("disk", ["total"])(1 << 40)
+    monkeypatch.setattr(kvstore_url.shutil, "disk_usage", lambda path: disk)
+    config = replace(CONFIG, kv_connector=url)
+    limited(400 * MIB)
+    with pytest.raises(ConfigurationError) as caught:
+        plan_memory(config, demo, LAYOUT).check(900 * MIB, "")
+    assert caught.value.message.endswith("resources.limits.memory of Kubernetes)")
+    limited(int(re.search(r"(\d+) MiB are needed", caught.value.message)[1]) * MIB)
+    plan_memory(config, demo, LAYOUT).check(900 * MIB, "")
+
+
 def test_a_store_in_memory_is_bounded_by_a_share_of_the_limit(limited, monkeypatch):
     disk = namedtuple("disk", ["total"])(1 << 40)
-    monkeypatch.setattr(url.shutil, "disk_usage", lambda path: disk)
+    monkeypatch.setattr(kvstore_url.shutil, "disk_usage", lambda path: disk)
     limited(320 * MIB)
     assert memory_bytes("memory://") == 20 * MIB
     assert memory_bytes("shm://kv") == 22.5 * MIB  # with the index and what is allocated ahead
