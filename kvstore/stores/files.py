@@ -26,7 +26,7 @@ __all__ = [
     "write_all",
 ]
 
-_RETRY_S = 0.0001
+_MIN_RETRY_S, _MAX_RETRY_S = 0.0001, 0.01
 _PATH_CHECK_S = 1.0
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
@@ -123,13 +123,17 @@ class FileLock:
                 os.close(fd)
 
     def _lock_file(self, deadline_s: float) -> None:
-        """Polls, because a blocking flock has no timeout."""
+        """Polls, because a blocking flock has no timeout; ever less often, as each waiting thread
+        does so.
+        """
         if self.fd == _CLOSED:
             raise OSError(errno.EBADF, "the store is closed")
+        pause_s = _MIN_RETRY_S
         while not try_lock(self.fd):
             if time.monotonic() > deadline_s:
                 raise self._timed_out()
-            time.sleep(_RETRY_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _timed_out(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")
