@@ -26,7 +26,7 @@ __all__ = [
     "write_all",
 ]
 
-_MIN_RETRY_S, _MAX_RETRY_S = 0.0001, 0.01
+_MIN_RETRY_S, _MAX_RETRY_S = 0.0001, 0.001
 _PATH_CHECK_S = 1.0
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
