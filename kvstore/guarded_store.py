@@ -83,6 +83,8 @@ class GuardedStore:
         """See `KvStore.delete`."""
         try:
             return self._deletions.call(lambda: self.store.delete(keys))
+        except NotAskedError:
+            raise
         except StoreUnavailableError:
             self.on_open()
             raise

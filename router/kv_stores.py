@@ -1,7 +1,7 @@
 """`StoreAgreement`: notices that prefill and decode replicas have different KV stores."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Protocol
 
@@ -46,9 +46,11 @@ class StoreAgreement:
         self.warning = ""
         self._model = model
 
-    def check(self, prefill: Iterable[_Replica], decode: Sequence[_Replica]) -> None:
+    def check(self, prefill: Sequence[_Replica], decode: Sequence[_Replica]) -> None:
         """Compares the stores of the replicas, as far as they are known."""
-        pairs = product(prefill, decode)
+        stores = {tuple(replica.load.kv_store_ids) for replica in (*prefill, *decode)}
+        # Most often all have the same one, and are not compared pair by pair.
+        pairs = product(prefill, decode) if len(stores) > 1 else ()
         apart = next((pair for pair in pairs if _are_apart(*pair)), None)
         before, self.warning = self.warning, "" if apart is None else self._describe(*apart)
         if self.warning and not before:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from baton.v1 import kv_peer_pb2
 from kvstore.url import StoreUrl
 
-__all__ = ["PeerAddress", "PeerUrl", "join_host_port"]
+__all__ = ["PeerAddress", "PeerUrl"]
 
 _DEFAULT_HOST = "127.0.0.1"
 _DEFAULT_LEASE_S = 30.0
@@ -94,11 +94,6 @@ class PeerAddress:
         return kv_peer_pb2.KvPeerParams(
             endpoint=self.endpoint, generation=self.generation, transport=transport
         ).SerializeToString()
-
-
-def join_host_port(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _host_and_port(parts: StoreUrl) -> tuple[str, int]:

@@ -13,12 +13,13 @@ from baton.security.cluster import ClusterSecurity
 from kvstore.jobs import ConnectorWork, SaveJob, SaveResult
 from kvstore.layout import LAYOUT_VERSION, KvLayout
 from kvstore.metrics import TransferMetrics
-from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
+from kvstore.peer.address import PeerAddress, PeerUrl
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
 from kvstore.peer.service import Lending, PeerServer, PeerServicer
 from kvstore.peer.transport import PeerTransport
 from kvstore.transfer_form import BlockSlicing
+from kvstore.url import join_host_port
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier

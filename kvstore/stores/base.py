@@ -214,8 +214,7 @@ class SharedStore(KvStore):
 
     @override
     def identity(self) -> str:
-        with os_errors_as_unavailable():
-            return folder_identity(self._folder)
+        return self._call(lambda _: folder_identity(self._folder))
 
     @override
     def stats(self) -> StoreStats:

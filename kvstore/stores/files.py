@@ -26,7 +26,8 @@ __all__ = [
     "write_all",
 ]
 
-_RETRY_S = 0.0001
+_MIN_RETRY_S, _MAX_RETRY_S = 0.0001, 0.001
+_PATH_CHECK_S = 1.0
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
 _TOUCH_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, *NO_SPACE)
@@ -65,6 +66,7 @@ class FileLock:
         self._path = os.fspath(path)
         self._timeout_s = timeout_s
         self._thread_lock = Lock()  # flock does not exclude threads of one process
+        self._next_path_check_s = float("-inf")
 
     @contextmanager
     def locked(self, deadline_s: float | None = None) -> Iterator[None]:
@@ -96,16 +98,20 @@ class FileLock:
         """Checks that the path still leads to the file, so that all processes lock the same one.
 
         It does not after the file or a folder around it was removed or moved, and after something
-        was mounted or unmounted there.
+        was mounted or unmounted there. A removal is noticed at once, the rest within a second, as
+        this is called for each look-up.
 
         Raises:
             OutdatedFilesError: the path leads to another file or to none.
         """
+        own, now_s = os.fstat(self.fd), time.monotonic()
+        if own.st_nlink and now_s < self._next_path_check_s:
+            return
+        self._next_path_check_s = now_s + _PATH_CHECK_S
         try:
             there = os.lstat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             raise OutdatedFilesError(f"{self._path} was removed") from None
-        own = os.fstat(self.fd)
         if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
             raise OutdatedFilesError(f"{self._path} was replaced")
 
@@ -117,13 +123,17 @@ class FileLock:
                 os.close(fd)
 
     def _lock_file(self, deadline_s: float) -> None:
-        """Polls, because a blocking flock has no timeout."""
+        """Polls, because a blocking flock has no timeout; ever less often, as each waiting thread
+        does so.
+        """
         if self.fd == _CLOSED:
             raise OSError(errno.EBADF, "the store is closed")
+        pause_s = _MIN_RETRY_S
         while not try_lock(self.fd):
             if time.monotonic() > deadline_s:
                 raise self._timed_out()
-            time.sleep(_RETRY_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _timed_out(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")

@@ -10,6 +10,7 @@ from kvstore.store import StoreUnavailableError
 __all__ = ["OpenedOnDemand"]
 
 _MAX_START_WAIT_S = 5.0
+_CLOSED = "the store is closed"
 
 
 class _Closable(Protocol):
@@ -83,7 +84,7 @@ class OpenedOnDemand(Generic[_Opened]):
             raise StoreUnavailableError(f"it takes more than {self._timeout_s:g} s to open it")
         try:
             if self._is_closed:
-                raise StoreUnavailableError("the store is closed")
+                raise StoreUnavailableError(_CLOSED)
             if self._opened is None:
                 self._opened = self._open_anew()
             opened = self._opened
@@ -91,15 +92,21 @@ class OpenedOnDemand(Generic[_Opened]):
             self._lock.release()
         if self._is_closed:  # meanwhile
             self.close()
+            raise StoreUnavailableError(_CLOSED)
         return opened
 
     def drop(self, lost: _Opened) -> None:
-        """Closes something that is of no use any more, so that the next call opens it anew."""
-        with self._lock:
-            if self._opened is not lost:
-                return  # another thread has dropped it
+        """Closes something that is of no use any more, so that the next call opens it anew. If
+        another thread has dropped it, does not wait for that thread, which may be opening it.
+        """
+        if self._opened is not lost or not self._lock.acquire(timeout=self._timeout_s):
+            return
+        is_first = self._opened is lost
+        if is_first:
             self._opened = None
-        lost.close()
+        self._lock.release()
+        if is_first:
+            lost.close()
 
     def close(self) -> None:
         """Closes what is open; waits a bounded time for a thread that opens it. Idempotent."""

@@ -44,22 +44,27 @@ class SpaceBound:
         self._next_update_s = float("-inf")
 
     def update(self, own_bytes: int, object_bytes: int, num_more_bytes: int = 0) -> None:
-        """Computes the bound anew if it is old, or if more objects would exceed it.
+        """Computes the bound anew if it is old, or if more objects would exceed one that may grow.
 
         Args:
             own_bytes: what the store takes of the file system.
             object_bytes: bytes of all objects.
             num_more_bytes: bytes of objects that are to be added.
         """
+        if self._is_fixed:
+            self._log_change()
+            return
         now_s = time.monotonic()
         fits = object_bytes + num_more_bytes <= self.max_bytes
-        if not self._is_fixed and (now_s >= self._next_update_s or not fits):
-            self._next_update_s = now_s + _UPDATE_S
-            disk = shutil.disk_usage(self._folder)
-            self._free_bytes = disk.free
-            left_bytes = disk.free + min(own_bytes, disk.used)
-            wanted_bytes = min(self._default_max_bytes, left_bytes // 2)
-            self.max_bytes = max(wanted_bytes, min(object_bytes, disk.used))
+        may_grow = not fits and self.max_bytes < self._default_max_bytes
+        if now_s < self._next_update_s and not may_grow:
+            return
+        self._next_update_s = now_s + _UPDATE_S
+        disk = shutil.disk_usage(self._folder)
+        self._free_bytes = disk.free
+        left_bytes = disk.free + min(own_bytes, disk.used)
+        wanted_bytes = min(self._default_max_bytes, left_bytes // 2)
+        self.max_bytes = max(wanted_bytes, min(object_bytes, disk.used))
         self._log_change()
 
     def why_full(self, num_bytes: int) -> str:
@@ -93,6 +98,8 @@ class SpaceBound:
         return f"{self._folder} has {_size(self._free_bytes)} left"
 
     def _log_change(self) -> None:
+        if self._logged_bytes == self.max_bytes:
+            return
         if self._logged_bytes is not None:
             lower_bytes, higher_bytes = sorted((self.max_bytes, self._logged_bytes))
             if higher_bytes <= _LOGGED_CHANGE * max(lower_bytes, _MIB):

@@ -14,6 +14,7 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores import files
 from kvstore.stores.shm import extent_table
 from kvstore.stores.shm import store as shm_store
 from kvstore.stores.shm.extent_table import State
@@ -303,6 +304,18 @@ def test_little_free_memory_is_an_error_that_says_what_to_do(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
     open_store("shm://little?max_bytes=1MiB").close()
     open_store("shm://little").close()  # the folder exists already
+
+
+def test_calls_seldom_look_at_the_path_of_the_lock(monkeypatch):
+    looked_at, lstat = [], os.lstat
+    monkeypatch.setattr(files, "_PATH_CHECK_S", 1000.0)
+    monkeypatch.setattr(os, "lstat", lambda path: looked_at.append(path) or lstat(path))
+    with opened(max_bytes=1000) as (store, _, _):
+        looked_at.clear()
+        for key in random_keys(5):
+            put(store, key, 1, 100)
+            assert store.contains_prefix([key]) == 1
+    assert not [path for path in looked_at if str(path).endswith("/lock")]
 
 
 def test_a_diagnosis_changes_nothing():

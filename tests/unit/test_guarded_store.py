@@ -106,6 +106,18 @@ def test_puts_that_fail_leave_reads_alone(rig: Rig) -> None:
     )
 
 
+def test_only_a_call_that_was_made_wakes_the_watch(rig: Rig) -> None:
+    woken: list[str] = []
+    rig.errors = dict.fromkeys(("put", "delete"), StoreUnavailableError("read-only"))
+    for call in (rig.put, lambda: rig.guarded.delete([KEY])):
+        rig.guarded.on_open = lambda: woken.append("")
+        rig.asked(call)
+        assert woken
+        woken.clear()
+        rig.asked(call)
+        assert not woken
+
+
 def test_a_full_store_is_not_probed_but_checked(rig: Rig) -> None:
     """It answers at once, so that requests may ask; and without requests the state is right."""
     rig.errors["put"] = StoreFullError("full of leased objects")

@@ -1,5 +1,6 @@
 """`StoreWatch`: notices by itself that a store fails, works again, or is another one."""
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -101,6 +102,20 @@ def test_stores_have_the_identity_of_what_they_share(
         assert all(len(identity) == 32 for identity in identities)
         assert identities[:2] == identities[2:]
         assert len(set(identities)) == 2
+
+
+@pytest.mark.parametrize("scheme", ["file", "shm"])
+def test_a_folder_that_was_removed_gets_a_new_identity(
+    scheme: str, tmp_path: Path, shm_names: tuple[str, str]
+) -> None:
+    name, _ = shm_names
+    folder = tmp_path / "kv" if scheme == "file" else Path(f"/dev/shm/baton-{name}")
+    place = folder if scheme == "file" else name
+    with closing(open_store(f"{scheme}://{place}?max_bytes=1MiB")) as store:
+        before = store.identity()
+        shutil.rmtree(folder)
+        assert len(store.identity()) == 32
+        assert store.identity() != before
 
 
 def _identity(url: str) -> str:

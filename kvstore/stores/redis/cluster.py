@@ -25,7 +25,8 @@ from kvstore.stores.redis.connection import CallDeadline
 from kvstore.stores.redis.messages import describe
 from kvstore.stores.redis.reply import Reply
 from kvstore.stores.redis.servers import OneServer, Pools, RedisServers, borrowed, master_pool
-from kvstore.stores.redis.url import Address, RedisUrl, address_text
+from kvstore.stores.redis.url import Address, RedisUrl
+from kvstore.url import join_host_port
 
 __all__ = ["Cluster", "SlotRange", "open_servers", "parse_slots"]
 
@@ -130,7 +131,7 @@ class Cluster(RedisServers):
         address = _address_of(pool)
         breaker = self._breakers.get(address)
         if breaker is None:
-            name = f"the KV store's server {address_text(address)}"
+            name = f"the KV store's server {join_host_port(*address)}"
             breaker = self._breakers.setdefault(address, Breaker(name))
             breaker.probes_with_calls = self._probes_with_calls
         return breaker.guard()
@@ -159,7 +160,7 @@ class Cluster(RedisServers):
     def failing(self) -> Sequence[str]:
         breakers = list(self._breakers.items())
         return [
-            f"its server {address_text(address)} {breaker.problem}: {breaker.error}"
+            f"its server {join_host_port(*address)} {breaker.problem}: {breaker.error}"
             for address, breaker in breakers
             if breaker.is_open
         ]
@@ -190,7 +191,7 @@ class Cluster(RedisServers):
                     with self.deadline.within_share(share):
                         return self._learn(address, self._ask(address))
                 except (RedisError, OSError, StoreUnavailableError) as error:
-                    failures.append(f"{address_text(address)}: {describe(error)}")
+                    failures.append(f"{join_host_port(*address)}: {describe(error)}")
             raise RedisConnectionError(
                 f"no server of the cluster answers: {'; '.join(failures[-_MAX_FAILURES:])}"
             )

@@ -27,7 +27,7 @@ from kvstore.stores.redis.addresses import AddressBook
 from kvstore.stores.redis.messages import describe, is_closed, is_timeout
 from kvstore.stores.redis.protocols import other_protocol
 from kvstore.stores.redis.reply import Reply, ReplyReader
-from kvstore.stores.redis.url import address_text
+from kvstore.url import join_host_port
 
 __all__ = [
     "Argument",
@@ -138,7 +138,7 @@ class _Bounded:
     @property
     def server(self) -> str:
         """The server's name, for logs and errors."""
-        return address_text((self.host, self.port))
+        return join_host_port(self.host, self.port)
 
     def connect_check_health(self, check_health: bool = True, **settings: Any) -> None:
         """Connects to the first address that answers, and logs in. redis-py calls it.

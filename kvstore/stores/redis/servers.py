@@ -25,7 +25,8 @@ from kvstore.stores.redis.connection import (
 )
 from kvstore.stores.redis.credentials import login_settings
 from kvstore.stores.redis.messages import describe
-from kvstore.stores.redis.url import Address, RedisUrl, address_text
+from kvstore.stores.redis.url import Address, RedisUrl
+from kvstore.url import join_host_port
 
 __all__ = ["OneServer", "Pools", "RedisServers", "borrowed", "master_pool", "name_of"]
 
@@ -117,7 +118,7 @@ def name_of(pool: ConnectionPool) -> str:
     settings = pool.connection_kwargs
     if "host" not in settings:
         return f"the master of {pool.service_name!r}"
-    return address_text((settings["host"], settings["port"]))
+    return join_host_port(settings["host"], settings["port"])
 
 
 class OneServer(RedisServers):

@@ -17,16 +17,10 @@ from urllib.parse import unquote
 
 from kvstore.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
-__all__ = ["Address", "RedisUrl", "address_text"]
+__all__ = ["Address", "RedisUrl"]
 
 Address = tuple[str, int]
 """Host and port."""
-
-
-def address_text(address: Address) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
