@@ -68,6 +68,12 @@ class Call:
             self._task.cancel()
 
     @property
+    def has_been_left(self) -> bool:
+        """Whether the client has ended it: a write has failed, or grpc.aio cancels its task."""
+        is_cancelled = self._task is not None and self._task.cancelling() > 0
+        return is_cancelled or self.context.is_over
+
+    @property
     def code(self) -> str:
         """The name of its status, once it has ended."""
         return (self.status or status_of_number(_number(self.context.code()))).name

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -146,6 +146,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             if call.ending is not None:
                 await call.abort(call.ending)
+            if not call.has_been_left:
+                await self._fail(call)  # what the method waited for was cancelled, not the call
             call.note_client_left()
             raise
         except grpc.aio.AbortError:
@@ -153,11 +155,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except BatonError as error:
             await call.abort(error)
         except Exception:
-            request_id = ascii(call.info.request_id)
-            _LOGGER.exception("failed method=%s request_id=%s", method, request_id)
-            await call.abort(InternalError(f"internal error; request_id={request_id}"))
+            await self._fail(call)
         finally:
             self._end(call)
+
+    async def _fail(self, call: Call) -> NoReturn:
+        """Ends a call whose method has raised what no client may see."""
+        request_id = ascii(call.info.request_id)
+        _LOGGER.exception("failed method=%s request_id=%s", call.method, request_id)
+        await call.abort(InternalError(f"internal error; request_id={request_id}"))
 
     def cut_calls(self) -> None:
         """Ends all calls as UNAVAILABLE, as the server stops."""
