@@ -111,13 +111,8 @@ class Replica:
         self._has_refused = False
         self._has_refused_grammar = False
         self._on_change: Callable[[], None] = lambda: None
-        self._shown: tuple[object, ...] = (
-            False,
-            False,
-            False,
-            False,
-            (),
-        )  # what `_note_change` compares, at the last `_on_change`
+        # What `_note_change` compares, at the last `_on_change`.
+        self._shown: tuple[object, ...] = (False, False, False, False, ())
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)

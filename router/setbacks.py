@@ -2,12 +2,7 @@
 
 import logging
 
-from baton.errors import (
-    AbortedError,
-    BatonError,
-    InternalError,
-    ResourceExhaustedError,
-)
+from baton.errors import AbortedError, BatonError, InternalError, ResourceExhaustedError
 from baton.reasons import Reason
 from baton.request_spec import RequestSpec
 from router.decode_connection import ReplicaLostError

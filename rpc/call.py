@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -15,7 +14,7 @@ from rpc.call_context import CallContext, Context
 from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 
-__all__ = ["PRESENT_CALL", "QUIET_METHODS", "Call"]
+__all__ = ["QUIET_METHODS", "Call"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 QUIET_METHODS = (
@@ -69,6 +68,12 @@ class Call:
             self._task.cancel()
 
     @property
+    def has_been_left(self) -> bool:
+        """Whether the client has ended it: a write has failed, or grpc.aio cancels its task."""
+        is_cancelled = self._task is not None and self._task.cancelling() > 0
+        return is_cancelled or self.context.is_over
+
+    @property
     def code(self) -> str:
         """The name of its status, once it has ended."""
         return (self.status or status_of_number(_number(self.context.code()))).name
@@ -119,10 +124,6 @@ class Call:
             *(self.method, code, duration_ms, peer, ascii(request_id)),
             extra=log_fields(method=self.method, code=code, duration_ms=duration_ms, peer=peer),
         )
-
-
-PRESENT_CALL: ContextVar[Call | None] = ContextVar("present_call", default=None)
-"""The call that the present task serves. A call runs in a task of its own."""
 
 
 def _nothing() -> None:

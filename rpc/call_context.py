@@ -28,6 +28,7 @@ class CallContext:
 
     Attributes:
         is_unread: whether a write has waited for too long.
+        is_over: whether a write has failed, as the client has left.
     """
 
     def __init__(self, context: Context, send_timeout_s: float | None) -> None:
@@ -37,7 +38,7 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[Any] | None = None
         self._writes_since = 0.0
-        self.is_unread = False
+        self.is_unread = self.is_over = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -56,6 +57,7 @@ class CallContext:
             await self._context.write(message)
         except grpc.aio.InternalError:
             # The call is over. grpc.aio cancels its task then, but perhaps not before this error.
+            self.is_over = True
             raise asyncio.CancelledError from None
         except asyncio.CancelledError:
             if self.is_unread and self._writing is not None:

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -39,7 +39,7 @@ from baton.errors import (
 )
 from baton.reasons import Reason
 from baton.traceparent import parse_traceparent
-from rpc.call import PRESENT_CALL, QUIET_METHODS, Call
+from rpc.call import QUIET_METHODS, Call
 from rpc.call_context import CallContext, Context
 from rpc.logs import CURRENT_CALL, CallInfo
 from rpc.places import CallPlaces
@@ -137,8 +137,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Surrounds a call. Yields it once the caller is let in."""
         call = Call(method, CallContext(context, self._send_timeout_s))
         self._running.add(call)
-        PRESENT_CALL.set(call)
-        CURRENT_CALL.set(call.info)
+        CURRENT_CALL.set(call.info)  # a call runs in a task of its own
         try:
             with self._places.of_method(method).taken_by(call):
                 if self._authorize is not None and not method.startswith(_OPEN_SERVICES):
@@ -147,6 +146,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             if call.ending is not None:
                 await call.abort(call.ending)
+            if not call.has_been_left:
+                await self._fail(call)  # what the method waited for was cancelled, not the call
             call.note_client_left()
             raise
         except grpc.aio.AbortError:
@@ -154,11 +155,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except BatonError as error:
             await call.abort(error)
         except Exception:
-            request_id = ascii(call.info.request_id)
-            _LOGGER.exception("failed method=%s request_id=%s", method, request_id)
-            await call.abort(InternalError(f"internal error; request_id={request_id}"))
+            await self._fail(call)
         finally:
             self._end(call)
+
+    async def _fail(self, call: Call) -> NoReturn:
+        """Ends a call whose method has raised what no client may see."""
+        request_id = ascii(call.info.request_id)
+        _LOGGER.exception("failed method=%s request_id=%s", call.method, request_id)
+        await call.abort(InternalError(f"internal error; request_id={request_id}"))
 
     def cut_calls(self) -> None:
         """Ends all calls as UNAVAILABLE, as the server stops."""
@@ -178,9 +183,9 @@ def name_call(request_id: str) -> None:
 
     Called by servicers that choose ids for requests. Has no effect outside of a call.
     """
-    call = PRESENT_CALL.get()
-    if call is not None:
-        call.info.request_id = request_id[:_MAX_LOGGED_ID_CHARS]
+    info = CURRENT_CALL.get()
+    if info is not None:
+        info.request_id = request_id[:_MAX_LOGGED_ID_CHARS]
 
 
 def request_id_of(message: Any) -> str:

@@ -17,7 +17,6 @@ supervisor can start it again.
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ from rpc.port_file import write_port_file
 from rpc.reflection import add_reflection
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig, join_host_port
-from rpc.stop_signals import stop_signals_in_use
+from rpc.stop_signals import StopSignals
 
 __all__ = [
     "EXIT_CONFIGURATION",
@@ -276,30 +275,6 @@ class RpcServer:
         return self._stopping
 
 
-class _StopSignals:
-    """Signals to stop: the first sets `requested`; SIGINT after it sets `forced`."""
-
-    def __init__(self) -> None:
-        self._numbers = stop_signals_in_use()
-        self.requested = asyncio.Event()
-        self.forced = asyncio.Event()
-
-    def __enter__(self) -> "_StopSignals":
-        for number in self._numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number in self._numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if not self.requested.is_set():
-            self.requested.set()
-        elif number == signal.SIGINT:
-            self.forced.set()
-
-
 async def serve(
     config: ServerConfig,
     service_names: Sequence[str],
@@ -320,7 +295,7 @@ async def serve(
         BaseException: the cause that the service passed to `RpcServer.fail`.
     """
     server = RpcServer(config, service_names, access)
-    with _StopSignals() as signals:
+    with StopSignals() as signals:
         try:
             await server.listen()
             _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
@@ -333,7 +308,7 @@ async def serve(
 
 
 async def _run(
-    server: RpcServer, service: Service, signals: _StopSignals, drain_timeout_s: float
+    server: RpcServer, service: Service, signals: StopSignals, drain_timeout_s: float
 ) -> None:
     try:
         await _unless(signals.requested, server.wait_failed())

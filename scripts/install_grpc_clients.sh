@@ -1,6 +1,7 @@
 #!/bin/sh
 # As root on Debian: installs Node, Go, Ruby, nginx and HAProxy, unless they are there, and builds the
-# client programs of the tests. Tests whose tools are missing skip themselves.
+# client programs of the tests. What cannot be had is named and left out: tests whose tools are missing
+# skip themselves.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -17,9 +18,9 @@ packages=$(missing node:nodejs npm:npm go:golang-go protoc:protobuf-compiler \
     /usr/share/gocode/src/github.com/golang/protobuf/proto/registry.go:golang-github-golang-protobuf-1-5-dev \
     grpc_tools_ruby_protoc:ruby-grpc-tools nginx:nginx-light haproxy:haproxy)
 if [ -n "$packages" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get update --quiet --quiet
     # RUNLEVEL keeps the proxies from being started as services.
-    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install --quiet --quiet --yes \
-        --no-install-recommends $packages
+    { apt-get update --quiet --quiet && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install \
+        --quiet --quiet --yes --no-install-recommends $packages; } \
+        || echo "these packages could not be installed:" $packages >&2
 fi
 exec python3 -m tests.support.grpc_clients.builds

@@ -80,8 +80,7 @@ class GenerationServiceStub(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -192,8 +191,7 @@ class GenerationServiceServicer(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -347,8 +345,7 @@ class GenerationService(object):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and

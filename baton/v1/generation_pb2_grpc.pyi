@@ -78,8 +78,7 @@ class GenerationServiceStub:
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -180,8 +179,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and
@@ -278,8 +276,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
 
     gRPC itself, on either side, ends calls without these details: CANCELLED if
     the client cancelled or left, UNIMPLEMENTED for an unknown method,
-    UNAVAILABLE for a lost connection and for a router that stops (another one
-    may serve), and RESOURCE_EXHAUSTED for a message or
+    UNAVAILABLE for a lost connection, and RESOURCE_EXHAUSTED for a message or
     metadata above a limit:
 
     - The router takes requests of up to --max-request-bytes (16 MiB), and

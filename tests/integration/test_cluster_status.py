@@ -8,6 +8,7 @@ import pytest
 from baton.cli import main
 from baton.security.config import ClusterConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from router import breaker
 from router.security_config import RouterSecurityConfig
 from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import request, running_router, script_of
@@ -62,7 +63,8 @@ async def test_a_draining_replica():
         assert replica.load.draining
 
 
-async def test_an_ejected_replica():
+async def test_an_ejected_replica(monkeypatch):
+    monkeypatch.setattr(breaker, "_FIRST_COOLDOWN_S", 60)
     decode = FakeDecode(SCRIPT)
     async with running_workers(decode), running_router(decode) as router:
         (replica,) = router.fleet.decode.connected

@@ -279,6 +279,21 @@ async def test_an_id_set_by_the_servicer_is_in_the_error_and_in_the_log(echo, ca
     assert "request_id='drawn'" in await logged_call(caplog, f"/{SERVICE}/{arity}")
 
 
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_a_cancel_of_what_a_method_waits_for_is_not_one_of_the_call(echo, caplog, arity):
+    """A channel that is closed does so. The client must not wait for its deadline."""
+
+    async def act(request_text, context):
+        cancelled = asyncio.get_running_loop().create_future()
+        cancelled.cancel()
+        await cancelled
+
+    echo.act = act
+    error = await error_of(echo, arity)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "CancelledError" in caplog.text
+
+
 def test_name_call_does_nothing_outside_of_a_call():
     name_call("drawn")
 

@@ -33,6 +33,11 @@ _GO_PACKAGES = {
 }
 
 
+# Of npm, for the case that no registry answers; its own are up to 15 minutes.
+_NPM_TIMEOUT_S = 180
+_NPM_BOUNDS = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-timeout=60000")
+
+
 class MissingToolError(Exception):
     """A program cannot be built here; the message names what is not installed."""
 
@@ -43,14 +48,21 @@ def _require(*tools: str) -> None:
         raise MissingToolError(f"{', '.join(missing)} not installed")
 
 
-def _run(command: list[object], folder: Path, variables: Mapping[str, str] | None = None) -> None:
+def _run(
+    command: list[object],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> None:
     process = subprocess.run(
         list(map(str, command)),
         check=False,
         cwd=folder,
         env={**os.environ, **(variables or {})},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=timeout_s,
     )
     if process.returncode:
         raise RuntimeError(f"{command}:\n{process.stdout}\n{process.stderr}")
@@ -58,8 +70,9 @@ def _run(command: list[object], folder: Path, variables: Mapping[str, str] | Non
 
 def _build_node(folder: Path) -> None:
     try:
-        _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"], folder)
-    except RuntimeError as error:
+        options = ["--no-audit", "--no-fund", "--loglevel=error", *_NPM_BOUNDS]
+        _run(["npm", "install", *options], folder, timeout_s=_NPM_TIMEOUT_S)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         raise MissingToolError(f"the packages of npm could not be installed: {error}") from None
     plugins = f"{folder / 'node_modules/.bin'}:{os.environ['PATH']}"
     _run(["npx", "buf", "generate", PROTOS], folder, {"PATH": plugins})
@@ -140,16 +153,18 @@ def command_of(kind: str) -> tuple[list[str], Path]:
     Raises:
         MissingToolError: it cannot be built here.
     """
-    folder = _built(kind)
+    name, tools, build, command = _PROGRAMS[kind]
+    folder = _built(name, tools, build)
     if isinstance(folder, MissingToolError):
         raise folder
-    return _PROGRAMS[kind][3], folder
+    return command, folder
 
 
 @cache
-def _built(kind: str) -> Path | MissingToolError:
-    """The folder of a program, which is tried once in a process; or why there is none."""
-    name, tools, build, _ = _PROGRAMS[kind]
+def _built(
+    name: str, tools: tuple[str, ...], build: Callable[[Path], None]
+) -> Path | MissingToolError:
+    """The folder of built sources, which are tried once in a process; or why there is none."""
     try:
         _require(*tools)
         return _build_once(name, build)
@@ -190,7 +205,7 @@ def main() -> None:
     for kind in KINDS:
         try:
             command_of(kind)
-        except MissingToolError as error:
+        except (MissingToolError, RuntimeError) as error:
             sys.stderr.write(f"no client of {kind}: {error}\n")
 
 
