@@ -1,6 +1,7 @@
 """`Peers`: the processes that this one reads from: channels, breakers, generations."""
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +28,6 @@ _MAX_PEERS = 64
 _IDLE_S = 60.0
 # Less than a load is waited for at least, so that the log does not first call it slow.
 _CONNECT_S = 0.2
-_CONNECTION_ENDS = (
-    grpc.ChannelConnectivity.READY,
-    grpc.ChannelConnectivity.TRANSIENT_FAILURE,  # calls fail at once, and say why
-)
 _REFUSALS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -95,7 +92,8 @@ class Peer:
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
         self._was_denied = False  # since the last answer that was no refusal
-        self._was_awaited = False
+        self._was_tried = False
+        self._is_closed = False
         self.meeting = threading.Lock()
         self.is_added = False
         self.ranges_per_block = 0
@@ -127,31 +125,28 @@ class Peer:
         return self._checked(_answer(call, self.address))
 
     def _answer_first(self, call: Callable[[], _Result]) -> "_Result | PeerRefusedError":
-        """Returns what the peer answers; the first call awaits its connection."""
-        if not self._was_awaited:
-            self._was_awaited = True
-            self._await_connection()
+        """Returns what the peer answers; before the first call it tries to reach the peer."""
+        if not self._was_tried:
+            self._was_tried = True
+            self._try_connection()
+        # grpc may crash if a call begins on a channel that is closed.
+        if self._is_closed:
+            raise StoreUnavailableError(f"{self.address.endpoint}: the connector is closed")
         return _answer(call, self.address)
 
-    def _await_connection(self) -> None:
+    def _try_connection(self) -> None:
         """Says so if no connection comes: the call that follows may take long to find it out."""
-        has_ended = threading.Event()
-
-        def note(state: grpc.ChannelConnectivity) -> None:
-            if state in _CONNECTION_ENDS:
-                has_ended.set()
-
+        host, _, port = self.address.endpoint.rpartition(":")
         try:
-            self._channel.subscribe(note, try_to_connect=True)
-            if not has_ended.wait(_CONNECT_S):
-                _logger.warning(
-                    "the KV peer at %s cannot be reached so far; other machines must reach the "
-                    "address that it advertises",
-                    self.address.endpoint,
-                )
-            self._channel.unsubscribe(note)
-        except ValueError:
-            """The channel was closed meanwhile, as the call will notice."""
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        except TimeoutError:
+            _logger.warning(
+                "the KV peer at %s cannot be reached so far; other machines must reach the "
+                "address that it advertises",
+                self.address.endpoint,
+            )
+        except (OSError, ValueError):
+            """The call that follows says what is wrong."""
 
     def _checked(self, answer: "_Result | PeerRefusedError") -> _Result:
         """Returns an answer; raises it if it is a refusal."""
@@ -166,6 +161,7 @@ class Peer:
 
     def close(self) -> None:
         """Ends calls under way. Idempotent."""
+        self._is_closed = True
         self._channel.close()
 
 
