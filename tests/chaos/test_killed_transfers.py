@@ -12,7 +12,7 @@ from tests.support.scene import NUM_JOBS, await_started, first_of, running_scene
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["shm", "grpc"])  # the other routes are below
+@pytest.mark.parametrize("name", ["redis", "grpc"])  # nixl is below
 async def test_no_token_is_lost_when_prefill_is_killed_around_a_transfer(
     name: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.rpc_calls import DirectCalls, status_over_channel
 NUM_HTTP = 12_000
 NUM_DIRECT = 15_000
 NUM_OVER_CHANNEL = 3_000
-REFUSALS = ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION")
+REFUSALS = ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ALREADY_EXISTS")
 METHODS = ("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModel")
 WEIGHTS = (3, 3, 1, 1, 1)
 
