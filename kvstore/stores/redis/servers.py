@@ -149,6 +149,9 @@ class OneServer(RedisServers):
     @override
     def close(self) -> None:
         self._pool.disconnect()
+        if isinstance(self._pool, SentinelConnectionPool):
+            for sentinel in self._pool.sentinel_manager.sentinels:
+                sentinel.connection_pool.disconnect()
 
 
 class Pools:
