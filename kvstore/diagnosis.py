@@ -5,7 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.block_key import KEY_BYTES
 
-__all__ = ["StoreDiagnosis"]
+__all__ = ["StoreDiagnosis", "unused_key"]
+
+
+def unused_key() -> bytes:
+    """A random key, which no object has."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 class StoreDiagnosis:
@@ -20,7 +25,7 @@ class StoreDiagnosis:
         Raises:
             StoreUnavailableError: the store does not know its servers.
         """
-        return {"": secrets.token_bytes(KEY_BYTES)}
+        return {"": unused_key()}
 
     def has_room(self, key: bytes, num_bytes: int) -> bool:
         """Whether a key's server can take that much without evicting anything.

@@ -1,12 +1,12 @@
 """`GuardedStore`: a store behind breakers."""
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from kvstore.breaker import Breaker, NotAskedError
+from kvstore.diagnosis import unused_key
 from kvstore.metrics import BreakersOfDirections
 from kvstore.outage_log import OutageLog
 from kvstore.status import BackendStatus
@@ -14,7 +14,6 @@ from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 
 __all__ = ["GuardedStore"]
 
-_KEY_BYTES = 32
 _SMALL_BYTES = 64
 
 _Result = TypeVar("_Result")
@@ -167,23 +166,19 @@ class GuardedStore:
         self.store.contains_prefix(list(self.store.diagnosis.new_keys().values()))
 
     def _probe_reads(self) -> None:
-        key = _new_key()
+        key = unused_key()
         self.store.contains_prefix([key])
         if self._get_bytes:
             self.store.get_into([key], [_object(self._get_bytes)])
 
     def _probe_puts(self) -> None:
-        key = _new_key()
+        key = unused_key()
         self.store.put([key], [_object(self._put_bytes)])
         with suppress(StoreUnavailableError):
             self.store.delete([key])
 
     def _probe_deletions(self) -> None:
-        self.store.delete([_new_key()])
-
-
-def _new_key() -> bytes:
-    return secrets.token_bytes(_KEY_BYTES)
+        self.store.delete([unused_key()])
 
 
 def _object(num_bytes: int) -> KvObject:

@@ -11,6 +11,7 @@ from baton.doctor.stores import check_store
 from baton.errors import ConfigurationError
 from baton.security.cluster import ClusterSecurity
 from baton.security.config import ClusterConfig
+from kvstore.diagnosis import unused_key
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout
 from kvstore.registry import known_stores, open_connector
@@ -88,7 +89,7 @@ def _hand_over(url: str) -> str:
     import torch  # here, as stores are checked without it
 
     pool = torch.randn(len(_SAVED) + len(_LOADED), *_LAYOUT.block_shape)
-    keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
+    keys = tuple(unused_key() for _ in _SAVED)
     lease_id = secrets.token_hex(16)
     security = ClusterSecurity.from_environment(ClusterConfig())
     opened = open_connector(url, security, is_diagnosis=True)

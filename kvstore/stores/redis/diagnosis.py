@@ -1,14 +1,12 @@
 """`RedisDiagnosis`: servers, room and refusals of a redis store, for `baton doctor`."""
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from redis import RedisError
 from typing_extensions import override
 
-from kvstore.block_key import KEY_BYTES
-from kvstore.diagnosis import StoreDiagnosis
+from kvstore.diagnosis import StoreDiagnosis, unused_key
 from kvstore.store import KvObject
 from kvstore.stores.redis.allowances import Allowance
 from kvstore.stores.redis.messages import is_refusal
@@ -48,7 +46,7 @@ class RedisDiagnosis(StoreDiagnosis):
             for _ in range(_MAX_DRAWS):
                 if not left:
                     break
-                key = secrets.token_bytes(KEY_BYTES)
+                key = unused_key()
                 (pool,) = self._servers.pools_of([object_name(key)])
                 if pool in left:
                     left.discard(pool)
