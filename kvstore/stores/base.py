@@ -5,11 +5,12 @@ here. `StoreCounters` and `copy_into` serve any store.
 """
 
 import errno
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from typing_extensions import override
 
@@ -192,6 +193,22 @@ class SharedStore(KvStore):
         self._counters = StoreCounters(sees_removals=True)
         self._opened = OpenedOnDemand(self._open, limits.timeout_s)
         self._opened.begin()
+
+    @classmethod
+    @override
+    def from_url(cls, url: str) -> Self:
+        """Opens the store of a URL; `_from_url` of each class describes its form."""
+        return cls._from_url(url, is_diagnosis=False)
+
+    @classmethod
+    @override
+    def open_for_diagnosis(cls, url: str) -> Self:
+        return cls._from_url(url, is_diagnosis=True)
+
+    @classmethod
+    @abstractmethod
+    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
+        """Does what `from_url` does, or, for a diagnosis, `open_for_diagnosis`."""
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:

@@ -48,7 +48,7 @@ class FileStore(SharedStore):
 
     @classmethod
     @override
-    def from_url(cls, url: str) -> Self:
+    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=&fsync=`; makes the folder.
 
         `fsync` is "never" or "commit". With "commit", a put returns once its objects are on the
@@ -57,15 +57,6 @@ class FileStore(SharedStore):
         Raises:
             ConfigurationError: the path is not absolute, or leads to a file; an option is wrong.
         """
-        return cls._from_url(url, is_diagnosis=False)
-
-    @classmethod
-    @override
-    def open_for_diagnosis(cls, url: str) -> Self:
-        return cls._from_url(url, is_diagnosis=True)
-
-    @classmethod
-    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
         syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):

@@ -51,7 +51,7 @@ class ShmStore(SharedStore):
 
     @classmethod
     @override
-    def from_url(cls, url: str) -> Self:
+    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
 
         Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB and a
@@ -60,15 +60,6 @@ class ShmStore(SharedStore):
         Raises:
             ConfigurationError: the name or an option is wrong; the machine has no /dev/shm.
         """
-        return cls._from_url(url, is_diagnosis=False)
-
-    @classmethod
-    @override
-    def open_for_diagnosis(cls, url: str) -> Self:
-        return cls._from_url(url, is_diagnosis=True)
-
-    @classmethod
-    def _from_url(cls, url: str, *, is_diagnosis: bool) -> Self:
         parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
         if not _NAME.fullmatch(name) or parts.path.strip("/"):
