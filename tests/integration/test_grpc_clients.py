@@ -20,7 +20,7 @@ from baton.v1 import generation_pb2_grpc
 from tests.support.cluster import WORKER_CALL, Cluster, running_cluster
 from tests.support.grpc_clients.answers import CASES, Candidate, candidates_of, stop_request
 from tests.support.grpc_clients.builds import KINDS, PROTOS, go_variables
-from tests.support.grpc_clients.page import code_under
+from tests.support.grpc_clients.page import code_under, printed_by
 from tests.support.grpc_clients.program import ClientProgram, require_client, running_client
 from tests.support.proxies import PROXIES, running_proxy
 
@@ -137,19 +137,6 @@ async def test_an_error_through_a_proxy_is_that_of_the_router(served: Fixture, r
             call = await program.call(method, request)
             assert call.code is grpc.StatusCode.INVALID_ARGUMENT
             assert "temperature is -1" in call.details
-
-
-async def printed_by(*command: object, folder: Path, **variables: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command),
-        cwd=folder,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **variables},
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
 
 
 async def test_a_client_without_protos(served: Fixture) -> None:

@@ -1,8 +1,6 @@
 """The commands and programs of docs/grpc.md do what the page says, on a scripted server."""
 
-import asyncio
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import pytest
 from baton.v1 import generation_pb2
 from tests.support.fake_generation import FakeGeneration, running_fake_generation
 from tests.support.grpc_clients.builds import PROTOS, go_variables
-from tests.support.grpc_clients.page import code_under, service_config
+from tests.support.grpc_clients.page import code_under, printed_by, service_config
 from tests.support.grpc_clients.program import require_client, running_client
 
 ROOT = Path(__file__).parents[2]
@@ -36,20 +34,6 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the protos, in which the page's commands run."""
     (tmp_path / "protos").symlink_to(PROTOS)
     return tmp_path
-
-
-async def printed_by(*command: object, folder: Path, **variables: str) -> str:
-    """Runs a command in a folder; returns what it prints."""
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command),
-        cwd=folder,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **variables},
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
 
 
 def borrow_packages(folder: Path) -> None:

@@ -1,9 +1,11 @@
 """The commands and programs of docs/grpc.md, as a reader copies them."""
 
+import asyncio
+import os
 import re
 from pathlib import Path
 
-__all__ = ["code_under", "service_config"]
+__all__ = ["code_under", "printed_by", "service_config"]
 
 _PAGE = Path(__file__).parents[3] / "docs" / "grpc.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,6 +21,20 @@ def code_under(heading: str, address: str = _ADDRESS) -> dict[str, str]:
     }
     assert blocks, f"nothing to run under {heading!r}"
     return blocks
+
+
+async def printed_by(*command: object, folder: Path, **variables: str) -> str:
+    """Runs a command in a folder; returns what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *map(str, command),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **variables},
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
 
 
 def service_config() -> str:
