@@ -6,11 +6,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 from baton.errors import AlreadyExistsError, ResourceExhaustedError
 from baton.reasons import Reason
+from router.config import MAX_WAITING
 
-__all__ = ["MAX_WAITING", "Admission", "Turns"]
-
-MAX_WAITING = 4096
-"""How many requests wait at most, beside those that the replicas run, unless a flag says so."""
+__all__ = ["Admission", "Turns"]
 
 _RUNNING_AT_ONCE = 2
 """Few threads, as those that tokenize prompts come from the same pool: 5 on a machine of one core.
@@ -62,7 +60,7 @@ class Admission:
 
     Args:
         max_requests: the most that run or wait at once; None for as many as the replicas run,
-            and `MAX_WAITING` that wait.
+            and `router.config.MAX_WAITING` that wait.
 
     Attributes:
         read_num_seats: returns how many requests the replicas run at once.

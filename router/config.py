@@ -12,7 +12,6 @@ from baton.flags import add_flags, config_from_args, flag, flags_of_config
 from baton.hub_names import HubFlags, with_revision
 from baton.named_models import default_model_name
 from baton.security.config import ClusterConfig
-from router.admission import MAX_WAITING
 from router.discovery import parse_target
 from router.entries import read_entries
 from router.http.config import HttpConfig
@@ -26,6 +25,7 @@ __all__ = [
     "DEFAULT_GRPC_PORT",
     "DEFAULT_PORT",
     "GENERATION_CONFIGS",
+    "MAX_WAITING",
     "NO_PREFILL_POLICIES",
     "RouterConfig",
     "ServedModelConfig",
@@ -39,6 +39,8 @@ DEFAULT_GRPC_PORT = 50051
 NO_PREFILL_POLICIES = ("local", "wait", "fail")
 GENERATION_CONFIGS = ("auto", "none")
 """Where defaults of sampling parameters come from: the checkpoint, or `SamplingParams` alone."""
+MAX_WAITING = 4096
+"""How many requests wait at most, beside those that the replicas run, unless a flag says so."""
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 """Workers receive the time left in milliseconds, in 32 bits."""
 
