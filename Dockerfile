@@ -10,7 +10,8 @@ RUN apt-get update \
 WORKDIR /source
 # The CPU kernels take long to compile, and change seldom.
 COPY kernels/native kernels/native
-RUN PYTHONPATH=kernels python -m native.build
+COPY kernels/library kernels/library
+RUN PYTHONPATH=kernels python -m library.build
 COPY . .
 RUN pip wheel --no-deps --wheel-dir /wheel .
 

@@ -110,6 +110,6 @@ $(INTEGRATIONS)/.installed: pyproject.toml
 
 # The CPU kernels. The installation compiles them too; this rule follows later changes of the
 # sources. Exit status 2 means that there is no compiler; torch then computes.
-$(VENV)/.native: $(wildcard kernels/native/src/* kernels/native/build.py kernels/native/variants.py) | $(BIN)/python
-	$(BIN)/python -m kernels.native.build || test $$? -eq 2
+$(VENV)/.native: $(wildcard kernels/native/src/* kernels/library/build.py kernels/library/variants.py) | $(BIN)/python
+	$(BIN)/python -m kernels.library.build || test $$? -eq 2
 	@touch $@

@@ -37,7 +37,7 @@ class NativeKernelsHook(BuildHookInterface):
             self.app.display_warning(
                 "No native CPU kernels: inference on the CPU will run on torch, which is slower. "
                 "Install a C++20 compiler and install again, or run "
-                "`python -m kernels.native.build`."
+                "`python -m kernels.library.build`."
             )
         if version == "editable":
             return
@@ -62,13 +62,13 @@ class NativeKernelsHook(BuildHookInterface):
 
 
 def _import_build_modules(root: Path) -> tuple[Any, Any]:
-    """`kernels.native.build` and `.variants`, from that folder, which is looked at first."""
+    """`kernels.library.build` and `.variants`, from that folder, which is looked at first."""
     folder = str(root / "kernels")
     sys.path.insert(0, folder)
     try:
         return (
-            importlib.import_module("native.build"),
-            importlib.import_module("native.variants"),
+            importlib.import_module("library.build"),
+            importlib.import_module("library.variants"),
         )
     finally:
         sys.path.remove(folder)

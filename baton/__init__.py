@@ -8,19 +8,19 @@ first use of `LLM` or `AsyncLLM`, grpc on the first use of a client.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from baton.beam_search import BeamSearchParams
-from baton.errors import BatonError
-from baton.prompts import TextPrompt, TokensPrompt
-from baton.results import CompletionOutput, RequestOutput
-from baton.sampling_params import RequestOutputKind, SamplingParams
-from baton.structured_outputs import StructuredOutputs, StructuredOutputsParams
-from baton.version import __version__
+from baton.common.errors import BatonError
+from baton.common.request.prompts import TextPrompt, TokensPrompt
+from baton.common.request.results import CompletionOutput, RequestOutput
+from baton.common.request.sampling_params import RequestOutputKind, SamplingParams
+from baton.common.request.structured_outputs import StructuredOutputs, StructuredOutputsParams
+from baton.common.version import __version__
+from baton.offline.beam_search import BeamSearchParams
 
 if TYPE_CHECKING:
-    from baton.async_llm import AsyncLLM
     from baton.client import AsyncClient, Client
-    from baton.engine_args import AsyncEngineArgs, EngineArgs
-    from baton.llm import LLM
+    from baton.offline.async_llm import AsyncLLM
+    from baton.offline.engine_args import AsyncEngineArgs, EngineArgs
+    from baton.offline.llm import LLM
 
 __all__ = [
     "LLM",
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 _LAZY_MODULES = {
-    "LLM": "baton.llm",
-    "AsyncLLM": "baton.async_llm",
-    "EngineArgs": "baton.engine_args",
-    "AsyncEngineArgs": "baton.engine_args",
+    "LLM": "baton.offline.llm",
+    "AsyncLLM": "baton.offline.async_llm",
+    "EngineArgs": "baton.offline.engine_args",
+    "AsyncEngineArgs": "baton.offline.engine_args",
     "Client": "baton.client",
     "AsyncClient": "baton.client",
 }

@@ -1,6 +1,6 @@
 """`Client` and `AsyncClient`: clients of a running router.
 
-Both build requests and read responses with the pure functions of `baton.wire`.
+Both build requests and read responses with the pure functions of `baton.common.request.wire`.
 They differ in how a call is awaited, streamed and closed.
 """
 
@@ -11,12 +11,10 @@ from typing import Any, Self, Unpack, overload
 
 import grpc
 
-from baton.errors import InternalError
-from baton.prompts import Prompt, TextPrompt, TokensPrompt
-from baton.results import CompletionChunk, ModelDescription, RequestOutput
-from baton.security.client import ClientTls, TlsOptions, key_metadata
-from baton.v1 import generation_pb2, generation_pb2_grpc
-from baton.wire import (
+from baton.common.errors import InternalError
+from baton.common.request.prompts import Prompt, TextPrompt, TokensPrompt
+from baton.common.request.results import CompletionChunk, ModelDescription, RequestOutput
+from baton.common.request.wire import (
     ChatRequestOptions,
     Params,
     RequestOptions,
@@ -27,6 +25,8 @@ from baton.wire import (
     parse_output,
     parse_response,
 )
+from baton.common.security.client import ClientTls, TlsOptions, key_metadata
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from rpc.channels import open_blocking_channel, open_channel
 from rpc.errors import from_rpc_error
 
@@ -38,7 +38,7 @@ SeveralPrompts = list[str] | list[list[int]] | list[TextPrompt] | list[TokensPro
 
 @contextmanager
 def _baton_errors() -> Iterator[None]:
-    """Turns errors of gRPC into the matching errors of `baton.errors`."""
+    """Turns errors of gRPC into the matching errors of `baton.common.errors`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -66,7 +66,7 @@ class _Ends:
 class Client:
     """A blocking client of a router, usable from several threads.
 
-    Every method raises the errors of `baton.errors` that
+    Every method raises the errors of `baton.common.errors` that
     `baton.v1.GenerationService` documents, with their `reason`, `field` and
     `retry_after_s`. A call that takes longer than
     `timeout_s` raises `DeadlineExceededError`; None leaves the limit to the
@@ -77,7 +77,7 @@ class Client:
         model: the model to request; empty for the served one.
         api_key: is sent as a bearer token.
         tls: files for TLS: `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_server_name`, as
-            `baton.security.client.ClientTls` describes them.
+            `baton.common.security.client.ClientTls` describes them.
 
     Raises:
         ConfigurationError: a file or the key is bad.
@@ -130,8 +130,8 @@ class Client:
         """Completes a prompt and returns the whole result; a list of prompts, a list of results.
 
         A prompt is a text, a list of token ids, or a dictionary as `baton.prompts.TextPrompt` or
-        `baton.prompts.TokensPrompt`. `baton.wire` documents `params` (`Params`) and `options`
-        (`RequestOptions`).
+        `baton.prompts.TokensPrompt`. `baton.common.request.wire` documents `params` (`Params`)
+        and `options` (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -149,8 +149,8 @@ class Client:
         """Answers a chat and returns the whole result, whose text is as generated: reasoning and
         tool calls are parts of it.
 
-        `messages` are those of OpenAI's chat API. `baton.wire` documents `params` (`Params`) and
-        `options` (`ChatRequestOptions`).
+        `messages` are those of OpenAI's chat API. `baton.common.request.wire` documents
+        `params` (`Params`) and `options` (`ChatRequestOptions`).
         """
         request = build_chat_request(messages, params, self._model, **options)
         with _baton_errors():
@@ -309,8 +309,8 @@ class AsyncClient:
         """Completes a prompt and returns the whole result; a list of prompts, a list of results.
 
         A prompt is a text, a list of token ids, or a dictionary as `baton.prompts.TextPrompt` or
-        `baton.prompts.TokensPrompt`. `baton.wire` documents `params` (`Params`) and `options`
-        (`RequestOptions`).
+        `baton.prompts.TokensPrompt`. `baton.common.request.wire` documents `params` (`Params`)
+        and `options` (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -330,8 +330,8 @@ class AsyncClient:
         """Answers a chat and returns the whole result, whose text is as generated: reasoning and
         tool calls are parts of it.
 
-        `messages` are those of OpenAI's chat API. `baton.wire` documents `params` (`Params`) and
-        `options` (`ChatRequestOptions`).
+        `messages` are those of OpenAI's chat API. `baton.common.request.wire` documents
+        `params` (`Params`) and `options` (`ChatRequestOptions`).
         """
         request = build_chat_request(messages, params, self._model, **options)
         with _baton_errors():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from baton.flag_parser import FlagParser
+from baton.common.flags.parser import FlagParser
 
 __all__ = ["add_args", "main"]
 

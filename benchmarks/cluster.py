@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import AsyncClient, SamplingParams
-from baton.errors import UnavailableError
-from baton.processes.run_folder import embedded_store, sharing_machine
-from baton.processes.supervisor import SupervisedProcess
-from baton.results import Timings
+from baton.common.errors import UnavailableError
+from baton.common.request.results import Timings
 from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
+from worker.processes.run_folder import embedded_store, sharing_machine
+from worker.processes.supervisor import SupervisedProcess
 
 __all__ = ["Answer", "ServedCluster", "free_ports", "running_cluster", "served_cluster"]
 

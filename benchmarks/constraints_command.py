@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import RANDOM_MODELS, resolve_model, write_dummy_model
 from benchmarks.number_flags import add_number, add_numbers
@@ -116,7 +116,7 @@ def _measure_masks(args: argparse.Namespace, config: "EngineConfig") -> "Iterato
 
 
 def _measure_jumps(args: argparse.Namespace, config: "EngineConfig") -> "Iterator[JumpTimes]":
-    from baton.model_files import open_model_files
+    from baton.common.model_files.files import open_model_files
     from benchmarks.offline.constrained import measure_jumps, train_tokenizer
     from benchmarks.offline.offline_engine import OfflineEngine
 

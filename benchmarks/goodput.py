@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.request import RequestRecord
 
 __all__ = ["ServiceLevel", "add_goodput_arg", "parse_service_level"]

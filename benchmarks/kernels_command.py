@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.machine import describe_machine, in_words, with_best_ceilings
 from benchmarks.model_cost import Ceilings
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
@@ -90,7 +90,7 @@ def _report(
     outcomes: Sequence["Outcome"],
 ) -> Report:
     from benchmarks.kernels.table import make_tables, to_plain
-    from kernels.native.library import select
+    from kernels.library.library import select
 
     ceilings, selection = Ceilings.of_machine(machine, args.dtype), select()
     return Report(

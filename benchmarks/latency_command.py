@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.number_flags import add_number, add_numbers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError, UnavailableError
+from baton.common.errors import ConfigurationError, UnavailableError
 from benchmarks.request import BenchRequest, LostRequestError, RequestRecord, Target
 from benchmarks.workloads.kind import draw_tokens
 

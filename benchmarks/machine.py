@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.machine_limits import affine_cores, usable_cores
+from baton.common.machine_limits import affine_cores, usable_cores
 
 __all__ = [
     "describe_machine",

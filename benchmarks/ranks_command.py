@@ -14,14 +14,14 @@ from itertools import cycle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 
 if TYPE_CHECKING:
-    from kernels.native.commands import NativeKernels
+    from kernels.library.commands import NativeKernels
     from kernels.native.ranks import SharedMemoryRanks
 
 __all__ = ["add_args", "main"]
@@ -93,7 +93,7 @@ def _time_batch(name: str, num_ranks: int) -> tuple[int, float]:
     """Returns the bytes of a batch, and the microseconds until all ranks have answered it."""
     import torch
 
-    from engine.runtime.ranks.batches import BatchSender
+    from engine.runtime.rank_batches import BatchSender
 
     batch, one = _BATCHES[name], torch.ones(1, 1)
     # Rows that decode as in the batch before are not sent again, so these change each time.
@@ -110,7 +110,7 @@ def _time_batch(name: str, num_ranks: int) -> tuple[int, float]:
 
 
 def _num_bytes(batch: ScheduledBatch) -> int:
-    from engine.runtime.ranks.batches import BatchSender
+    from engine.runtime.rank_batches import BatchSender
 
     messages: list[bytes] = []
     BatchSender(SimpleNamespace(send=messages.append)).send(batch)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def _sums(ranks: "SharedMemoryRanks", size: int) -> None:
     """Runs as many sums as `_PER_CALL` says in one call."""
     import torch
 
-    from kernels.native import commands
+    from kernels.library import commands
 
     partial, out = torch.ones(1, size), torch.empty(1, size)
     packed = commands.REDUCE_RANKS.pack(
@@ -174,7 +174,7 @@ def _group(num_ranks: int, kind: str, size: int) -> Iterator["SharedMemoryRanks"
 
 def _library() -> "NativeKernels":
     import kernels
-    from kernels.native.commands import library
+    from kernels.library.commands import library
 
     native = library()
     if native is None:
@@ -187,7 +187,7 @@ def _serve(arguments: Sequence[str]) -> None:
     """Does what rank 0 does, in a process that ends with its standard input."""
     import torch
 
-    from engine.runtime.ranks.batches import BatchReceiver
+    from engine.runtime.rank_batches import BatchReceiver
     from kernels.native.ranks import SharedMemoryRanks
 
     *numbers, kind, size = arguments

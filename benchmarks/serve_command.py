@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from baton.errors import ConfigurationError
-from baton.flags import add_flags, config_from_args
-from baton.security.client import ClientTls
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.security.client import ClientTls
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table

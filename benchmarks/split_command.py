@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.demo import demo_model_path
+from baton.common.model_files.demo import demo_model_path
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.models import make_random_model, num_weights, read_config

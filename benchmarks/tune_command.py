@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from baton.flags import flags_of_config
+from baton.common.flags.config_flags import flags_of_config
 from benchmarks.arrivals import add_rated_arrival_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.load import LoadLimits

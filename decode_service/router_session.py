@@ -10,15 +10,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
-from baton.errors import (
-    AlreadyExistsError,
-    BatonError,
-    InternalError,
-    InvalidArgumentError,
-)
-from baton.sampling_params import MAX_LOGPROBS
-from baton.spec_wire import receive_spec
-from baton.traceparent import parse_traceparent
+from baton.common.errors import AlreadyExistsError, BatonError, InternalError, InvalidArgumentError
+from baton.common.observe.traceparent import parse_traceparent
+from baton.common.request.sampling_params import MAX_LOGPROBS
+from baton.common.request.spec_wire import receive_spec
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason

@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baton.errors import (
+from baton.common.errors import (
     AlreadyExistsError,
     InternalError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.reasons import Reason
+from baton.common.reasons import Reason
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_thread import (
@@ -36,11 +36,11 @@ from engine.engine_thread import (
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff, connector_name
-from kvstore.status import BackendStatus
 
 if TYPE_CHECKING:
-    from baton.security.cluster import ClusterSecurity
+    from baton.common.security.cluster import ClusterSecurity
 
 __all__ = ["AsyncEngine"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.request_spec import RequestSpec
+from baton.common.request.request_spec import RequestSpec
 
 __all__ = [
     "INVALID_TOKEN",

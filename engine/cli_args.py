@@ -10,9 +10,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
-from baton.flags import add_flags, config_from_args
-from baton.hub_names import HubFlags, with_revision
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.model_files.hub_names import HubFlags, with_revision
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities

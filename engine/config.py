@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from baton.errors import ConfigurationError
-from baton.flag_values import byte_size, byte_size_with_unit, count, gibibytes
-from baton.flags import flag
-from baton.named_models import default_model_name
-from engine.speculation.config import SpeculativeConfig
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import flag
+from baton.common.flags.values import byte_size, byte_size_with_unit, count, gibibytes
+from baton.common.model_files.named_models import default_model_name
+from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
     "DEFAULT_GPU_MEMORY_UTILIZATION",

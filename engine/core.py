@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.errors import BatonError, ConfigurationError, InternalError
+from baton.common.errors import BatonError, ConfigurationError, InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
@@ -32,13 +32,13 @@ from engine.step_watch import StepWatch
 from engine.validation import check_request
 from kernels.ranks import RanksLostError
 from kvstore.connector import Connector, null_connector
+from kvstore.guard.metrics import KvMetrics, TransferMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff
-from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:
-    from baton.security.cluster import ClusterSecurity
+    from baton.common.security.cluster import ClusterSecurity
 
 __all__ = ["EngineCore", "OnOutputs"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.errors import InternalError
+from baton.common.errors import InternalError
 from engine.core import EngineCore
 from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineOutput, EngineRequest

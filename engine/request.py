@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 
-from baton.errors import BatonError
-from baton.request_spec import RequestSpec
+from baton.common.errors import BatonError
+from baton.common.request.request_spec import RequestSpec
 from engine.batch import TokenLogprobs
 from kvstore.handoff import KvHandoff
 

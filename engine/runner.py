@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
-from engine.speculation.config import MAX_SPECULATIVE_TOKENS
+from engine.speculative_config import MAX_SPECULATIVE_TOKENS
 from kvstore.layout import KvLayout
 
 __all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"]

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 
-from baton.errors import (
+from baton.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
-from baton.reasons import Reason
-from baton.request_spec import RequestSpec
+from baton.common.reasons import Reason
+from baton.common.request.request_spec import RequestSpec
 from engine.config import EngineConfig
 from engine.kv_cache.spec import spec_of
 from engine.request import EngineRequest

@@ -1,20 +1,20 @@
 """Engine data as `baton.v1` messages and back: pure functions that both tiers use.
 
-`baton.spec_wire` converts requests, `rpc.errors` converts errors.
+`baton.common.request.spec_wire` converts requests, `rpc.errors` converts errors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 
-from baton.errors import FailedPreconditionError
+from baton.common.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
 from engine.batch import TokenLogprobs
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.metrics.counts import EngineMetrics
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
+from kvstore.guard.metrics import KvMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import brief_digest
-from kvstore.metrics import KvMetrics
-from kvstore.status import BackendStatus
 
 __all__ = [
     "check_namespace",

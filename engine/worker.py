@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.metrics_collector import MetricsCollector
-from baton.request_spec import client_id_of
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.observe.metrics_collector import MetricsCollector
+from baton.common.request.request_spec import client_id_of
+from baton.common.version import __version__
 from baton.v1 import worker_pb2
-from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
 from engine.metrics.export import EngineDescription, EngineExport, VllmExport

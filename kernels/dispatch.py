@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from kernels.native import library
+from kernels.library import library
 
 __all__ = ["KERNELS", "NATIVE", "TRITON", "Backend", "Kernel", "Key", "kernel"]
 
@@ -137,7 +137,7 @@ def _backend_for(device_type: str, dtype: torch.dtype | None) -> Backend | None:
     """Returns what serves a device and an element type; None if plain torch does.
 
     Raises:
-        ConfigurationError: see `kernels.native.library.select`.
+        ConfigurationError: see `kernels.library.library.select`.
     """
     if device_type == "cuda":
         has_triton = dtype in _TRITON_TYPES and find_spec("triton") is not None

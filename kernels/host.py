@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import torch
 
-from baton.errors import InvalidArgumentError
-from baton.machine_limits import usable_cores
-from kernels.native.commands import library
+from baton.common.errors import InvalidArgumentError
+from baton.common.machine_limits import usable_cores
+from kernels.library.commands import library
 
 __all__ = ["default_num_threads", "fresh_zeros", "num_threads", "set_num_threads"]
 

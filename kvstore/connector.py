@@ -74,6 +74,8 @@ from typing import Any, Protocol, runtime_checkable
 from typing_extensions import override
 
 from kvstore.codec import DIGEST_SCHEME
+from kvstore.guard.metrics import KvMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
     ConnectorWork,
@@ -86,8 +88,6 @@ from kvstore.jobs import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = [

@@ -32,7 +32,7 @@ from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.codec import HEADER_BYTES
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.jobs import LoadJob, SaveJob

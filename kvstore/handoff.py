@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
 from baton.v1 import prefill_pb2
 from kvstore.block_key import KEY_BYTES
 from kvstore.codec import DIGEST_SCHEME

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import xxhash
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kernels.native.memory_runs import NativeRuns, native_runs
 
 __all__ = ["copy_runs", "digest_runs"]

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.faults import FaultyFactory, take_fault_options
 from kvstore.multi.worker import MultiFactory
@@ -26,7 +26,7 @@ from kvstore.store_connector import StoreFactory
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
 
 if TYPE_CHECKING:
-    from baton.security.cluster import ClusterSecurity
+    from baton.common.security.cluster import ClusterSecurity
 
 __all__ = [
     "PEERS",

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvstore.breaker import log_level_of
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
     KvConnectorScheduler,
     KvConnectorWorker,
 )
-from kvstore.guarded_store import GuardedStore
+from kvstore.guard.breaker import log_level_of
+from kvstore.guard.guarded_store import GuardedStore
+from kvstore.guard.metrics import KvMetrics
+from kvstore.guard.status import BackendStatus
+from kvstore.guard.store_watch import StoreWatch
 from kvstore.handoff import connector_name
 from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
 from kvstore.kept_handoffs import KeptHandoffs
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics
 from kvstore.mover.backend import Backend
 from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.mover import BlockMover
-from kvstore.status import BackendStatus
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
-from kvstore.store_watch import StoreWatch
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 from kvstore.url import printable_url
 

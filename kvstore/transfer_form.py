@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
 from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
 

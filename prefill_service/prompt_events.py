@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, prefill_pb2, request_pb2
 from engine.request import EngineOutput, FinishReason
 from engine.wire import (

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.spec_wire import receive_spec
+from baton.common.request.spec_wire import receive_spec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest

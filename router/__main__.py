@@ -2,7 +2,7 @@
 
 import sys
 
-from baton.flag_parser import FlagParser
+from baton.common.flags.parser import FlagParser
 from router.server import add_args, main
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.errors import InvalidArgumentError, NotFoundError
-from baton.short_texts import short_repr
+from baton.common.errors import InvalidArgumentError, NotFoundError
+from baton.common.short_texts import short_repr
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from router.cluster_status import ClusterStatus
 from router.models import Models
-from router.request_log import RequestLog
-from router.request_record import RequestRecord
-from router.request_stages import stages_of
+from router.observe.request_log import RequestLog
+from router.observe.request_record import RequestRecord
+from router.observe.request_stages import stages_of
 
 __all__ = ["ClusterServicer"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import grpc
 
-from baton.metrics import Series
+from baton.common.observe.metrics import Series
+from baton.common.version import __version__
 from baton.v1 import cluster_pb2, worker_pb2
-from baton.version import __version__
-from router.activity import Activity, RecentTimes
-from router.metrics import RouterMetrics
+from router.fleet.replica import Replica
+from router.fleet.tier import Tier
 from router.models import Model, Models
-from router.replica import Replica
-from router.tier import Tier
+from router.observe.activity import Activity, RecentTimes
+from router.observe.metrics import RouterMetrics
 
 __all__ = ["ClusterStatus"]
 

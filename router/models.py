@@ -8,40 +8,40 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.errors import (
+from baton.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from baton.model_files import open_model_files
-from baton.reasons import Reason
-from baton.request_spec import ReasoningStart
-from baton.sampling_params import SamplingParams
-from baton.security.cluster import ClusterSecurity
-from baton.short_texts import short_repr
+from baton.common.model_files.files import open_model_files
+from baton.common.reasons import Reason
+from baton.common.request.request_spec import ReasoningStart
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.short_texts import short_repr
 from baton.v1 import generation_pb2
-from router.admission import Admission
-from router.backlog import Backlog
 from router.chat.conversation import Conversation, content_text
 from router.chat.messages import conversation_of_chat
 from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
 from router.chat.template import ChatTemplate, ends_in_reasoning
 from router.chat.tool_parsers import tool_parser
-from router.config import RouterConfig, ServedModelConfig
-from router.entrance import Entrance
-from router.fleet import Fleet
-from router.generation_config import load_default_params
-from router.input_threads import convert_input
-from router.pace import Pace
-from router.pipeline import Pipeline
-from router.policy import PrefixIndex
-from router.reasoning import encode_marks
-from router.request_log import RequestLog
-from router.served_model import RequestLimits
+from router.config.router import RouterConfig, ServedModelConfig
+from router.fleet.fleet import Fleet
+from router.fleet.policy import PrefixIndex
+from router.fleet.served_model import RequestLimits
+from router.observe.request_log import RequestLog
+from router.requests.generation_config import load_default_params
+from router.requests.input_threads import convert_input
+from router.requests.pace import Pace
+from router.requests.reasoning import encode_marks
+from router.requests.tokenizer import Tokenizer
+from router.requests.validation import MAX_TOKENIZE_CHARS
+from router.stages.admission import Admission
+from router.stages.backlog import Backlog
+from router.stages.entrance import Entrance
+from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
-from router.tokenizer import Tokenizer
-from router.validation import MAX_TOKENIZE_CHARS
 
 __all__ = ["Model", "Models", "RouterFiles"]
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.security.certificates import Certificates
-from baton.security.cluster import ClusterSecurity, is_loopback
-from router.security_config import RouterSecurityConfig
+from baton.common.errors import PermissionDeniedError, UnauthenticatedError
+from baton.common.security.certificates import Certificates
+from baton.common.security.cluster import ClusterSecurity, is_loopback
+from router.config.security import RouterSecurityConfig
 from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.cluster_calls import authorize_cluster

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
-from baton.metrics_collector import MetricsCollector
+from baton.common.observe.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
-from router.admission import Admission
 from router.cluster_servicer import ClusterServicer
 from router.cluster_status import ClusterStatus
-from router.config import RouterConfig, add_args, router_config_from_args
-from router.metrics import FleetCounts, RouterMetrics
+from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
-from router.pace import Pace
-from router.request_log import RequestLog
+from router.observe.metrics import FleetCounts, RouterMetrics
+from router.observe.request_log import RequestLog
+from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
+from router.stages.admission import Admission
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 from rpc.interceptors import CountCall
 from rpc.memory_watch import MemoryWatch

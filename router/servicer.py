@@ -7,19 +7,19 @@ from typing import Any
 import grpc
 from typing_extensions import override
 
-from baton.errors import DeadlineExceededError, ResourceExhaustedError
-from baton.known_fields import check_known
-from baton.reasons import Reason
+from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.common.reasons import Reason
+from baton.common.request.known_fields import check_known
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.completion import WholeGeneration
 from router.models import Models
-from router.prompts import WholePrompts
-from router.validation import (
+from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
     check_length,
     check_token_ids,
 )
+from router.stages.completion import WholeGeneration
+from router.stages.prompts import WholePrompts
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.interceptors import name_call
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from baton.errors import BatonError
-from baton.traceparent import TraceContext, parse_traceparent
+from baton.common.errors import BatonError
+from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from rpc.call_context import CallContext, Context
 from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields

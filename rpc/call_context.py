@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 
-from baton.errors import DeadlineExceededError
-from baton.reasons import Reason
+from baton.common.errors import DeadlineExceededError
+from baton.common.reasons import Reason
 
 __all__ = ["CallContext", "Context"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from baton.errors import UnauthenticatedError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import UnauthenticatedError
+from baton.common.security.cluster import ClusterSecurity
 from rpc.channels import open_channel
 from rpc.interceptors import Authorize
 from rpc.server_access import ServerAccess

@@ -15,9 +15,9 @@ from contextlib import suppress
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.errors import BatonError
-from baton.reasons import Reason
-from baton.short_texts import cut_bytes, short_name
+from baton.common.errors import BatonError
+from baton.common.reasons import Reason
+from baton.common.short_texts import cut_bytes, short_name
 
 __all__ = ["DOMAIN", "Trailers", "apply_trailers", "trailers_of"]
 

@@ -12,7 +12,7 @@ from urllib.parse import quote_from_bytes
 
 import grpc
 
-from baton.errors import (
+from baton.common.errors import (
     AbortedError,
     AlreadyExistsError,
     BatonError,
@@ -27,7 +27,7 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.short_texts import cut_bytes
+from baton.common.short_texts import cut_bytes
 from baton.v1 import request_pb2
 from rpc.error_details import apply_trailers, trailers_of
 

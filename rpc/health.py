@@ -11,8 +11,8 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from baton.errors import NotFoundError
-from baton.short_texts import short_repr
+from baton.common.errors import NotFoundError
+from baton.common.short_texts import short_repr
 
 __all__ = ["HEALTH_SERVICE_NAME", "HealthServicer"]
 

@@ -30,15 +30,15 @@ from typing import Any, NoReturn
 
 import grpc
 
-from baton.errors import (
+from baton.common.errors import (
     BatonError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
-from baton.reasons import Reason
-from baton.traceparent import parse_traceparent
+from baton.common.observe.traceparent import parse_traceparent
+from baton.common.reasons import Reason
 from rpc.call import QUIET_METHODS, Call
 from rpc.call_context import CallContext, Context
 from rpc.logs import CURRENT_CALL, CallInfo

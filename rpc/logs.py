@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
-from baton.traceparent import TraceContext
+from baton.common.observe.traceparent import TraceContext
 from rpc.log_limit import RepeatLimit
 from rpc.log_stream import LogStream
 

@@ -8,8 +8,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from baton.container_limits import MEMORY_REMEDY
-from baton.machine_limits import kept_memory_share
+from baton.common.container_limits import MEMORY_REMEDY
+from baton.common.machine_limits import kept_memory_share
 
 __all__ = ["MemoryWatch"]
 

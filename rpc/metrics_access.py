@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from baton.security.cluster import ClusterSecurity
-from baton.security.tokens import carries_token, watched_tokens
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.tokens import carries_token, watched_tokens
 from rpc.metrics_config import MetricsConfig
 
 __all__ = ["CHALLENGE", "MetricsAccess"]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
-from baton.flags import flag
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import flag
 
 __all__ = ["MetricsConfig"]
 

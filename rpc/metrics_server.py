@@ -13,9 +13,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
-from baton.security.certificates import Certificates
-from baton.security.config import CertificateFiles
+from baton.common.errors import ConfigurationError
+from baton.common.security.certificates import Certificates
+from baton.common.security.config import CertificateFiles
 from rpc.listeners import open_listeners
 from rpc.metrics_access import CHALLENGE, MetricsAccess
 from rpc.metrics_config import MetricsConfig

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from baton.errors import ResourceExhaustedError
-from baton.reasons import Reason
+from baton.common.errors import ResourceExhaustedError
+from baton.common.reasons import Reason
 from rpc.call import Call
 
 __all__ = ["CallPlaces", "Places"]

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["write_port_file"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
-from baton.metrics import MetricInfo, Metrics, Snapshot, buckets_between
-from baton.metrics_collector import MetricsCollector
-from baton.security.certificates import Certificates
-from baton.version import __version__
+from baton.common.observe.metrics import MetricInfo, Metrics, Snapshot, buckets_between
+from baton.common.observe.metrics_collector import MetricsCollector
+from baton.common.security.certificates import Certificates
+from baton.common.version import __version__
 
 __all__ = ["METRICS", "ProcessMetrics"]
 

@@ -25,10 +25,10 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from baton.container_limits import describe_limits
-from baton.errors import ConfigurationError, UnavailableError
-from baton.reasons import Reason
-from baton.unknown_variables import unknown_variables
+from baton.common.container_limits import describe_limits
+from baton.common.errors import ConfigurationError, UnavailableError
+from baton.common.flags.unknown_variables import unknown_variables
+from baton.common.reasons import Reason
 from rpc.channels import SERVER_OPTIONS
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.errors import ConfigurationError
-from baton.flags import flag
-from baton.traceparent import TraceContext
-from baton.version import __version__
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import flag
+from baton.common.observe.traceparent import TraceContext
+from baton.common.version import __version__
 
 __all__ = ["Span", "Tracer", "TracingConfig", "open_tracer"]
 

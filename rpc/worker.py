@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
-from baton.errors import ConfigurationError, InvalidArgumentError
-from baton.flags import add_flags, config_from_args
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig, TlsConfig
+from baton.common.errors import ConfigurationError, InvalidArgumentError
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig, TlsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
 from rpc.memory_watch import MemoryWatch

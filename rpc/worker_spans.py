@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from baton.request_spec import RequestSpec
-from baton.traceparent import parse_traceparent
+from baton.common.observe.traceparent import parse_traceparent
+from baton.common.request.request_spec import RequestSpec
 from baton.v1 import worker_pb2
 from rpc.tracing import Span, Tracer, TracingConfig, open_tracer
 

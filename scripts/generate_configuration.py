@@ -1,5 +1,5 @@
 """Generates docs/configuration.md: every flag of every command, and every environment variable.
-Also baton/variable_names.py, with which processes warn of variables that nothing reads.
+Also baton/common/flags/variable_names.py, by which processes warn of variables that are not read.
 
     python -m scripts.generate_configuration            # writes the page and the names
     python -m scripts.generate_configuration --check    # fails if one is out of date
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import cli
-from baton.flag_sources import variable_of
+from baton.common.flags.sources import variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -260,7 +260,7 @@ def _settable_variables() -> set[str]:
 
 
 def render_names() -> str:
-    """Returns the text of baton/variable_names.py."""
+    """Returns the text of baton/common/flags/variable_names.py."""
     return _NAMES.format(
         names="".join(f'        "{name}",\n' for name in sorted(known_variables()))
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
 
-__all__ = ["NoCircles", "PureByDefault"]
+__all__ = ["NoCircles", "NoCirclesOfFolders", "PureByDefault"]
 
 
 class NoCircles(Contract):
@@ -19,6 +19,28 @@ class NoCircles(Contract):
             if not graph.is_module_squashed(module)
             for imported in graph.find_modules_directly_imported_by(module) - {module}
             if (chain := graph.find_shortest_chain(imported, module, as_packages=False))
+        }
+        return ContractCheck(kept=not circles, metadata={"chains": list(circles.values())})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        """Prints each circle."""
+        _print_chains(check)
+
+
+class NoCirclesOfFolders(Contract):
+    """No folder or file depends on itself through others of the same folder.
+
+    Two folders whose modules import each other are one folder in truth, even if no module
+    imports itself.
+    """
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        """Finds one circle through each child of a folder that lies on one."""
+        circles = {
+            frozenset(circle): circle
+            for folder in sorted(graph.modules)
+            if not graph.is_module_squashed(folder)
+            for circle in _circles_in(graph, folder)
         }
         return ContractCheck(kept=not circles, metadata={"chains": list(circles.values())})
 
@@ -79,6 +101,33 @@ class PureByDefault(Contract):
                 chain := graph.find_shortest_chain(module, name, as_packages=False)
             ):
                 yield chain
+
+
+def _circles_in(graph: ImportGraph, folder: str) -> Iterator[tuple[str, ...]]:
+    child_of = {
+        module: child
+        for child in graph.find_children(folder)
+        for module in (child, *graph.find_descendants(child))
+    }
+    imported_by: dict[str, set[str]] = {child: set() for child in child_of.values()}
+    for module, child in child_of.items():
+        targets = graph.find_modules_directly_imported_by(module)
+        imported_by[child] |= {child_of[name] for name in targets & child_of.keys()} - {child}
+    for child in sorted(imported_by):
+        if chain := _shortest_way_back(imported_by, child):
+            yield chain
+
+
+def _shortest_way_back(edges: dict[str, set[str]], start: str) -> tuple[str, ...]:
+    """Returns the nodes of the shortest circle through `start`, or nothing (breadth first)."""
+    chains, seen = [(start,)], set[str]()
+    for chain in chains:
+        for name in sorted(edges[chain[-1]] - seen):
+            if name == start:
+                return (*chain, start)
+            seen.add(name)
+            chains.append((*chain, name))
+    return ()
 
 
 def _is_in(module: str, package: str) -> bool:

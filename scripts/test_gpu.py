@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton.machine_limits import usable_cores
+from baton.common.machine_limits import usable_cores
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, results_folder
 from benchmarks.report.output import write_results
 

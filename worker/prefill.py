@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from baton.flag_parser import FlagParser
+from baton.common.flags.parser import FlagParser
 from engine.request import Role
 from worker import server
 

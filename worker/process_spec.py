@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from baton.flag_sources import variable_of
-from baton.flags import flags_of_config
-from baton.processes.spawn import ProcessSpec
+from baton.common.flags.config_flags import flags_of_config
+from baton.common.flags.sources import variable_of
 from engine.config import EngineConfig
+from worker.processes.spawn import ProcessSpec
 
 __all__ = ["worker_spec"]
 

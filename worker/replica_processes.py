@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from baton.container_limits import SUPERVISOR_NEEDS, WORKER_NEEDS, LimitsShare, check_needs
-from baton.errors import BatonError, ConfigurationError, UnavailableError
-from baton.flag_values import count
-from baton.flags import add_flags, flag
-from baton.processes.run_folder import sharing_machine
+from baton.common.container_limits import SUPERVISOR_NEEDS, WORKER_NEEDS, LimitsShare, check_needs
+from baton.common.errors import BatonError, ConfigurationError, UnavailableError
+from baton.common.flags.config_flags import add_flags, flag
+from baton.common.flags.values import count
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from engine.config import EngineConfig
 from kvstore.registry import has_fixed_port
 from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer, Service, serve
 from rpc.worker import worker_server_config
+from worker.processes.run_folder import sharing_machine
 from worker.replica_set import MOST_REPLICAS, ReplicaSet, ReplicaSetServicer
 from worker.replicas import replicas_here, replicas_on_ray
 

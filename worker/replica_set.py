@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.common.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import Service
 

@@ -8,24 +8,24 @@ from functools import partial
 
 from typing_extensions import override
 
-from baton.container_limits import LimitsShare
-from baton.errors import ConfigurationError
-from baton.flags import config_from_args, flags_of_config
-from baton.health import wait_until_serving
-from baton.processes.output import log_writer
-from baton.processes.ports import bound_ports, local_address
-from baton.processes.ray_nodes import RayNodes, RemoteProcess
-from baton.processes.restarts import RestartPolicy
-from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import SupervisedProcess
-from baton.security.client import ClientTls
-from baton.security.cluster import TOKEN_VARIABLE, ClusterSecurity
-from baton.security.config import ClusterConfig, TlsConfig
+from baton.common.container_limits import LimitsShare
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import config_from_args, flags_of_config
+from baton.common.security.client import ClientTls
+from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
+from baton.common.security.config import ClusterConfig, TlsConfig
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
+from rpc.probe import wait_until_serving
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from worker.process_spec import worker_spec
+from worker.processes.output import log_writer
+from worker.processes.ports import bound_ports, local_address
+from worker.processes.ray_nodes import RayNodes, RemoteProcess
+from worker.processes.restarts import RestartPolicy
+from worker.processes.spawn import ProcessSpec
+from worker.processes.supervisor import SupervisedProcess
 from worker.replica_set import MakeReplica, Replica
 
 __all__ = [

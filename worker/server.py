@@ -8,11 +8,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from baton.errors import ConfigurationError
-from baton.flags import config_from_args
-from baton.processes.ray_nodes import engine_on_ray
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig, TlsConfig
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import config_from_args
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig, TlsConfig
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from decode_service.servicer import DecodeServicer
 from engine.async_engine import AsyncEngine
@@ -27,6 +26,7 @@ from rpc.stop_signals import STOP_SIGNALS, stop_signals_in_use
 from rpc.tracing import TracingConfig
 from rpc.worker import WorkerTier, add_worker_args, serve_worker
 from rpc.worker_spans import WorkerSpans
+from worker.processes.ray_nodes import engine_on_ray
 from worker.replica_processes import ReplicaSetConfig, add_replica_args, run_replicas
 
 __all__ = ["SERVICE_NAMES", "add_args", "add_services", "run_worker"]

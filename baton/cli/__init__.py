@@ -11,10 +11,10 @@ from importlib import import_module
 from typing_extensions import override
 
 import baton
-from baton.container_limits import check_command
-from baton.errors import BatonError, ConfigurationError
-from baton.flag_parser import FlagParser
-from baton.processes.output import discard_unread_output
+from baton.common.container_limits import check_command
+from baton.common.errors import BatonError, ConfigurationError
+from baton.common.flags.parser import FlagParser
+from worker.processes.output import discard_unread_output
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -53,7 +53,7 @@ COMMANDS = {
     "generate": _Command(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
     "top": _Command(_USE, "baton.cli.top", "watch a router and its replicas"),
     "trace": _Command(_USE, "baton.cli.trace", "show where the time of a request went"),
-    "health": _Command(_USE, "baton.health", "ask a server whether it is serving"),
+    "health": _Command(_USE, "rpc.probe", "ask a server whether it is serving"),
     "bench": _Command(
         _CHECK, "benchmarks.cli", "measure a running endpoint, an engine or its parts"
     ),

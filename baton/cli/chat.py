@@ -10,7 +10,7 @@ from typing import Any
 from baton.cli.openai_endpoint import OpenAiEndpoint, add_endpoint_args
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.cli.terminal import Terminal, format_usage
-from baton.errors import BatonError
+from baton.common.errors import BatonError
 
 __all__ = ["SINGLE_TEXT_OMITS", "ChatSession", "add_args", "converse", "main"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
 from baton.client import Client
-from baton.flags import add_flags, config_from_args
-from baton.results import CompletionChunk, Logprobs
-from baton.security.client import ClientTls
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.request.results import CompletionChunk, Logprobs
+from baton.common.security.client import ClientTls
 
 __all__ = ["add_args", "format_summary", "main", "print_candidates", "print_stream"]
 

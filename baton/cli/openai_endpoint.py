@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from baton.errors import (
+from baton.common.errors import (
     AbortedError,
     BatonError,
     ConfigurationError,
@@ -20,9 +20,9 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.flags import add_flags, config_from_args
-from baton.security.client import ClientTls
-from baton.security.tokens import bearer
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.security.client import ClientTls
+from baton.common.security.tokens import bearer
 
 __all__ = [
     "DEFAULT_URL",

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 
 from baton.cli.generate import DEFAULT_ADDRESS
-from baton.errors import ConfigurationError
-from baton.flags import add_flags, config_from_args, flag
-from baton.security.client import ClientTls
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args, flag
+from baton.common.security.client import ClientTls
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
 from baton.v1 import cluster_pb2_grpc
 from rpc.channels import open_blocking_channel
 from rpc.errors import from_rpc_error
@@ -78,7 +78,7 @@ def add_credential_args(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def calling_router(args: argparse.Namespace) -> Iterator[Operator]:
-    """Opens a channel to the router; errors of calls become those of `baton.errors`.
+    """Opens a channel to the router; errors of calls become those of `baton.common.errors`.
 
     Args:
         args: flags that `add_operator_args` added.
@@ -96,7 +96,7 @@ def operator_channel(
     args: argparse.Namespace, address: str
 ) -> Iterator[tuple[grpc.Channel, Metadata]]:
     """Opens a channel to a process of a cluster, and yields it with the credential for its calls;
-    errors of calls become those of `baton.errors`.
+    errors of calls become those of `baton.common.errors`.
 
     Args:
         args: flags that `add_credential_args` added.

@@ -22,14 +22,14 @@ from baton.cli.openai_endpoint import (
     parse_base_url,
 )
 from baton.cli.serve_config import add_cluster_args, running_config
-from baton.errors import ConfigurationError
-from baton.flags import add_flags, config_from_args
-from baton.processes.output import log_writer
-from baton.security.client import ClientTls
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.security.client import ClientTls
 from baton.up.background import background_cluster
 from baton.up.plan import plan_cluster
-from router.security_config import ClientTlsConfig
-from router.tenants.config import TenantsConfig
+from router.config.security import ClientTlsConfig
+from router.config.tenants import TenantsConfig
+from worker.processes.output import log_writer
 
 __all__ = ["add_args", "main", "run_batch"]
 

@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.sampling_params import SamplingParams
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.structured_outputs import StructuredOutputs
 
 __all__ = ["add_sampling_args", "sampling_fields_from_args"]
 

@@ -5,9 +5,9 @@ import argparse
 import grpc
 
 from baton.cli.operator_calls import CALL_TIMEOUT_S, add_credential_args, operator_channel
-from baton.errors import ConfigurationError, FailedPreconditionError
+from baton.common.errors import ConfigurationError, FailedPreconditionError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
-from router.replica_set import replica_addresses
+from router.fleet.replica_set import replica_addresses
 from worker.replica_set import MOST_REPLICAS
 
 __all__ = ["add_args", "main"]

@@ -14,16 +14,16 @@ from baton.cli.openai_endpoint import OpenAiEndpoint
 from baton.cli.serve_config import add_cluster_args, running_config
 from baton.cli.terminal import Terminal
 from baton.client import Client
-from baton.demo import DEMO_PROMPT
-from baton.errors import ConfigurationError
-from baton.processes.output import discard_unread_output, log_writer
-from baton.ray_cluster import cluster_address
-from baton.sampling_params import SamplingParams
-from baton.unknown_variables import unknown_variables
+from baton.common.errors import ConfigurationError
+from baton.common.flags.unknown_variables import unknown_variables
+from baton.common.model_files.demo import DEMO_PROMPT
+from baton.common.ray_cluster import cluster_address
+from baton.common.request.sampling_params import SamplingParams
 from baton.up.background import background_cluster
 from baton.up.cluster import run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
+from worker.processes.output import discard_unread_output, log_writer
 
 __all__ = ["add_args", "example_command", "main"]
 

@@ -15,7 +15,7 @@ import grpc
 from baton.cli.operator_calls import CALL_TIMEOUT_S, Operator, add_operator_args, calling_router
 from baton.cli.terminal import has_colors
 from baton.cli.top_view import Line, Sample, Style, render
-from baton.errors import ConfigurationError, DeadlineExceededError, UnavailableError
+from baton.common.errors import ConfigurationError, DeadlineExceededError, UnavailableError
 from baton.v1 import cluster_pb2
 from rpc.errors import from_rpc_error
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
 from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
 from baton.doctor.stores import check_store
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
 from kvstore.diagnosis import unused_key
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout

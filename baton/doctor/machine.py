@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton import machine_limits
-from baton.container_limits import WORKER_NEEDS, LimitsShare, mebibytes, plan_threads
+from baton.common import machine_limits
+from baton.common.container_limits import WORKER_NEEDS, LimitsShare, mebibytes, plan_threads
+from baton.common.errors import ConfigurationError
 from baton.doctor import Finding, Level
-from baton.errors import ConfigurationError
-from kernels.native.cpu import cpu_features, cpu_model
+from kernels.library.cpu import cpu_features, cpu_model
 from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 
 __all__ = [

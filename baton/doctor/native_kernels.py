@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import kernels
+from baton.common.errors import BatonError, ConfigurationError
 from baton.doctor import Finding, Level
 from baton.doctor.software import has_torch
-from baton.errors import BatonError, ConfigurationError
-from kernels.native import library
-from kernels.native.build import find_compiler
+from kernels.library import library
+from kernels.library.build import find_compiler
 
 if TYPE_CHECKING:
     import torch

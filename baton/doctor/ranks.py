@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 import kernels
+from baton.common.errors import BatonError
 from baton.doctor import Finding, Level
 from baton.doctor.native_kernels import find_self_test
-from baton.errors import BatonError
-from kernels.native import library
+from kernels.library import library
 
 __all__ = ["check_ranks", "main"]
 
@@ -33,7 +33,7 @@ def check_ranks() -> Iterator[Finding]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one of the two processes, the second one with arguments; returns its exit status."""
-    from kernels.native.commands import library as native_library
+    from kernels.library.commands import library as native_library
     from kernels.native.ranks import SharedMemoryRanks
 
     native = native_library()

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
+from baton.common.errors import BatonError
 from baton.doctor import Finding, Level
-from baton.errors import BatonError
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.errors import from_rpc_error
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 
+from baton.common.errors import ConfigurationError
 from baton.doctor import Finding, Level
-from baton.errors import ConfigurationError
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore, StoreFullError, StoreUnavailableError
 from kvstore.url import printable_url

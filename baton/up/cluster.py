@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from baton.health import wait_until_listening, wait_until_ready, wait_until_serving
-from baton.processes.restarts import RestartPolicy
-from baton.processes.supervisor import SupervisedProcess
-from baton.ray_cluster import PLACING_S
+from baton.common.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
+from rpc.probe import wait_until_listening, wait_until_ready, wait_until_serving
 from rpc.stop_signals import stop_signals_in_use
+from worker.processes.restarts import RestartPolicy
+from worker.processes.supervisor import SupervisedProcess
 
 __all__ = ["run_cluster", "start_server", "start_workers", "stop_in_order", "stop_on_signal"]
 

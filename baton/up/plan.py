@@ -7,27 +7,27 @@ here, a replica set, which places them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.container_limits import (
+from baton.common.container_limits import (
     ROUTER_NEEDS,
     SUPERVISOR_NEEDS,
     WORKER_NEEDS,
     LimitsShare,
     check_needs,
 )
-from baton.errors import ConfigurationError
-from baton.flags import flags_of_config
-from baton.processes.ports import bound_ports, local_address
-from baton.processes.spawn import ProcessSpec
-from baton.ray_cluster import ADDRESS_VARIABLE
-from baton.security.client import ClientTls
-from baton.security.cluster import TOKEN_VARIABLE
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import flags_of_config
+from baton.common.ray_cluster import ADDRESS_VARIABLE
+from baton.common.security.client import ClientTls
+from baton.common.security.cluster import TOKEN_VARIABLE
 from baton.up.gpus import GpuShare, share_gpus, visible_gpus
 from engine.config import EngineConfig
-from router.config import RouterConfig, ServedModelConfig, flags_of_router
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
+from router.config.router import RouterConfig, ServedModelConfig, flags_of_router
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig, join_host_port
 from worker.process_spec import worker_spec
+from worker.processes.ports import bound_ports, local_address
+from worker.processes.spawn import ProcessSpec
 from worker.replica_processes import ReplicaSetConfig
 
 __all__ = ["ClusterConfig", "ClusterPlan", "RayTiers", "Server", "plan_cluster", "worker_targets"]

@@ -8,12 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.errors import UnavailableError
-from baton.health import wait_until_serving
-from baton.processes.restarts import RestartPolicy
-from baton.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
-from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import SupervisedProcess
+from baton.common.errors import UnavailableError
 from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, Server, plan_cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -23,6 +18,11 @@ from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.channels import open_channel
 from rpc.metrics_config import MetricsConfig
+from rpc.probe import wait_until_serving
+from worker.processes.restarts import RestartPolicy
+from worker.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
+from worker.processes.spawn import ProcessSpec
+from worker.processes.supervisor import SupervisedProcess
 
 __all__ = ["ChaosCluster", "running_chaos_cluster", "shared_files"]
 

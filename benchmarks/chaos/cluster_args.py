@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from baton.errors import ConfigurationError
-from baton.named_models import NAMED_MODELS
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.named_models import NAMED_MODELS
 from benchmarks.chaos.cluster import ChaosCluster, running_chaos_cluster
 from engine.config import EngineConfig
 

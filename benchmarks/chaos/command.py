@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from baton import AsyncClient
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.chaos.cluster import ChaosCluster, shared_files
 from benchmarks.chaos.cluster_args import (
     add_cluster_args,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton import AsyncClient, SamplingParams
-from baton.errors import BatonError, DeadlineExceededError
+from baton.common.errors import BatonError, DeadlineExceededError
 
 __all__ = ["KINDS", "MixedLoad"]
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 _COMMAND = "redis-server"
 

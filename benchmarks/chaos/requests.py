@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton import AsyncClient, SamplingParams
-from baton.errors import BatonError, ResourceExhaustedError, UnavailableError
+from baton.common.errors import BatonError, ResourceExhaustedError, UnavailableError
 
 __all__ = ["ChaosRequest", "Record", "make_requests", "send_all"]
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, results_folder, slug
 from benchmarks.gpu.plan import FULL, SMOKE, Part, parts_of
 from benchmarks.report.output import write_results

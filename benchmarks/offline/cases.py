@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, step_floor_s
 from benchmarks.request import BenchRequest, RequestRecord
 from benchmarks.workloads.kind import LengthRange

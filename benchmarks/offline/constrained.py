@@ -16,16 +16,16 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.structured_outputs import StructuredOutputs
 from benchmarks.offline.step_profile import StepClock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import bits_of
 from engine.core import EngineCore
-from engine.group import Sequence as EngineSequence
+from engine.groups.group import Sequence as EngineSequence
 from engine.request import EngineOutput, EngineRequest
-from engine.runtime.rules import RowRules
+from engine.runtime.draws.rules import RowRules
 from engine.schedule.guides import Guides
 
 __all__ = ["JumpTimes", "MaskTimes", "measure_jumps", "measure_masks", "train_tokenizer"]

@@ -6,9 +6,9 @@ from typing import Any
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape
 from engine.config import EngineConfig
-from engine.runtime.checkpoint import open_checkpoint
-from engine.runtime.described_model import DescribedModel
 from engine.runtime.device import resolve_device
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.described_model import DescribedModel
 from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]

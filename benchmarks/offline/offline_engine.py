@@ -9,9 +9,9 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
-from baton.errors import BatonError
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.errors import BatonError
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, RequestRecord
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.errors import ConfigurationError
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.errors import ConfigurationError
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.offline.driven_rows import DrivenRows
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
-from engine.speculation.config import SpeculativeConfig
+from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
     "Comparison",

@@ -6,7 +6,7 @@ from string import Template
 
 from router.chat.messages import conversation_of
 from router.chat.template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.requests.tokenizer import Tokenizer
 
 __all__ = ["NUM_TEMPLATES", "WORKLOADS", "PromptMaker", "fill_template"]
 

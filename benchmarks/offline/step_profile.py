@@ -15,7 +15,7 @@ from benchmarks.request import BenchRequest
 from engine.core import OnOutputs
 from engine.request import EngineOutput
 from engine.runtime.device import resolve_device, wait_for
-from engine.runtime.drawing import ChunkDraws, DecodeRows
+from engine.runtime.draws.drawing import ChunkDraws, DecodeRows
 
 __all__ = ["PHASES", "StepClock", "StepProfile", "profile_steps"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.peers.peer_process import Launch
 
 __all__ = ["ENGINES", "REFERENCE", "Setting", "launch_of"]

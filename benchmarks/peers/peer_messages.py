@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError
+from baton.common.errors import BatonError
 from benchmarks.request import BenchRequest
 
 __all__ = ["PeerAnswer", "PeerError", "PeerRun", "format_run", "parse_answer", "parse_run"]

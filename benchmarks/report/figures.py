@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.report.report import Panel, Report, Series
 
 try:

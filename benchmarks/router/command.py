@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.demo import demo_model_path
-from baton.errors import InternalError
-from baton.health import wait_until_serving
+from baton.common.errors import InternalError
+from baton.common.model_files.demo import demo_model_path
 from benchmarks.machine import in_words, name_machine
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
+from rpc.probe import wait_until_serving
 
 __all__ = ["add_args", "main"]
 

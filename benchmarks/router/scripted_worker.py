@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.demo import demo_model_path
+from baton.common.model_files.demo import demo_model_path
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -21,7 +21,7 @@ from baton.v1 import (
     request_pb2,
     worker_pb2,
 )
-from router.tokenizer import Tokenizer
+from router.requests.tokenizer import Tokenizer
 from rpc.server import RpcServer, serve
 from rpc.server_config import ServerConfig
 from rpc.worker import Worker, WorkerTier

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
-from engine.group import GroupState, SequenceGroup
+from engine.groups.group import GroupState, SequenceGroup
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.scheduler import Scheduler

@@ -14,8 +14,8 @@ import statistics
 from itertools import accumulate
 from typing import Any
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.scheduling.served_load import (
     ALPACA,
     SHAREGPT,

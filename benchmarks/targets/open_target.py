@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from baton.client import AsyncClient
-from baton.errors import BatonError, ConfigurationError
-from baton.sampling_params import SamplingParams
-from baton.security.client import ClientTls
+from baton.common.errors import BatonError, ConfigurationError
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.security.client import ClientTls
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 __all__ = ["BatonTarget", "open_target", "opened_target"]

@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 from typing_extensions import override
 
-from baton.errors import UnavailableError
-from baton.security.client import ClientTls
-from baton.security.tokens import bearer
+from baton.common.errors import UnavailableError
+from baton.common.security.client import ClientTls
+from baton.common.security.tokens import bearer
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 __all__ = ["OpenAiTarget", "TokenCounter", "read_events"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.cluster import free_ports
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities

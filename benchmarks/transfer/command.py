@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from baton.errors import ConfigurationError
-from baton.machine_limits import usable_cores
+from baton.common.errors import ConfigurationError
+from baton.common.machine_limits import usable_cores
 from benchmarks.machine import in_words, name_machine
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report

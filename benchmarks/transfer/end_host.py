@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
 from kernels import fresh_zeros
 from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff

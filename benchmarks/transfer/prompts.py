@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from baton.errors import BatonError
+from baton.common.errors import BatonError
 from benchmarks.cluster import Answer, ServedCluster, served_cluster
 from benchmarks.models import write_dummy_model
 from benchmarks.transfer.backends import Backend

@@ -6,8 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
-from baton.errors import BatonError
-from baton.processes.run_folder import embedded_store
+from baton.common.errors import BatonError
 from baton.up.plan import ClusterConfig
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.cluster import running_cluster
@@ -21,6 +20,7 @@ from benchmarks.tune.points import Point
 from benchmarks.tune.search import Trial
 from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
+from worker.processes.run_folder import embedded_store
 
 __all__ = ["Load", "engine_of", "run_search"]
 

@@ -2,7 +2,7 @@
 
 import random
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.request import BenchRequest, Workload
 from benchmarks.workloads.kind import (
     Flag,

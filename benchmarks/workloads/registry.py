@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.request import Workload
 from benchmarks.workloads import (
     conversations,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.request import BenchRequest, Workload
 from benchmarks.workloads.kind import Flag, Kind, num_requests_flag, refuse_below
 
@@ -44,7 +44,7 @@ def sharegpt(
     Raises:
         ConfigurationError: the file or the tokenizer is bad, or no exchange is left.
     """
-    from router.tokenizer import Tokenizer
+    from router.requests.tokenizer import Tokenizer
 
     refuse_below(1, num_requests=num_requests)
     exchanges = read_exchanges(dataset)

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.request import BenchRequest, Workload
 from benchmarks.workloads.kind import Flag, Kind, num_requests_flag, refuse_below
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from baton.errors import ConfigurationError, InvalidArgumentError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import ConfigurationError, InvalidArgumentError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.config import GRAMMAR_BACKENDS
 from engine.constraints.hints import change_hints, relax_schema, schemas_of_parts
 from engine.constraints.interface import MAX_WHITESPACE, Backend, RefusedError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from baton.errors import UnavailableError
+from baton.common.errors import UnavailableError
 from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["READY", "STARTED", "WALL_TIMES", "CompileProcess", "JobLostError", "JobTimeoutError"]

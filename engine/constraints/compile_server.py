@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from baton.errors import InvalidArgumentError
-from baton.schema_parts import SchemaPart
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.schema_parts import SchemaPart
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with, load_backend
 from engine.constraints.compile_process import (
     READY,

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from baton.errors import (
+from baton.common.errors import (
     BatonError,
     ConfigurationError,
     FailedPreconditionError,
@@ -19,8 +19,8 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.reasons import Reason
-from baton.structured_outputs import StructuredOutputs
+from baton.common.reasons import Reason
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
 from engine.constraints.fair_queue import FairQueue

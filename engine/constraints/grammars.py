@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from baton.errors import ConfigurationError, FailedPreconditionError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import ConfigurationError, FailedPreconditionError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.config import EngineConfig
 from engine.constraints.backends import check_installed
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
@@ -13,7 +13,7 @@ from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import Vocabulary
 from engine.metrics.counts import EngineMetrics
 from engine.runner import ModelInfo
-from engine.runtime.checkpoint import open_checkpoint
+from engine.runtime.weights.checkpoint import open_checkpoint
 
 __all__ = ["Grammars"]
 

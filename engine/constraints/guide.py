@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
+from baton.common.request.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
 from engine.constraints.matcher import Constraint, Matcher
 from engine.constraints.retokenizer import Retokenizer
 from engine.constraints.vocabulary import bits_of

@@ -10,9 +10,15 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
-from baton.errors import InvalidArgumentError
-from baton.schema_parts import SchemaPart, rebase, references_of, replace_at, value_at
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.schema_parts import (
+    SchemaPart,
+    rebase,
+    references_of,
+    replace_at,
+    value_at,
+)
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.interface import RefusedError
 from engine.constraints.schema import change_children, check_schema, without_problems
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.vocabulary import Mask
 
 __all__ = [

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.interface import (
     MAX_WHITESPACE,
     Grammar,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from engine.constraints.interface import Grammar, GrammarState, TooComplexError
 from engine.constraints.vocabulary import Mask, Vocabulary, bits_of
 

@@ -16,7 +16,7 @@ from os.path import commonprefix
 
 import tokenizers
 
-from baton.tokenizer_steps import step_types
+from baton.common.model_files.tokenizer_steps import step_types
 from engine.constraints.matcher import Matcher
 from engine.constraints.vocabulary import Vocabulary
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from baton.errors import InvalidArgumentError
-from baton.schema_parts import references_of
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.schema_parts import references_of
 from engine.constraints.schema_keywords import problems_of, without_annotations
 
 __all__ = [

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from baton.errors import ConfigurationError
-from baton.token_texts import without_marks
-from baton.tokenizer_steps import step_types
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.token_texts import without_marks
+from baton.common.model_files.tokenizer_steps import step_types
 
 __all__ = ["Mask", "Vocabulary", "bits_of"]
 

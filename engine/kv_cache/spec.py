@@ -14,7 +14,7 @@ A model whose layers all have the same window has one layer group.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 
 __all__ = ["KvCacheSpec", "LayerGroups", "group_layers", "spec_of"]

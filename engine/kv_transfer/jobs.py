@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from engine.group import SequenceGroup
+from engine.groups.group import SequenceGroup
 from engine.kv_transfer.blocks import PromptBlock
 from engine.kv_transfer.costs import LoadEstimate
 

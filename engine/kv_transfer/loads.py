@@ -8,16 +8,16 @@ blocks lack, and waits in state LOADING. A request for which prefetches are open
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.group import Sequence, SequenceGroup
+from engine.groups.group import Sequence, SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, held_by
 from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.jobs import BaseLoad, JobTable, Load, Lookup
 from engine.kv_transfer.prefetches import Prefetches
 from kvstore.connector import KvConnectorScheduler
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadResult
-from kvstore.metrics import TransferMetrics
 
 __all__ = ["FinishedLoad", "Loads"]
 

@@ -11,16 +11,16 @@ their first layers are saved while the step computes the others.
 
 from collections import OrderedDict, abc
 
-from engine.group import Sequence, SequenceGroup
+from engine.groups.group import Sequence, SequenceGroup
+from engine.groups.transfer_state import new_handoff_id, overlap
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.jobs import JobTable, Save
 from engine.kv_transfer.save_policy import SavePolicy
-from engine.kv_transfer.state import new_handoff_id, overlap
 from kvstore.connector import KvConnectorScheduler
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import SaveResult
-from kvstore.metrics import TransferMetrics
 
 __all__ = ["Saves"]
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from engine.group import SequenceGroup
+from engine.groups.group import SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks
 from engine.kv_transfer.costs import LoadCosts
@@ -19,8 +19,8 @@ from engine.kv_transfer.prefetches import Prefetches
 from engine.kv_transfer.save_policy import SavePolicy
 from engine.kv_transfer.saves import Saves
 from kvstore.connector import KvConnectorScheduler
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
-from kvstore.metrics import TransferMetrics
 
 __all__ = ["Transfers"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from baton.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
+from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
 from engine.batch import ScheduledBatch
 from engine.request import EngineOutput, FinishReason
 

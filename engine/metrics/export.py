@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from baton.metrics import Histogram, MetricInfo, Series, Snapshot
+from baton.common.observe.metrics import Histogram, MetricInfo, Series, Snapshot
 from engine.metrics.counts import METRICS, WAITS, EngineMetrics
 from engine.request import EngineLoad
 

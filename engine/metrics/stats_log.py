@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from baton.metrics import MetricsSource, Series
+from baton.common.observe.metrics import MetricsSource, Series
 from engine.metrics.counts import WAITS
 
 __all__ = ["StatsLog"]

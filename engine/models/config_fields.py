@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["MAX_TOKENS", "ConfigFieldError", "ConfigFields", "positive", "unsupported"]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, PackedModule, TensorPart, cut_of

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kernels import Cut, RankGroup
 
 __all__ = ["WHOLE_MODEL", "ModelPart"]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 
 __all__ = [

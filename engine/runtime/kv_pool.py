@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
-from engine.runtime.loader import LoadedModel
-from engine.runtime.memory_plan import MemoryPlan
+from engine.runtime.forward.memory_plan import MemoryPlan
+from engine.runtime.weights.loader import LoadedModel
 from kernels import EngineRanks
 from kvstore.layout import FP8, SCALE_BYTES, KvLayout
 from kvstore.transfer_form import PoolShare

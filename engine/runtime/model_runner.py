@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import kernels
-from baton.errors import ConfigurationError
-from baton.sampling_params import MAX_LOGPROBS
+from baton.common.errors import ConfigurationError
+from baton.common.request.sampling_params import MAX_LOGPROBS
 from engine.batch import (
     NO_LOGPROBS,
     DrawParams,
@@ -25,10 +25,14 @@ from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
-from engine.runtime.device_stage_steps import DeviceStageSteps
-from engine.runtime.device_steps import DeviceSteps
-from engine.runtime.drafters import make_drafter
-from engine.runtime.host_steps import HostSteps
+from engine.runtime.drafting.drafters import make_drafter
+from engine.runtime.draws.logits_processors import (
+    ProcessorContext,
+    check_extra_args,
+    load_processors,
+    make_processors,
+)
+from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
@@ -41,24 +45,20 @@ from engine.runtime.kv_pool import (
     log_pool,
     share_of,
 )
-from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.logits_processors import (
-    ProcessorContext,
-    check_extra_args,
-    load_processors,
-    make_processors,
-)
-from engine.runtime.memory_plan import MemoryPlan
-from engine.runtime.ranks.batches import (
+from engine.runtime.launch.worker_plan import plan_memory, start_threads
+from engine.runtime.rank_batches import (
     BatchSender,
     check_same_engine,
     check_same_pools,
     least_of_all,
 )
-from engine.runtime.stage_steps import StageSteps
-from engine.runtime.steps import LaunchedStep, StepModel, Steps
+from engine.runtime.steps.device_stage_steps import DeviceStageSteps
+from engine.runtime.steps.device_steps import DeviceSteps
+from engine.runtime.steps.host_steps import HostSteps
+from engine.runtime.steps.stage_steps import StageSteps
+from engine.runtime.steps.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
-from engine.runtime.worker_plan import plan_memory, start_threads
+from engine.runtime.weights.loader import LoadedModel, load_model
 from engine.step_watch import SLOW_FACTOR
 from kernels import EngineRanks, RanksLostError
 from kvstore.mover.pool_objects import view_blocks

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["Turns"]
 

@@ -12,7 +12,7 @@ from collections import abc
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.group import GroupState, Sequence, SequenceGroup
+from engine.groups.group import GroupState, Sequence, SequenceGroup
 from engine.kv_cache.block_pool import Allocation
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.manager import KvCacheManager

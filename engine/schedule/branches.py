@@ -6,8 +6,8 @@ block, and the first to write to a shared block copies it.
 
 from collections import abc
 
-from engine.beam_search import BeamStep
-from engine.group import NO_ROW, Sequence, SequenceGroup
+from engine.groups.beam_search import BeamStep
+from engine.groups.group import NO_ROW, Sequence, SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.schedule.decode_set import DecodeSet
 

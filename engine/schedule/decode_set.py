@@ -11,7 +11,7 @@ token that the one before it draws.
 
 from collections import abc
 
-from engine.group import Sequence
+from engine.groups.group import Sequence
 
 __all__ = ["DecodeSet"]
 

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Protocol
 
-from baton.errors import BatonError, FailedPreconditionError, InternalError
-from baton.request_spec import RequestSpec
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import BatonError, FailedPreconditionError, InternalError
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.guide import Guide
 from engine.constraints.matcher import Constraint
 from engine.constraints.retokenizer import Retokenizer
-from engine.group import GroupState, Sequence, SequenceGroup
+from engine.groups.group import GroupState, Sequence, SequenceGroup
 
 __all__ = ["GrammarSource", "Guides", "masks_after"]
 

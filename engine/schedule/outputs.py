@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
+from baton.common.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
 from engine.batch import NO_TOKEN, PROCESSOR_FAILED, ChunkOutput, ScheduledChunk, TokenLogprobs
-from engine.beam_search import BeamStep
 from engine.constraints.matcher import Constraint
-from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
+from engine.groups.beam_search import BeamStep
+from engine.groups.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.transfers import Transfers
 from engine.metrics.counts import EngineMetrics

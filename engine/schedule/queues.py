@@ -4,7 +4,7 @@ import logging
 from bisect import bisect_left, insort
 from collections import abc
 
-from engine.group import GroupState, SequenceGroup, order_of
+from engine.groups.group import GroupState, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.transfers import Transfers
 from engine.metrics.counts import EngineMetrics

@@ -5,7 +5,7 @@ own, until it is past the point where the step failed. The one whose own step fa
 others go on together with the same tokens. While requests wait for that, no other is admitted.
 """
 
-from engine.group import GroupState, SequenceGroup, order_of
+from engine.groups.group import GroupState, SequenceGroup, order_of
 from engine.metrics.counts import EngineMetrics
 from engine.schedule.admission import Admission
 from engine.schedule.queues import GroupQueues

@@ -19,11 +19,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceededError
-from baton.reasons import Reason
+from baton.common.errors import BatonError, DeadlineExceededError
+from baton.common.reasons import Reason
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
-from engine.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
+from engine.groups.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import spec_of
 from engine.kv_transfer.costs import LoadCosts
@@ -44,9 +44,9 @@ from engine.schedule.step_plan import StepPlan, StepRecord
 from engine.speculation.drafts import Drafts
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import ConnectorWork, TransferResults
-from kvstore.metrics import TransferMetrics
 
 __all__ = ["Deadlines", "Scheduler"]
 

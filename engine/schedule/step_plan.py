@@ -13,7 +13,7 @@ from engine.batch import (
     ScheduledChunk,
     TableUpdate,
 )
-from engine.group import Sequence, SequenceGroup
+from engine.groups.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
 from engine.schedule.guides import masks_after
 

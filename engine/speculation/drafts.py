@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from engine.batch import DraftWork, ScheduledBatch
 from engine.config import EngineConfig
-from engine.group import Sequence
+from engine.groups.draft_state import DraftState, TokenHistory
+from engine.groups.group import Sequence
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.lookup import make_proposer
-from engine.speculation.state import DraftState, TokenHistory
 
 __all__ = ["Drafts", "may_draft"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from engine.speculation.config import SpeculativeConfig
-from engine.speculation.state import SEPARATOR
+from engine.groups.draft_state import SEPARATOR
+from engine.speculative_config import SpeculativeConfig
 
 __all__ = ["AnswerLookup", "Proposer", "SequenceLookup", "make_proposer"]
 

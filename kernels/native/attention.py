@@ -10,7 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.native import commands
+from kernels.library import commands
 from kernels.native.ops import is_vector, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
 from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation

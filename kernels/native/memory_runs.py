@@ -7,7 +7,7 @@ import ctypes
 from array import array
 from functools import cache
 
-from kernels.native.library import load
+from kernels.library.library import load
 
 __all__ = ["DIGEST_BYTES", "NativeRuns", "native_runs"]
 
@@ -68,7 +68,7 @@ def native_runs() -> NativeRuns | None:
     """Returns the library's functions; None if torch serves the CPU.
 
     Raises:
-        ConfigurationError: see `kernels.native.library.select`.
+        ConfigurationError: see `kernels.library.library.select`.
     """
     functions = load()
     return None if functions is None else NativeRuns(functions)

@@ -10,8 +10,8 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.native import commands
-from kernels.native.commands import CommandType, NativeKernels
+from kernels.library import commands
+from kernels.library.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
 from kernels.native.recording import note_command, note_mark, record_commands
 from kernels.paged_kv import Rotation

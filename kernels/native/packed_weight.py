@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from kernels.host import fresh_zeros
-from kernels.native.commands import NativeKernels
+from kernels.library.commands import NativeKernels
 from kernels.weights import RowsOfWeight, Weight, WeightUse
 
 __all__ = ["ELEMENT_TYPES", "PackedWeight", "make_packed_weight"]

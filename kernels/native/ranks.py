@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.native import commands
-from kernels.native.commands import NativeKernels
+from kernels.library import commands
+from kernels.library.commands import NativeKernels
 from kernels.native.ops import is_vector, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
 from kernels.ranks import RankGroup

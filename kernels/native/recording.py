@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kernels.native.commands import CommandType, NativeKernels
+from kernels.library.commands import CommandType, NativeKernels
 from kernels.recorded_step import Arena, ArenaPlace, RecordedStep
 
 __all__ = ["CommandList", "note_command", "note_mark", "record_commands"]

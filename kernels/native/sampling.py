@@ -6,7 +6,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.native import commands
+from kernels.library import commands
 from kernels.native.ops import is_vector, run_command
 from kernels.row_state import DrawTable, RuleTable
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = [
     "AttentionLaunch",

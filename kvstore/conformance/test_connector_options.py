@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.conformance.conftest import joined, members_of, with_option
 from kvstore.conformance.engines import TinyEngine, random_prompt
 from kvstore.connector import ConnectorCapabilities

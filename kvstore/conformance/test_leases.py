@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.conformance.conftest import StoreOpener
 from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store

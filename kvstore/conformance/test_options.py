@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.conformance.conftest import StoreOpener
 from kvstore.conformance.objects import blank, filled, random_keys
 from kvstore.registry import open_store

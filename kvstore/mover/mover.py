@@ -24,9 +24,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.metrics import TransferMetrics
 from kvstore.mover.backend import Backend
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (

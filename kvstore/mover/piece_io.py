@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.breaker import log_level_of
 from kvstore.codec import HEADER_BYTES, seal, verify
+from kvstore.guard.breaker import log_level_of
+from kvstore.guard.metrics import Direction, TransferMetrics
 from kvstore.jobs import LoadJob, SaveJob
-from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.pieces import JobHeld, JobState, Piece, PieceEnd, PieceRead

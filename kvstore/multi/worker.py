@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
@@ -17,12 +17,12 @@ from kvstore.connector import (
     KvConnectorScheduler,
     KvConnectorWorker,
 )
+from kvstore.guard.metrics import Direction, KvMetrics, TransferMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 from kvstore.url import split_members
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import ConnectorWork, SaveJob, SaveResult
 from kvstore.layout import LAYOUT_VERSION, KvLayout
-from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress, PeerUrl
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender

@@ -11,15 +11,15 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
-from kvstore.breaker import Breaker, BreakerCounts
+from kvstore.guard.breaker import Breaker, BreakerCounts
+from kvstore.guard.status import BackendStatus
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import to_view
 from kvstore.peer.service import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NAME
 from kvstore.peer.transport import PeerTransport
-from kvstore.status import BackendStatus
 from kvstore.store import StoreUnavailableError
 
 __all__ = ["GenerationGoneError", "Peer", "PeerDeniedError", "PeerRefusedError", "Peers"]

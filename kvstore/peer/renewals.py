@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.v1 import kv_peer_pb2 as pb
-from kvstore.breaker import log_level_of
+from kvstore.guard.breaker import log_level_of
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
-from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.holders import holders_of
 from kvstore.peer.peers import PeerRefusedError, Peers

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
 from kvstore.peer.framing import pack_chunks, to_message

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker, SavedSlices
+from kvstore.guard.metrics import KvMetrics, TransferMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.mover.backend import Backend
 from kvstore.mover.mover import BlockMover
 from kvstore.peer.address import PeerAddress, PeerUrl
@@ -29,7 +30,6 @@ from kvstore.peer.peers import Peers
 from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.transport import PeerTransport, SettlementWatch
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.files import OutdatedFilesError, os_errors_as_unavailable
 from kvstore.stores.folder_identity import folder_identity

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.store import StoreUnavailableError
 
 __all__ = ["OpenedOnDemand"]

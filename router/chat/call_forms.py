@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.json_text import compact_json
-from baton.response_format import ToolSchema, read_tools
-from baton.schema_parts import SchemaPart, rebase
-from baton.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputs
+from baton.common.request.json_text import compact_json
+from baton.common.request.response_format import ToolSchema, read_tools
+from baton.common.request.schema_parts import SchemaPart, rebase
+from baton.common.request.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputs
 from router.chat.tool_parsers.call_syntax import CallSyntax
 
 __all__ = ["form_or_calls", "strict_calls"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 
 __all__ = ["FinalMessage"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import nodes
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.chat.conversation import content_text
 
 __all__ = ["MessageForm", "find_form", "shape_messages"]

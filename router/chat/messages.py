@@ -6,11 +6,11 @@ The result is a `Conversation`, from which a `ChatTemplate` renders a prompt.
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from baton.errors import InvalidArgumentError
-from baton.short_texts import short_repr
+from baton.common.errors import InvalidArgumentError
+from baton.common.short_texts import short_repr
 from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
-from router.json_input import InvalidJsonError, JsonBudget, parse_json
+from router.requests.json_input import InvalidJsonError, JsonBudget, parse_json
 
 __all__ = [
     "MAX_ALL_PARTS",

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import MAX_JSON_DEPTH
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import MAX_JSON_DEPTH
 
 __all__ = ["plain_copy"]
 

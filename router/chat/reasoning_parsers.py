@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from baton.plugins import load_plugin
+from baton.common.flags.plugins import load_plugin
 from router.chat.delta import ChatDelta
 from router.chat.text_input import Steps, TextInput
 

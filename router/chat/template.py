@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.common.errors import ConfigurationError, InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.final_message import FinalMessage
 from router.chat.jinja_environment import RefusedByTemplateError, build_environment

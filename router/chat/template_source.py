@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigurationError
-from baton.file_access import find_files, read_text
-from baton.model_files import open_model_files
-from baton.tokenizer_settings import SPECIAL_TOKEN_ROLES
+from baton.common.errors import ConfigurationError
+from baton.common.file_access import find_files, read_text
+from baton.common.model_files.files import open_model_files
+from baton.common.model_files.tokenizer_settings import SPECIAL_TOKEN_ROLES
 
 __all__ = ["TemplateSource", "TemplateText", "find_templates", "read_override"]
 

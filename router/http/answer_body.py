@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.bodies import Array, JsonObject, SamplingBody
 from router.http.params import stated_fields
 

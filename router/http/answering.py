@@ -13,7 +13,7 @@ from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
 from router.http.logprobs import num_logprob_bytes
 from router.http.sse import Emit, SseResponse, error_event, unless_client_leaves
-from router.input_threads import convert_input
+from router.requests.input_threads import convert_input
 
 __all__ = ["Answer", "AnswerStream", "Job", "job_response", "stream_response", "whole_response"]
 

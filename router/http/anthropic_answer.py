@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from router.chat.chat_request import ChatChunk, ChatUsage
 from router.http.answer_parts import (
     AnswerParts,

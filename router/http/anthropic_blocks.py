@@ -5,8 +5,8 @@ to tools, and what Anthropic's servers did in earlier turns.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import MAX_JSON_DEPTH, compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import MAX_JSON_DEPTH, compact_json
 from router.http.fields import Fields
 
 __all__ = [

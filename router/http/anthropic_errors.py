@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from baton.errors import InvalidArgumentError, PromptTooLongError
+from baton.common.errors import InvalidArgumentError, PromptTooLongError
 from router.http.errors import Problem
 
 __all__ = ["AnthropicErrorResponse", "ThreadUnsupportedError", "anthropic_error"]

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
 from router.http.anthropic_blocks import (
     SERVER_RESULTS,
     SERVER_USES,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
-from baton.sampling_params import MAX_STOPS
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
+from baton.common.request.sampling_params import MAX_STOPS
+from baton.common.request.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of

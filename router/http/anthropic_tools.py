@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
 from router.http.fields import Fields
 
 __all__ = ["allows_parallel_calls", "choice_of", "tools_of"]

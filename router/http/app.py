@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from baton.errors import BatonError
-from baton.version import __version__
+from baton.common.errors import BatonError
+from baton.common.version import __version__
+from router.config.http import HttpConfig
 from router.http import anthropic, chat, completions, health, models, responses, scraping, tokens
-from router.http.config import HttpConfig
 from router.http.context import HttpContext
 from router.http.endpoints import EndpointGroup
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of

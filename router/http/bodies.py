@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 
 __all__ = [
     "Array",

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from router.input_threads import convert_input
-from router.json_input import parse_json
+from router.requests.input_threads import convert_input
+from router.requests.json_input import parse_json
 
 __all__ = ["BodyRoute", "body_parsed", "convert_body"]
 

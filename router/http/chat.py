@@ -13,7 +13,7 @@ from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
 from router.chat.conversation import Conversation, content_text
 from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
-from router.chat.service import ChatService, WholeCandidate, whole_chat
+from router.chat_service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.chat_body import ChatBody
@@ -25,7 +25,7 @@ from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
-from router.input_threads import convert_input
+from router.requests.input_threads import convert_input
 
 __all__ = ["ENDPOINTS", "ChatJob"]
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from baton.errors import InvalidArgumentError
-from baton.sampling_params import MAX_LOGPROBS
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.sampling_params import MAX_LOGPROBS
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Integer, JsonObject, SamplingBody

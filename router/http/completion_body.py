@@ -5,10 +5,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.bodies import Array, Integer, SamplingBody, TokenIds
 from router.http.params import Prompt, stated_fields
-from router.validation import MAX_PROMPTS
+from router.requests.validation import MAX_PROMPTS
 
 __all__ = ["CompletionBody"]
 

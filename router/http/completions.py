@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.common.request.wire import FINISH_REASONS, stated_stop
 from baton.v1 import generation_pb2
-from baton.wire import FINISH_REASONS, stated_stop
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.completion_body import CompletionBody
@@ -21,9 +21,9 @@ from router.http.params import generate_request, request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
-from router.input_threads import convert_input
 from router.models import Model
-from router.request import tokenize_prompt
+from router.requests.input_threads import convert_input
+from router.requests.request import tokenize_prompt
 
 __all__ = ["ENDPOINTS", "CompletionJob"]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
 from router.http.plain_parser import PlainParser
 
 __all__ = ["LimitedProtocol", "limited_protocol"]

@@ -6,9 +6,9 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from baton.errors import UnavailableError
-from router.chat.service import ChatService
-from router.http.config import HttpConfig
+from baton.common.errors import UnavailableError
+from router.chat_service import ChatService
+from router.config.http import HttpConfig
 from router.http.token_texts import TokenTexts
 from router.models import Model, Models
 

@@ -17,8 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from baton.errors import BatonError, PromptTooLongError
-from baton.short_texts import cut_bytes, short_repr
+from baton.common.errors import BatonError, PromptTooLongError
+from baton.common.short_texts import cut_bytes, short_repr
 from router.http.json_bytes import json_response
 
 __all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import utf8_of
-from baton.short_texts import short_repr
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import utf8_of
+from baton.common.short_texts import short_repr
 
 __all__ = ["Fields"]
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.version import __version__
+from baton.common.version import __version__
 from router.http.context import context_of
 from router.http.endpoints import (
     OF_CLIENTS,

@@ -20,7 +20,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.traceparent import TraceContext, parse_traceparent
+from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import CountCall

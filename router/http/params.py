@@ -6,10 +6,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from baton.errors import DeadlineExceededError, InvalidArgumentError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import DeadlineExceededError, InvalidArgumentError
+from baton.common.request.structured_outputs import StructuredOutputs
+from baton.common.request.wire import build_request
 from baton.v1 import generation_pb2
-from baton.wire import build_request
 from router.http.bodies import SamplingBody, refuse_lacking
 from rpc.logs import CURRENT_CALL
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
 from router.http.fields import Fields
 from router.http.json_bytes import text_json
 from router.http.message_builder import MessageBuilder

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
+from baton.common.request.structured_outputs import StructuredOutputs
 from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of

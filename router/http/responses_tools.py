@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
 from router.http.fields import Fields
 
 __all__ = ["INPUT", "ClientTool", "Tools", "model_name", "tools_of"]

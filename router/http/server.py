@@ -18,9 +18,9 @@ import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
+from router.config.http import HttpConfig
 from router.http.acceptor import Acceptor
-from router.http.config import HttpConfig
 from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.listeners import open_listeners
 from rpc.port_file import write_port_file

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
-from baton.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.reasons import Reason
+from baton.common.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
+from baton.common.reasons import Reason
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import event
 

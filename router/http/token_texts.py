@@ -2,7 +2,7 @@
 
 import re
 
-from router.tokenizer import Tokenizer
+from router.requests.tokenizer import Tokenizer
 
 __all__ = ["TokenTexts"]
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
@@ -12,7 +12,7 @@ from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import EndpointGroup, declared_responses
 from router.http.json_bytes import json_response
-from router.validation import (
+from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
     MAX_TOKENIZE_CHARS,
     check_length,

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from baton.errors import ConfigurationError
-from baton.security.api_keys import hash_of_key
-from router.entries import read_entries
-from router.tenants.config import DEFAULTS_NAME, TenantPolicy
+from baton.common.errors import ConfigurationError
+from baton.common.security.api_keys import hash_of_key
+from router.config.entries import read_entries
+from router.config.tenants import DEFAULTS_NAME, TenantPolicy
 
 __all__ = ["KeyTable", "TenantsFile", "read_tenants"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import jwt
 
-from baton.errors import ConfigurationError
-from baton.security.watched_files import WatchedFiles
-from router.tenants.config import is_tenant_name
+from baton.common.errors import ConfigurationError
+from baton.common.security.watched_files import WatchedFiles
+from router.config.tenants import is_tenant_name
 
 __all__ = ["JwtVerifier"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from baton.errors import PermissionDeniedError, ResourceExhaustedError
-from baton.reasons import Reason
-from baton.short_texts import short_repr
+from baton.common.errors import PermissionDeniedError, ResourceExhaustedError
+from baton.common.reasons import Reason
+from baton.common.short_texts import short_repr
+from router.config.tenants import TenantPolicy
 from router.tenants.bucket import TokenBucket
-from router.tenants.config import TenantPolicy
 from rpc.logs import CURRENT_CALL
 
 __all__ = ["OPEN_TENANT", "Clock", "CountRefusal", "Tenant", "count_nothing", "tenant_of_call"]

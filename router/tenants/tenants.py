@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.security.watched_files import WatchedFiles
-from router.tenants.config import TenantPolicy, TenantsConfig
+from baton.common.errors import PermissionDeniedError, UnauthenticatedError
+from baton.common.security.watched_files import WatchedFiles
+from router.config.tenants import TenantPolicy, TenantsConfig
 from router.tenants.file import KeyTable, TenantsFile, read_tenants
 from router.tenants.jwt_tokens import JwtVerifier
 from router.tenants.tenant import OPEN_TENANT, Clock, CountRefusal, Tenant, count_nothing

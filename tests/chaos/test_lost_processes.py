@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient
-from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from baton.common.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.jobs import ConstrainedJob, Job, retry_until_served

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.redis_server import RedisServer
 from tests.support.routes import open_route

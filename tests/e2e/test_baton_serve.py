@@ -20,12 +20,12 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.cli import main
-from baton.errors import UnavailableError
-from baton.health import wait_until_serving
-from baton.processes.run_folder import SHARED_MEMORY
+from baton.common.errors import UnavailableError
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.probe import wait_until_serving
 from tests.support.certificates import Authority, write_files
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from worker.processes.run_folder import SHARED_MEMORY
 
 BATON = Path(sys.executable).with_name("baton")
 START_TIMEOUT_S = 90

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton import LLM, AsyncClient, SamplingParams
-from baton.results import CompletionOutput
+from baton.common.request.results import CompletionOutput
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess, running_cluster

@@ -15,9 +15,9 @@ import yaml
 from baton import Client, SamplingParams
 from baton.cli import build_parser
 from baton.cli.openai_endpoint import OpenAiEndpoint
-from baton.flag_sources import variable_of
-from baton.health import wait_until_serving
+from baton.common.flags.sources import variable_of
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.probe import wait_until_serving
 from rpc.server_config import ServerConfig
 from tests.support.compose import (
     ROOT,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton import AsyncClient, SamplingParams, StructuredOutputs
-from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
 from tests.support.checkpoints import prompt_of
 from tests.support.cluster import Cluster
 from tests.support.constrained_requests import SCHEMA, check_text

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.container_limits import ROUTER_NEEDS, WORKER_NEEDS
+from baton.common.container_limits import ROUTER_NEEDS, WORKER_NEEDS
 from tests.support.checkpoints import prompt_of
 from tests.support.containers import IMAGE, ComposeProject, run_program
 
@@ -28,8 +28,8 @@ MAX_OTHER_LINES = 40
 HTTP_PORT = 8000
 SUPERVISOR = """
 import asyncio
-from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import SupervisedProcess
+from worker.processes.spawn import ProcessSpec
+from worker.processes.supervisor import SupervisedProcess
 
 async def main():
     ended = asyncio.Event()

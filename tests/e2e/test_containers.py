@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from baton import AsyncClient, SamplingParams
-from baton.demo import demo_model_path
-from baton.errors import BatonError, UnavailableError
-from baton.results import CompletionChunk
+from baton.common.errors import BatonError, UnavailableError
+from baton.common.model_files.demo import demo_model_path
+from baton.common.request.results import CompletionChunk
 from tests.support.checkpoints import prompt_of, reference_greedy
 from tests.support.containers import IMAGE, RANK_1, ROUTER_2, ComposeProject, run_program
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.client import AsyncClient
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import running_cluster
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.results import CompletionOutput
+from baton.common.request.results import CompletionOutput
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import Cluster
 from tests.support.logprob_checks import near, reference_logprobs

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton import AsyncClient, SamplingParams
-from baton.results import Usage
+from baton.common.request.results import Usage
 from baton.v1 import (
     common_pb2,
     prefill_pb2,

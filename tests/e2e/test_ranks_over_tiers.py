@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient
-from baton.sampling_params import SamplingParams
-from kernels.native.commands import library
+from baton.common.request.sampling_params import SamplingParams
+from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import ServerProcess, get_load, running_cluster
 

@@ -12,8 +12,8 @@ import pytest
 
 from baton import cli
 from baton.client import AsyncClient
-from baton.health import check_health
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
+from rpc.probe import check_health
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess, get_load, running_cluster
 

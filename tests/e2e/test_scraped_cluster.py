@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.metrics.counts import METRICS as ENGINE
 from engine.metrics.export import VLLM_METRICS
-from kvstore.metrics import METRICS as TRANSFERS
-from router.metrics import METRICS as ROUTER
+from kvstore.guard.metrics import METRICS as TRANSFERS
+from router.observe.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
 from tests.support.serve_process import ServedCluster, read_until, running, running_serve
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.health import wait_until_serving
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -21,6 +20,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from rpc.channels import open_channel
+from rpc.probe import wait_until_serving
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from baton.client import AsyncClient
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.cluster import free_ports
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import REPOSITORY, WORKER_CALL, ServerProcess

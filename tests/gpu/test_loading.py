@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.weight_upload import locate_tensors, upload
+from engine.runtime.weights.loader import LoadedModel, load_model
+from engine.runtime.weights.weight_upload import locate_tensors, upload
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.devices import DEVICE
 

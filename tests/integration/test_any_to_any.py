@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from baton.errors import ConfigurationError, FailedPreconditionError
+from baton.common.errors import ConfigurationError, FailedPreconditionError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest

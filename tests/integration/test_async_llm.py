@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from baton import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, async_llm
-from baton.errors import (
+from baton import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from baton.common.errors import (
     AlreadyExistsError,
     ConfigurationError,
     DeadlineExceededError,
@@ -18,7 +18,8 @@ from baton.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from baton.offline_request import OfflineRequest
+from baton.offline import async_llm
+from baton.offline.request import OfflineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.gpu import command
 from benchmarks.gpu import run as run_module
 from benchmarks.gpu.parts import kernels as kernels_part

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks import ranks_command
-from kernels.native.commands import library
+from kernels.library.commands import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels")
 

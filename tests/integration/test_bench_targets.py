@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError, UnavailableError
+from baton.common.errors import ConfigurationError, UnavailableError
 from benchmarks.load import LoadLimits, run_load
 from benchmarks.request import BenchRequest
 from benchmarks.targets.open_target import open_target, opened_target

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kernels
-from baton.errors import ConfigurationError
-from baton.model_files import open_model_files
-from engine.runtime import checkpoint as checkpoint_module
-from engine.runtime.checkpoint import open_checkpoint
-from engine.runtime.loader import LoadedModel, load_model
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.files import open_model_files
+from engine.runtime.weights import checkpoint as checkpoint_module
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.support.tokenizer_folders import write_byte_level_folder
 

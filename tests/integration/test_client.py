@@ -7,14 +7,14 @@ import json
 import pytest
 
 from baton import AsyncClient, Client, SamplingParams, StructuredOutputs
-from baton.errors import (
+from baton.common.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.results import CompletionChunk, Timings, Usage
+from baton.common.request.results import CompletionChunk, Timings, Usage
 from baton.v1 import common_pb2
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText

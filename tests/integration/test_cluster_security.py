@@ -12,12 +12,12 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
-from router import discovery as discovery_module
-from router.discovery import Discovery
-from router.security_config import RouterSecurityConfig, WorkerTlsConfig
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
+from router.config import discovery as discovery_module
+from router.config.discovery import Discovery
+from router.config.security import RouterSecurityConfig, WorkerTlsConfig
 from rpc.cluster_calls import cluster_access, open_cluster_channel
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import Changes, FakeDecode, FakePrefill, running_workers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.processes.run_folder import SHARED_MEMORY
+from worker.processes.run_folder import SHARED_MEMORY
 
 COMMAND = """
 import argparse

@@ -6,10 +6,10 @@ import grpc
 import pytest
 
 from baton.cli import main
-from baton.security.config import ClusterConfig
+from baton.common.security.config import ClusterConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
-from router import breaker
-from router.security_config import RouterSecurityConfig
+from router.config.security import RouterSecurityConfig
+from router.fleet import breaker
 from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import request, running_router, script_of
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.errors import (
+from baton.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
-from baton.request_spec import ReasoningMarks
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.request_spec import ReasoningMarks
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints import backends
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason

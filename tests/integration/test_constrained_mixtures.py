@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import BatonError, FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import ReasoningMarks
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import BatonError, FailedPreconditionError, InvalidArgumentError
+from baton.common.request.request_spec import ReasoningMarks
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.matcher import Matcher
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason

@@ -8,8 +8,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from baton.errors import DeadlineExceededError, ResourceExhaustedError
-from baton.sampling_params import SamplingParams
+from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from decode_service.router_session import RouterSession
 from engine.batch import TokenLogprobs

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.runtime import rank_batches as batches
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.ranks import batches, nccl, processes
-from engine.runtime.ranks.batches import least_of_all
+from engine.runtime.rank_batches import least_of_all
+from engine.runtime.ranks import nccl, processes
 from kernels.ranks import DeviceRankGroup, RanksLostError
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.rank_engines import all_kinds, check_greedy, tokens

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.batch import DraftWork, DrawParams
 from engine.core import EngineCore
-from engine.group import Sequence as GroupSequence
-from engine.runtime import draft_heads
-from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
+from engine.groups.group import Sequence as GroupSequence
+from engine.runtime.drafting import draft_heads
+from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
 from engine.speculation import drafts
 from tests.support.checkpoints import VOCAB_SIZE, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.draft_heads import METHODS, ReferenceHeads, random_heads

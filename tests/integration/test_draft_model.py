@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.batch import ScheduledChunk
 from engine.core import EngineCore
-from engine.group import Sequence as GroupSequence
+from engine.groups.group import Sequence as GroupSequence
 from engine.request import EngineRequest
-from engine.runtime.draft_model import DraftModel
+from engine.runtime.drafting.draft_model import DraftModel
 from engine.speculation import drafts
 from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.odd_checkpoints import both, config, odd_checkpoint, other_head

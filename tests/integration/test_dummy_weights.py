@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.runtime import checkpoint as checkpoint_module
-from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.weights import checkpoint as checkpoint_module
+from engine.runtime.weights.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, VARIANTS, tiny_checkpoint
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request

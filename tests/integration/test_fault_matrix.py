@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from engine.kv_transfer.costs import LoadCosts
 from engine.request import EngineRequest
 from kvstore import faults

@@ -20,7 +20,7 @@ import pytest
 
 from baton.cli import main
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from kvstore import breaker, store_watch
+from kvstore.guard import breaker, store_watch
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.nixl_remote import needs_process_vm_readv
 from tests.support.running_router import RunningRouter, request, token_ids_of

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreFullError, StoreUnavailableError

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
-from kernels.native.build import find_compiler
-from kernels.native.cpu import cpu_features
-from kernels.native.library import TORCH, WISH_VARIABLE, find_libraries, select
-from kernels.native.variants import VARIANTS, variants_for
+from baton.common.errors import ConfigurationError
+from kernels.library.build import find_compiler
+from kernels.library.cpu import cpu_features
+from kernels.library.library import TORCH, WISH_VARIABLE, find_libraries, select
+from kernels.library.variants import VARIANTS, variants_for
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = "tests/integration/test_model_families.py"

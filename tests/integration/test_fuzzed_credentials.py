@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import UnauthenticatedError
+from baton.common.errors import UnauthenticatedError
+from router.config.http import HttpConfig
+from router.config.tenants import TenantsConfig
 from router.http.app import build_app
-from router.http.config import HttpConfig
-from router.tenants.config import TenantsConfig
 from router.tenants.tenants import Tenants, credentials_of
 from tests.support.asgi_calls import call_app
 from tests.support.odd_requests import OddRequest

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from baton.errors import ConfigurationError
-from baton.gguf import GgufFile
-from engine.runtime.checkpoint import open_checkpoint
-from engine.runtime.gguf_weights import GgufWeights
-from engine.runtime.loader import load_model
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.gguf import GgufFile
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.gguf_weights import GgufWeights
+from engine.runtime.weights.loader import load_model
 from tests.support.checkpoints import (
     prompt_of,
     reference_greedy,
@@ -132,7 +132,7 @@ def block_bytes(kind, num_rows, num_columns):
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ2_XXS])
 def test_types_that_only_llama_cpp_writes_are_read(kind, tmp_path, monkeypatch):
     """Read a few rows at a time, with the rows of Q in the order of rotary halves."""
-    monkeypatch.setattr("engine.runtime.gguf_weights._PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr("engine.runtime.weights.gguf_weights._PIECE_ELEMENTS", 1000)
     config = transformers.LlamaConfig(
         hidden_size=256, num_attention_heads=4, num_key_value_heads=4, vocab_size=300
     )

@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from baton.errors import (
+from baton.common.errors import (
     ConfigurationError,
     FailedPreconditionError,
     InternalError,
@@ -19,7 +19,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints import backends as grammar_backends
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
 from engine.metrics.counts import EngineMetrics

@@ -9,7 +9,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.answer_chunks import check_type

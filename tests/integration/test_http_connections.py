@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from router.config.http import HttpConfig
 from router.http import connection
-from router.http.config import HttpConfig
 from router.http.server import HttpServer
 from tests.support.fake_workers import FakeDecode, FakePrefill
 from tests.support.loop_watch import watched_loops

@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from tests.support.answer_chunks import check_type

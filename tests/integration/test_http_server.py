@@ -9,9 +9,9 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import ConfigurationError, UnavailableError
-from router.config import ServedModelConfig
-from router.http.config import HttpConfig
+from baton.common.errors import ConfigurationError, UnavailableError
+from router.config.http import HttpConfig
+from router.config.router import ServedModelConfig
 from router.http.server import HttpServer
 from router.models import RouterFiles
 from tests.support.bench_requests import completion_body, read_result

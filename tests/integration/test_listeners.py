@@ -8,14 +8,14 @@ import socket
 
 import pytest
 
-from baton.health import check_health
-from baton.processes.ports import bound_ports
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
 from rpc.listeners import open_listeners
 from rpc.metrics_config import MetricsConfig
+from rpc.probe import check_health
 from rpc.server_config import ServerConfig, join_host_port
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.running_router import running_router
+from worker.processes.ports import bound_ports
 
 LOOPBACKS = ["127.0.0.1", "::1"]
 

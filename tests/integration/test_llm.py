@@ -12,12 +12,12 @@ import pytest
 from tqdm import tqdm
 
 from baton import LLM, SamplingParams, StructuredOutputs
-from baton.demo import demo_model_path
-from baton.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
-from baton.prompts import parse_prompts
+from baton.common.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
+from baton.common.model_files.demo import demo_model_path
+from baton.common.request.prompts import parse_prompts
 from engine.batch import candidate_seed
 from engine.speculation.drafts import Drafts
-from router.reasoning import encode_marks
+from router.requests.reasoning import encode_marks
 from tests.support.checkpoints import (
     EOS_TOKEN_ID,
     byte_level_alphabet,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from baton import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
-from baton.beam_search import beam_search_output
-from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.results import Timings, Usage
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.request.results import Timings, Usage
+from baton.offline.beam_search import beam_search_output
 from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, reference_beams, tiny_checkpoint
 from tests.support.logprob_checks import reference_logprobs
 

@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from baton.errors import InternalError, InvalidArgumentError
+from baton.common.errors import InternalError, InvalidArgumentError
 from engine.request import FinishReason
-from engine.runtime import recorded_steps
+from engine.runtime.forward import recorded_steps
 from tests.support.checkpoints import FAMILIES, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import changed, engine_request

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton import LLM
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from tests.support.checkpoints import tiny_checkpoint
 
 _GUIDE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"

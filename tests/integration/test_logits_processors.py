@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from baton import LLM
-from baton.errors import ConfigurationError, InternalError, InvalidArgumentError
+from baton.common.errors import ConfigurationError, InternalError, InvalidArgumentError
 from engine.request import CandidateProgress, FinishReason
-from engine.runtime import recorded_steps
+from engine.runtime.forward import recorded_steps
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 from tests.support.logits_processors import FAULTS, FLAG, processed_logits
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of

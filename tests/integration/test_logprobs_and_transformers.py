@@ -8,8 +8,8 @@ import torch
 
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, EngineOutput, EngineRequest
-from engine.runtime import logprobs as logprobs_module
-from engine.runtime.recorded_steps import RecordedSteps
+from engine.runtime.draws import logprobs as logprobs_module
+from engine.runtime.forward.recorded_steps import RecordedSteps
 from tests.support.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, prompt_of, tiny_checkpoint
 from tests.support.logprob_checks import check_details, check_tokens, reference_logprobs
 from tests.support.pairs import pairs

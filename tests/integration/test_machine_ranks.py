@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
 from benchmarks.cluster import free_ports
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from router.config.http import HttpConfig
 from router.http import acceptor
-from router.http.config import HttpConfig
 from router.server import connection_limits
 from rpc import channels, descriptors
 from rpc.server import RpcServer

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore.codec import HEADER_BYTES
 from kvstore.conformance.objects import blank
+from kvstore.guard.metrics import KvMetrics
 from kvstore.jobs import LoadJob, SaveJob
-from kvstore.metrics import KvMetrics
 from kvstore.registry import open_store
 from kvstore.store import KvStore, StoreUnavailableError
 from tests.support.connector_rig import LAYOUT, ConnectorRig, keys

@@ -14,14 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.errors import ConfigurationError
-from baton.flags import add_flags, config_from_args
-from baton.metrics_collector import MetricsCollector
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.observe.metrics_collector import MetricsCollector
+from baton.common.security.cluster import ClusterSecurity
 from engine.metrics.counts import EngineMetrics
 from engine.metrics.export import EngineDescription, EngineExport
 from engine.request import EngineLoad
-from kvstore.metrics import KvMetrics
+from kvstore.guard.metrics import KvMetrics
 from rpc.metrics_access import MetricsAccess
 from rpc.metrics_config import MetricsConfig
 from rpc.metrics_server import serving_metrics

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
 from tests.support import runner_kinds

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from baton.errors import ConfigurationError, FailedPreconditionError
+from baton.common.errors import ConfigurationError, FailedPreconditionError
 from kvstore.conformance.engines import TinyEngine, random_prompt
 from kvstore.registry import connector_capabilities, open_connector
 

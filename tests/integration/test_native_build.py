@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.native.build import Status, build, find_compiler
-from kernels.native.cpu import cpu_features
-from kernels.native.variants import library_path, read_record, record_path, variants_for
+from kernels.library.build import Status, build, find_compiler
+from kernels.library.cpu import cpu_features
+from kernels.library.variants import library_path, read_record, record_path, variants_for
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '#include <cstdint>\nextern "C" std::int64_t answer() { return %d; }\n'

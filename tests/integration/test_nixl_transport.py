@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.peer.nixl import library as nixl_library
 from kvstore.peer.nixl import link as nixl_link
 from kvstore.peer.nixl.memory import AgentMetadata

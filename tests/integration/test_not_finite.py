@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from baton.errors import InternalError
+from baton.common.errors import InternalError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import FinishReason

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from engine.models.part import ModelPart
-from engine.runtime.loader import load_model
-from kernels.native.commands import library
+from engine.runtime.weights.loader import load_model
+from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, reference_greedy
 from tests.support.odd_checkpoints import (
     ABSENT,

@@ -305,7 +305,7 @@ def test_a_peer_is_tried_again_after_a_failed_read(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer may have become unreadable."""
-    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.0)
+    monkeypatch.setattr("kvstore.guard.breaker._FIRST_COOLDOWN_S", 0.0)
     transport = MemoryTransport()
     prefill, decode = make_rig("pull"), make_rig("pull", transport=transport)
     prefill.publish([1])

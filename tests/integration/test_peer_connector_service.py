@@ -222,8 +222,8 @@ def test_segments_in_doubt_are_not_used_until_their_reads_have_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
-    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
-    monkeypatch.setattr("kvstore.breaker._MAX_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("kvstore.guard.breaker._FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("kvstore.guard.breaker._MAX_COOLDOWN_S", 0.01)
     doubtful = Doubtful()
     # Only blocks in the pool's own form are read in place; these go through segments.
     form = TransferForm(LAYOUT.block_size // 2, LAYOUT.dtype)

@@ -9,9 +9,9 @@ import grpc
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import CertificateFiles, ClusterConfig
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import CertificateFiles, ClusterConfig
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.service import SERVICE_NAME
 from tests.support.certificates import Authority, write_files

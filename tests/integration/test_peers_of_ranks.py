@@ -9,12 +9,12 @@ from contextlib import closing
 import grpc
 import pytest
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2, kv_peer_pb2_grpc
 from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 from engine.runtime.ranks.processes import RankProcesses
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from kvstore.peer.holders import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint

@@ -11,7 +11,7 @@ from engine.batch import ScheduledBatch
 from engine.core import EngineCore
 from engine.runner import StepCosts
 from engine.step_watch import SLOW_FACTOR
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from baton import Client
-from baton.errors import BatonError
+from baton.common.errors import BatonError
 from tests.support.certificates import Authority, write_files
 from tests.support.redis_server import RedisServer, running_redis_server
 from tests.support.serve_process import ServedCluster

@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from baton.errors import InternalError, ResourceExhaustedError
+from baton.common.errors import InternalError, ResourceExhaustedError
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from engine.request import EngineOutput, FinishReason, Role, StageTimings
 from kvstore.handoff import KvHandoff

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import AbortedError, FailedPreconditionError
+from baton.common.errors import AbortedError, FailedPreconditionError
 from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from tests.support.checkpoints import (

@@ -7,8 +7,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.errors import ResourceExhaustedError
-from baton.reasons import Reason
+from baton.common.errors import ResourceExhaustedError
+from baton.common.reasons import Reason
 from router.http.errors import problem_of
 from rpc.error_details import DOMAIN
 from rpc.errors import from_rpc_error

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
-from engine.runtime.loader import load_model
+from baton.common.errors import ConfigurationError
+from engine.runtime.weights.loader import load_model
 from tests.support.odd_checkpoints import (
     ABSENT,
     INDEX,

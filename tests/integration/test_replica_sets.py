@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from baton.security.cluster import ClusterSecurity
-from router import discovery as discovery_module
-from router.security_config import RouterSecurityConfig, WorkerTlsConfig
+from baton.common.security.cluster import ClusterSecurity
+from router.config import discovery as discovery_module
+from router.config.security import RouterSecurityConfig, WorkerTlsConfig
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from tests.support.replica_sets import running_set

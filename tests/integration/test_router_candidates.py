@@ -6,7 +6,7 @@ from collections import defaultdict
 import grpc
 import pytest
 
-from baton.errors import ResourceExhaustedError, UnavailableError
+from baton.common.errors import ResourceExhaustedError, UnavailableError
 from baton.v1 import common_pb2
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import (

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.errors import InternalError, UnavailableError
+from baton.common.errors import InternalError, UnavailableError
 from baton.v1 import worker_pb2
-from router.held_handoff import HeldHandoff
+from router.stages.held_handoff import HeldHandoff
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import Changes, FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import request, running_router, token_ids_of

@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 
-from baton.errors import (
+from baton.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
@@ -14,7 +14,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.request_spec import client_id_of
+from baton.common.request.request_spec import client_id_of
 from baton.v1 import common_pb2, generation_pb2_grpc, prefill_pb2, request_pb2
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers

@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import pytest
 
-from baton.errors import DeadlineExceededError, InternalError, UnavailableError
+from baton.common.errors import DeadlineExceededError, InternalError, UnavailableError
 from baton.v1 import common_pb2
-from router.decode_connection import DecodeConnection
-from router.pace import Pace
+from router.fleet.decode_connection import DecodeConnection
+from router.requests.pace import Pace
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import (

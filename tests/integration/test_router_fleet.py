@@ -9,18 +9,18 @@ from contextlib import asynccontextmanager
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.sampling_params import SamplingParams
-from baton.security.cluster import ClusterSecurity
-from router import tier as tier_module
-from router.config import ServedModelConfig
-from router.decode_stage import DecodeStage
-from router.fleet import Fleet
-from router.held_handoff import HeldHandoff
-from router.policy import PrefixIndex
-from router.progress import Progress
-from router.request import prepare_request
-from router.request_record import RequestRecord
-from router.validation import prompts_of
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.security.cluster import ClusterSecurity
+from router.config.router import ServedModelConfig
+from router.fleet import tier as tier_module
+from router.fleet.fleet import Fleet
+from router.fleet.policy import PrefixIndex
+from router.observe.request_record import RequestRecord
+from router.requests.request import prepare_request
+from router.requests.validation import prompts_of
+from router.stages.decode_stage import DecodeStage
+from router.stages.held_handoff import HeldHandoff
+from router.stages.progress import Progress
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,

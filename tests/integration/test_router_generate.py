@@ -6,7 +6,7 @@ import logging
 import grpc
 import pytest
 
-from baton.request_spec import client_id_of
+from baton.common.request.request_spec import client_id_of
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import (

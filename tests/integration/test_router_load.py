@@ -10,10 +10,10 @@ import grpc
 import httpx2
 import pytest
 
-from baton.errors import DeadlineExceededError
+from baton.common.errors import DeadlineExceededError
 from baton.v1 import generation_pb2
+from router.config.tenants import TenantsConfig
 from router.models import Model
-from router.tenants.config import TenantsConfig
 from router.tenants.tenants import Tenants
 from rpc.logs import CURRENT_CALL, CallInfo
 from tests.support.fake_workers import FakeDecode, running_workers

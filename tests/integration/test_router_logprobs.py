@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 
+from baton.common.request.wire import parse_chunk, parse_output
 from baton.v1 import generation_pb2_grpc
-from baton.wire import parse_chunk, parse_output
 from tests.support.fake_candidates import fake_logprobs
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, script_of

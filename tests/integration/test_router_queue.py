@@ -5,7 +5,7 @@ import time
 
 import grpc
 
-from baton.errors import ResourceExhaustedError, UnavailableError
+from baton.common.errors import ResourceExhaustedError, UnavailableError
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import failed_call, request, running_router, token_ids_of
 

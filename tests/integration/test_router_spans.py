@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import router.server
-from baton.errors import ConfigurationError, ResourceExhaustedError
-from baton.traceparent import parse_traceparent
+from baton.common.errors import ConfigurationError, ResourceExhaustedError
+from baton.common.observe.traceparent import parse_traceparent
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from rpc.tracing import Tracer, TracingConfig
@@ -141,7 +141,7 @@ def test_the_missing_extra_is_named_with_its_command(monkeypatch):
 
 
 def test_a_process_without_spans_does_not_import_opentelemetry():
-    modules = "router.server, router.request_log, worker.server"
+    modules = "router.server, router.observe.request_log, worker.server"
     program = (
         f"import sys, {modules}; from rpc.tracing import TracingConfig, open_tracer; "
         "assert open_tracer(TracingConfig(), 'x', {}) is None; "

@@ -13,12 +13,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.errors import ResourceExhaustedError
+from baton.common.errors import ResourceExhaustedError
 from baton.v1 import generation_pb2
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
-from router.security_config import RouterSecurityConfig
-from router.tenants.config import TenantsConfig
+from router.config.security import RouterSecurityConfig
+from router.config.tenants import TenantsConfig
 from rpc.errors import from_rpc_error
 from tests.support.fake_workers import EOS_TOKEN_ID, MODEL, FakeDecode, FakePrefill, FakeWorker
 from tests.support.running_http import RunningHttp, running_http
@@ -370,7 +370,7 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path):
 async def test_calls_of_the_tokenizer_have_a_limit_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("router.admission._MOST_TOKENIZING", 1)
+    monkeypatch.setattr("router.stages.admission._MOST_TOKENIZING", 1)
     async with closed_router(tmp_path) as api:
         turns = api.router.service._admission.tokenizing
         async with turns.turn(), turns.turn():

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from baton.v1 import common_pb2, generation_pb2
-from router.tokenizer import Tokenizer
+from router.requests.tokenizer import Tokenizer
 from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import (
     PROMPT_IDS,

@@ -11,16 +11,16 @@ import pytest
 
 from baton import AsyncClient, Client
 from baton.cli.openai_endpoint import OpenAiEndpoint
-from baton.errors import ConfigurationError, UnauthenticatedError, UnavailableError
-from baton.health import check_health, wait_until_ready
-from baton.security.client import ClientTls
-from router.http.config import HttpConfig
-from router.security_config import (
+from baton.common.errors import ConfigurationError, UnauthenticatedError, UnavailableError
+from baton.common.security.client import ClientTls
+from router.config.http import HttpConfig
+from router.config.security import (
     PLAIN_CALLS,
     ClientTlsConfig,
     RouterSecurityConfig,
     WorkerTlsConfig,
 )
+from rpc.probe import check_health, wait_until_ready
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import MODEL, FakeDecode, running_workers
 from tests.support.running_router import running_router, script_of

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.v1 import generation_pb2
 from rpc.interceptors import CallInterceptor, name_call
 

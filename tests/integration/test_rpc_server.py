@@ -16,13 +16,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from baton.errors import (
+from baton.common.errors import (
     ConfigurationError,
     InternalError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from baton.reasons import Reason
+from baton.common.reasons import Reason
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.request import Role
 from rpc.channels import open_channel

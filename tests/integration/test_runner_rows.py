@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.batch import (
     INVALID_TOKEN,
     DrawParams,
@@ -18,7 +18,7 @@ from engine.batch import (
 )
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
-from engine.runtime.host_steps import HostSteps
+from engine.runtime.steps.host_steps import HostSteps
 from tests.support.checkpoints import (
     SMALL_WINDOW,
     VOCAB_SIZE,

@@ -3,7 +3,7 @@
 import asyncio
 
 from baton import cli
-from baton.errors import UnavailableError
+from baton.common.errors import UnavailableError
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.replica_sets import running_set
 from tests.support.running_router import script_of

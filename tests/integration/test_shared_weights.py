@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runtime import loader, shared_weights
-from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.weights import loader, shared_weights
+from engine.runtime.weights.loader import LoadedModel, load_model
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request

@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.request import FinishReason
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from baton.traceparent import TraceContext
+from baton.common.observe.traceparent import TraceContext
 from rpc.tracing import Span, TracingConfig, open_tracer
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)

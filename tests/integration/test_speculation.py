@@ -13,7 +13,7 @@ import pytest
 from engine.core import EngineCore
 from engine.speculation import drafts
 from engine.speculation.lookup import Proposer
-from kernels.native.commands import library
+from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of

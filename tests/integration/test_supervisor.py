@@ -12,12 +12,12 @@ import sys
 import psutil
 import pytest
 
-from baton.errors import DeadlineExceededError, UnavailableError
-from baton.processes.restarts import RestartPolicy
-from baton.processes.spawn import ProcessSpec, RunningProcess, spawn_here
-from baton.processes.supervisor import SupervisedProcess
+from baton.common.errors import DeadlineExceededError, UnavailableError
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
+from worker.processes.restarts import RestartPolicy
+from worker.processes.spawn import ProcessSpec, RunningProcess, spawn_here
+from worker.processes.supervisor import SupervisedProcess
 
 pytestmark = pytest.mark.alone
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls

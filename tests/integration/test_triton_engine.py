@@ -4,7 +4,7 @@
 
 import pytest
 
-from engine.runtime import device_steps
+from engine.runtime.steps import device_steps
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.runtime import turns as turns_module
 from engine.runtime.turns import Turns
 from tests.support.turn_taker import is_held, wait_until

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.grpc_clients.program import running_client
 from tests.support.running_router import request, running_router

@@ -13,8 +13,8 @@ import pytest_asyncio
 from prometheus_client import generate_latest
 
 from baton.v1 import generation_pb2
-from router.config import ServedModelConfig
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
+from router.config.router import ServedModelConfig
 from tests.support.cluster import get_load
 from tests.support.raw_grpc import RawConnection
 from tests.support.running_router import RunningRouter, request

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.errors import ConfigurationError
-from engine.runtime import loader
-from engine.runtime.loader import load_model
-from engine.runtime.weight_upload import HostBuffer, locate_tensors, upload
+from baton.common.errors import ConfigurationError
+from engine.runtime.weights import loader
+from engine.runtime.weights.loader import load_model
+from engine.runtime.weights.weight_upload import HostBuffer, locate_tensors, upload
 from tests.support.checkpoints import VARIANTS, tiny_checkpoint
 
 _CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ import asyncio
 import grpc
 import pytest
 
-from baton.errors import UnavailableError
+from baton.common.errors import UnavailableError
 from baton.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.request import Role
-from kvstore.status import BackendStatus
+from kvstore.guard.status import BackendStatus
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kernels
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import DTYPES, filled_weight, native_only, normal
 

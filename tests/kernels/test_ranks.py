@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels import Cut, WeightUse
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.native.ranks import SharedMemoryRanks
 from kernels.ranks import RanksLostError
 from tests.support.rank_cases import EmbedCase, GatherCase, ReduceCase

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kernels
-from engine.runtime import recorded_steps
-from engine.runtime.batch_inputs import StepInputs
-from engine.runtime.recorded_steps import RecordedSteps
+from engine.runtime.forward import recorded_steps
+from engine.runtime.forward.batch_inputs import StepInputs
+from engine.runtime.forward.recorded_steps import RecordedSteps
 from tests.support.checkpoints import VARIANTS, prompt_of
 from tests.support.kernel_checks import IS_NATIVE, native_only
 from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.anthropic_request import MessagesBody, read_messages_request
 from router.http.responses_request import ResponsesBody, read_responses_request
 

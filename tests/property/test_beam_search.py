@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sampling_params import SamplingParams
-from engine.beam_search import BeamSearch
+from baton.common.request.sampling_params import SamplingParams
+from engine.groups.beam_search import BeamSearch
 
 SCORING = st.builds(
     dict,

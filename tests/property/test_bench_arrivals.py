@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.request import BenchRequest, Workload
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.chat.messages import conversation_of
 from router.chat.template import ChatTemplate
 from tests.support.chat_cases import DOCUMENTS, FAMILIES, TOOLS, source_of

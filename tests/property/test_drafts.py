@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.request import EngineRequest
 from engine.validation import num_blocks_needed
 from tests.support.checked_engine import CheckedEngine, CheckedRequest

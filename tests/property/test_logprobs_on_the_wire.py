@@ -3,16 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.request_spec import RequestSpec
-from baton.results import Logprob, logprobs_of
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.results import Logprob, logprobs_of
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.wire import parse_chunk, parse_output, parse_response
 from baton.v1 import generation_pb2
-from baton.wire import parse_chunk, parse_output, parse_response
 from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
-from router.completion import Completion, WholeGeneration
-from router.request_record import RequestRecord
+from router.observe.request_record import RequestRecord
+from router.stages.completion import Completion, WholeGeneration
 from rpc.pending_outputs import PendingOutputs, add_output
 from tests.support.running_router import tokenizer
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.runtime.ranks.batches import BatchReceiver, BatchSender, check_same_pools
+from engine.runtime.rank_batches import BatchReceiver, BatchSender, check_same_pools
 
 SMALL = st.integers(0, 2**31 - 1)
 NUMBERS = st.lists(SMALL, max_size=5).map(tuple)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import (
+from router.fleet.policy import (
     ReplicaState,
     pick_decode,
     pick_hedge,

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.policy import PrefixIndex
+from router.fleet.policy import PrefixIndex
 
 CAPACITY = 6
 POOLS = {"a": 4, "b": 100}

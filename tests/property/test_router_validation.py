@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidArgumentError
-from baton.sampling_params import MAX_STOP_BYTES, MAX_STOPS, SamplingParams
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.sampling_params import MAX_STOP_BYTES, MAX_STOPS, SamplingParams
 from baton.v1 import common_pb2, generation_pb2
-from router.served_model import RequestLimits
-from router.validation import (
+from router.fleet.served_model import RequestLimits
+from router.requests.validation import (
     MAX_CACHE_SALT_CHARS,
     MAX_PROMPTS,
     MAX_REQUEST_ID_CHARS,

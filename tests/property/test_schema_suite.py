@@ -12,8 +12,8 @@ from collections import Counter
 import jsonschema
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with
 from engine.constraints.compile_server import try_out
 from engine.constraints.matcher import Constraint

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.config import SpeculativeConfig
+from engine.groups.draft_state import SEPARATOR, TokenHistory
 from engine.speculation.lookup import AnswerLookup, SequenceLookup, make_proposer
-from engine.speculation.state import SEPARATOR, TokenHistory
+from engine.speculative_config import SpeculativeConfig
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

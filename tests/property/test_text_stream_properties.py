@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
-from router.text_stream import IncrementalDetokenizer, StopChecker, TextStream
-from router.tokenizer import Tokenizer
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
+from router.requests.text_stream import IncrementalDetokenizer, StopChecker, TextStream
+from router.requests.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
     write_byte_level_folder,

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from baton.security.config import CertificateFiles
+from baton.common.security.config import CertificateFiles
 
 __all__ = ["Authority", "Leaf", "write_files"]
 

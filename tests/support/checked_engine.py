@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import (
+from baton.common.errors import (
     AbortedError,
     DeadlineExceededError,
     InternalError,

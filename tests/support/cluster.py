@@ -15,8 +15,8 @@ from urllib.request import Request, urlopen
 
 import grpc
 
-from baton.health import wait_until_serving
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.probe import wait_until_serving
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0

@@ -11,8 +11,8 @@ import jsonschema
 import numpy as np
 import torch
 
-from baton.structured_outputs import StructuredOutputs
-from baton.tokenizer_files import load_tokenizer
+from baton.common.model_files.tokenizer_files import load_tokenizer
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with, load_backend
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint

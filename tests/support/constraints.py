@@ -6,7 +6,7 @@ from functools import cache
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import load_backend
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from baton.errors import InternalError
+from baton.common.errors import InternalError
 from engine.batch import ScheduledBatch
 from engine.constraints.grammars import Grammars
 from engine.request import EngineOutput, EngineRequest
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler, null_connector
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
     ConnectorWork,
@@ -19,7 +20,6 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
-from kvstore.metrics import TransferMetrics
 from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of

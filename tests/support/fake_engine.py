@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.common.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from engine.runner import ModelInfo
+from kvstore.guard.metrics import KvMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import TransferForm
 
 NAMESPACE = bytes(range(32))

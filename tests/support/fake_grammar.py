@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.matcher import Constraint, Matcher
 from engine.constraints.vocabulary import Mask, Vocabulary
 from tests.support.fake_model import VOCAB_SIZE, hash_of

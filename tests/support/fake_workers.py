@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import BatonError
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import (
     common_pb2,
     decode_pb2,

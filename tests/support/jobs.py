@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 
 from baton import AsyncClient, SamplingParams, StructuredOutputs
-from baton.errors import UnavailableError
-from baton.request_spec import RequestSpec
+from baton.common.errors import UnavailableError
+from baton.common.request.request_spec import RequestSpec
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.constrained_requests import expected_tokens

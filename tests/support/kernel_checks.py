@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.native.commands import library
+from kernels.library.commands import library
 
 __all__ = [
     "CPU",

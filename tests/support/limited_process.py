@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kernels
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import filled_weight, normal
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.runtime.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
+from engine.runtime.draws.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
 
 __all__ = ["FAULTS", "FLAG", "CountPenalty", "Faulty", "Hang", "Steer", "processed_logits"]
 

@@ -8,9 +8,9 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk
 from engine.kv_cache.spec import group_layers
-from engine.runtime.batch_inputs import BatchInputs
-from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.rows import Rows
+from engine.runtime.draws.rows import Rows
+from engine.runtime.forward.batch_inputs import BatchInputs
+from engine.runtime.weights.loader import LoadedModel, load_model
 from kernels.paged_kv import LogitRows, PagedKv
 from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import CertificateFiles
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import CertificateFiles
 from kvstore.layout import KvLayout
 from tests.support.confinement import forbid_process_vm_calls
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, PeerRig, random_pool

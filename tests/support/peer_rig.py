@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from kvstore.connector import KvConnectorScheduler
 from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff

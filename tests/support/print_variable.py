@@ -1,4 +1,4 @@
-"""A child of `baton.processes.child` that prints an environment variable, empty if it is unset."""
+"""A child of `worker.processes.child` that prints an environment variable, empty if it is unset."""
 
 import os
 import sys

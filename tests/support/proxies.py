@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.health import wait_until_serving
+from rpc.probe import wait_until_serving
 from tests.support.cluster import REPOSITORY
 
 __all__ = ["PROXIES", "require_proxy", "running_proxy"]

@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from kernels import RankGroup, WeightUse
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.native.ranks import SharedMemoryRanks
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from baton.security.cluster import ClusterSecurity
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
+from baton.common.security.cluster import ClusterSecurity
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.ranks.processes import RankProcesses

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.batch import DrawParams, TokenLogprobs
-from engine.beam_search import BeamSearch
+from engine.groups.beam_search import BeamSearch
 from engine.request import CandidateProgress, EngineRequest, FinishReason
 from tests.support.fake_grammar import allowed_tokens, is_complete
 from tests.support.fake_model import (

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.errors import UnavailableError
+from baton.common.errors import UnavailableError
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router import servicer
-from router.http.config import HttpConfig
-from router.security_config import RouterSecurityConfig
-from router.tenants.config import TenantsConfig
+from router.config.http import HttpConfig
+from router.config.security import RouterSecurityConfig
+from router.config.tenants import TenantsConfig
 from rpc.channels import open_channel
 from rpc.interceptors import CallInterceptor
 from rpc.server import RpcServer

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer

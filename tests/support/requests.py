@@ -2,8 +2,8 @@
 
 from dataclasses import fields, replace
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from engine.request import EngineRequest
 
 __all__ = ["changed", "engine_request"]

@@ -10,7 +10,7 @@ import transformers
 
 from engine.batch import DrawParams
 from engine.request import EngineRequest
-from engine.runtime.sampler import DRAW_RECORD, draw_record, draw_table
+from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
 from kernels import reference
 from tests.support.checkpoints import reference_model
 from tests.support.rule_cases import expected_logits

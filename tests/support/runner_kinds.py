@@ -6,10 +6,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.runtime import model_runner
-from engine.runtime.host_steps import HostSteps
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.stage_steps import StageSteps
-from engine.runtime.steps import Steps
+from engine.runtime.steps.host_steps import HostSteps
+from engine.runtime.steps.stage_steps import StageSteps
+from engine.runtime.steps.steps import Steps
 from kernels import dispatch
 from tests.support.traced_graphs import (
     EagerDeviceStageSteps,

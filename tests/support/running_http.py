@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 from openai import AsyncOpenAI
 
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
 from tests.support.fake_workers import FakeWorker, running_workers
 from tests.support.running_router import RunningRouter, running_router
 

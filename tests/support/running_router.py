@@ -14,12 +14,12 @@ import pytest
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
-from router.config import RouterConfig, ServedModelConfig
-from router.http.config import HttpConfig
+from router.config.http import HttpConfig
+from router.config.router import RouterConfig, ServedModelConfig
 from router.models import Models, RouterFiles
+from router.requests.tokenizer import Tokenizer
 from router.security import RouterSecurity
 from router.server import SERVICE_NAMES, RouterService, access_of
-from router.tokenizer import Tokenizer
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig

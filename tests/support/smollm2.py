@@ -5,9 +5,9 @@ from functools import cache
 import jinja2
 import torch
 
-from baton.errors import ConfigurationError
-from baton.model_files import open_model_files
-from baton.named_models import smollm2_path
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.files import open_model_files
+from baton.common.model_files.named_models import smollm2_path
 from tests.support.gguf_files import transformers_model
 
 MODEL = "smollm2"

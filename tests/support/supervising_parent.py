@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-from baton.processes.spawn import ProcessSpec
-from baton.processes.supervisor import SupervisedProcess
+from worker.processes.spawn import ProcessSpec
+from worker.processes.supervisor import SupervisedProcess
 
 
 async def main(num_children: int) -> None:

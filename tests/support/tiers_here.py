@@ -8,7 +8,7 @@ from typing import Any
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.request import Role
-from router.config import RouterConfig
+from router.config.router import RouterConfig
 from router.models import RouterFiles
 from router.security import RouterSecurity
 from router.server import SERVICE_NAMES, RouterService, access_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from router.chat.delta import ToolCallDelta
 from router.http.answer_parts import AnswerParts, PartKind
 from router.http.anthropic_answer import MessageAnswer, MessageStream

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.anthropic_request import (
     MessagesBody,
     counted_conversation,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from baton.errors import (
+from baton.common.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
     InternalError,

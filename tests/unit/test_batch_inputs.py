@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.runtime.batch_inputs import StepInputs
-from engine.runtime.rows import Rows
+from engine.runtime.draws.rows import Rows
+from engine.runtime.forward.batch_inputs import StepInputs
 from tests.support.driven_requests import GREEDY
 
 _CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from baton.sampling_params import SamplingParams
-from engine.beam_search import BeamResult, BeamSearch, BeamStep
+from baton.common.request.sampling_params import SamplingParams
+from engine.groups.beam_search import BeamResult, BeamSearch, BeamStep
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 from tests.support.pairs import pairs
 

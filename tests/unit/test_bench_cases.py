@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape, step_floor_s
 from benchmarks.offline.cases import Case, RunTimes, make_cases, run_times, summarize
 from benchmarks.request import RequestRecord

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InternalError, UnavailableError
-from baton.results import CompletionChunk
+from baton.common.errors import InternalError, UnavailableError
+from baton.common.request.results import CompletionChunk
 from benchmarks.chaos.computed import ComputedTokens
 from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
 from benchmarks.chaos.mixed_load import MixedLoad

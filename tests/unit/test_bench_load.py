@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import ConfigurationError, UnavailableError
+from baton.common.errors import ConfigurationError, UnavailableError
 from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.request import BenchRequest, LostRequestError
 

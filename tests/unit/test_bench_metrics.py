@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel, parse_service_level
 from benchmarks.metrics import compute_metrics, peak_concurrency
 from benchmarks.request import RequestRecord

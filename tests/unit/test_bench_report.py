@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
 from benchmarks.latency_report import cumulative, in_flight, latency_panels, token_rate
 from benchmarks.report.figures import panel_svg

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.errors import UnavailableError
+from baton.common.errors import UnavailableError
 from benchmarks import split_vs_whole
 from benchmarks.cluster import ServedCluster
 from benchmarks.peers.cases import build_cases, requests_of_round

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.results import Timings
+from baton.common.errors import ConfigurationError
+from baton.common.request.results import Timings
 from benchmarks.cluster import Answer
 from benchmarks.report.report import format_table
 from benchmarks.transfer import backends, command, tables

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvstore.breaker import Breaker, NotAskedError, log_level_of
+from kvstore.guard.breaker import Breaker, NotAskedError, log_level_of
 from kvstore.store import StoreFullError, StoreUnavailableError
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with
 from engine.constraints.hints import change_hints, repair_schema
 from engine.constraints.matcher import Constraint

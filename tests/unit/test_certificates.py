@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.security.certificates import Certificates
-from baton.security.config import CertificateFiles, TlsConfig
+from baton.common.errors import ConfigurationError
+from baton.common.security.certificates import Certificates
+from baton.common.security.config import CertificateFiles, TlsConfig
 from tests.support.certificates import Authority, write_files
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cli import main
 from baton.cli.openai_endpoint import parse_base_url
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from tests.support.openai_stub import Reply, chat_events, running_openai_stub
 
 USAGE_LINE = "[stop; tokens: 9 prompt, 4 cached, 3 generated]"

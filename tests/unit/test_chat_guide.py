@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import plugins
+from baton.common.flags import plugins
 from router.chat import reasoning_parsers, tool_parsers
 from router.chat.reasoning_parsers import reasoning_parser
 from router.chat.tool_parsers import tool_parser

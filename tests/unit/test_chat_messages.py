@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, conversation_of
 
 USER = {"role": "user", "content": "Hi"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from router.chat.delta import ChatDelta
 from router.chat.output import ChatOutput, ToolCall, join_deltas, whole_answer
 from router.chat.reasoning_parsers import ReasoningParser, reasoning_parser

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.chat.conversation import Conversation
 from router.chat.messages import conversation_of
 from router.chat.template import MAX_PROMPT_CHARS, ChatTemplate, ends_in_reasoning

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from baton.demo import demo_model_path
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.demo import demo_model_path
 from router.chat.messages import conversation_of
 from router.chat.template import ChatTemplate
 from router.chat.template_source import find_templates

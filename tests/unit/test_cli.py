@@ -11,7 +11,7 @@ import pytest
 import baton
 from baton.cli import main
 from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from tests.support.fake_generation import running_fake_generation
 

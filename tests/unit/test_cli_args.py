@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.flag_parser import FlagParser
+from baton.common.errors import ConfigurationError
+from baton.common.flags.parser import FlagParser
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
-from engine.speculation.config import SpeculativeConfig
+from engine.speculative_config import SpeculativeConfig
 from kvstore.registry import known_stores
 
 

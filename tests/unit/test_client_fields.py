@@ -15,7 +15,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.anthropic_errors import anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,

@@ -10,22 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.errors import ConfigurationError, UnauthenticatedError
-from baton.security.cluster import TOKEN_VARIABLE, ClusterSecurity
-from baton.security.config import ClusterConfig
-from router.security_config import (
-    ClientTlsConfig,
-    RouterSecurityConfig,
-    WorkerTlsConfig,
-)
+from baton.common.errors import ConfigurationError, UnauthenticatedError
+from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
+from baton.common.security.config import ClusterConfig
+from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from rpc.cluster_calls import authorize_cluster, cluster_access
 from tests.support.certificates import Authority, write_files
 
 TOKEN, OTHER, THIRD = "t" * 32, "u" * 32, "v" * 32
 MAKE_TOKEN = """
 import sys
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
 sys.stdin.readline()
 print(ClusterSecurity(ClusterConfig(token_file=sys.argv[1])).token)
 """

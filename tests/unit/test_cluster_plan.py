@@ -17,24 +17,24 @@ import pytest
 
 from baton.cli import serve
 from baton.cli.serve_config import cluster_config_from_args, running_config
-from baton.errors import ConfigurationError
-from baton.flag_parser import FlagParser
-from baton.flags import config_from_args, flags_of_config
-from baton.processes.run_folder import embedded_store, sharing_machine
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import config_from_args, flags_of_config
+from baton.common.flags.parser import FlagParser
 from baton.up import cluster
 from baton.up.plan import ClusterConfig, plan_cluster
 from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
-from router.config import add_args as add_router_args
-from router.config import router_config_from_args
-from router.http.config import HttpConfig
-from router.security_config import RouterSecurityConfig
-from router.tenants.config import TenantsConfig
+from router.config.http import HttpConfig
+from router.config.router import add_args as add_router_args
+from router.config.router import router_config_from_args
+from router.config.security import RouterSecurityConfig
+from router.config.tenants import TenantsConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from worker.decode import add_args as add_decode_args
 from worker.prefill import add_args as add_prefill_args
+from worker.processes.run_folder import embedded_store, sharing_machine
 from worker.replica_processes import ReplicaSetConfig
 
 ENGINE = EngineConfig(
@@ -253,7 +253,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def use_as_shared_memory(monkeypatch, folder):
-    monkeypatch.setattr("baton.processes.run_folder.SHARED_MEMORY", folder)
+    monkeypatch.setattr("worker.processes.run_folder.SHARED_MEMORY", folder)
 
 
 def test_the_embedded_store_is_removed_with_the_cluster(shared_memory):
@@ -278,7 +278,7 @@ def test_the_embedded_store_lies_in_a_temporary_folder_if_shared_memory_is_small
 
 def test_folders_left_by_a_killed_cluster_are_removed(shared_memory):
     hold = (
-        "import sys; from pathlib import Path; from baton.processes import run_folder as module\n"
+        "import sys; from pathlib import Path; from worker.processes import run_folder as module\n"
         "module.SHARED_MEMORY = Path(sys.argv[1])\n"
         "with module.run_folder() as folder: print(folder, flush=True); sys.stdin.read()"
     )

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import load_backend
 from engine.constraints.compiler import marks_of
 from engine.constraints.interface import MAX_WHITESPACE, RefusedError

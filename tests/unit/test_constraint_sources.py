@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from engine.constraints.ebnf import endless_rule
 from engine.constraints.schema import check_schema, close_objects, endless_part
 from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal

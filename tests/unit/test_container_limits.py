@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from baton import container_limits
 from baton.cli import main
-from baton.container_limits import (
+from baton.common import container_limits
+from baton.common.container_limits import (
     ROUTER_NEEDS,
     SUPERVISOR_NEEDS,
     WORKER_NEEDS,
@@ -18,8 +18,8 @@ from baton.container_limits import (
     describe_limits,
     plan_threads,
 )
-from baton.errors import ConfigurationError
-from baton.machine_limits import Memory
+from baton.common.errors import ConfigurationError
+from baton.common.machine_limits import Memory
 
 MIB = 1 << 20
 FULL = LimitsShare()

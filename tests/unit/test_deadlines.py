@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.errors import DeadlineExceededError
+from baton.common.errors import DeadlineExceededError
 from engine.schedule.scheduler import Deadlines
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 

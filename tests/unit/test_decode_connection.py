@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from baton.errors import InternalError, InvalidArgumentError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import InternalError, InvalidArgumentError
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
-from router.decode_connection import DecodeConnection, ReplicaLostError
+from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 
 
 class FakeStub:

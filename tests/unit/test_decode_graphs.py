@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.device_decode import DecodeGraphs, capture_sizes, padded_size
+from engine.runtime.steps.device_decode import DecodeGraphs, capture_sizes, padded_size
 from tests.support.traced_graphs import TracedStep
 
 

@@ -1,6 +1,6 @@
 """`DecodeSet`: the sequences that are due in each step."""
 
-from engine.group import Sequence, SequenceGroup
+from engine.groups.group import Sequence, SequenceGroup
 from engine.schedule.decode_set import DecodeSet
 from kvstore.block_key import BlockKeyChain
 from tests.support.requests import engine_request

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from baton.demo import DEMO_PROMPT, demo_model_path
-from router.tokenizer import Tokenizer
+from baton.common.model_files.demo import DEMO_PROMPT, demo_model_path
+from router.requests.tokenizer import Tokenizer
 
 MIB = 1 << 20
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime import device as device_module
 from engine.runtime.device import fetch, resolve_device, with_device_defaults

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import DrawParams, ScheduledChunk, TableUpdate
-from engine.runtime.device_rows import DeviceRows
-from engine.runtime.sampler import DRAW_RECORD, draw_record, draw_table
+from engine.runtime.draws.device_rows import DeviceRows
+from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
 
 _CPU = torch.device("cpu")
 _GROUPS, _ROWS, _BLOCKS = 2, 5, 6

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.flag_parser import FlagParser
-from router.config import add_args, router_config_from_args
+from baton.common.flags.parser import FlagParser
+from router.config.http import HttpConfig
+from router.config.router import add_args, router_config_from_args
+from router.config.tenants import TenantsConfig
 from router.http.app import build_app
-from router.http.config import HttpConfig
-from router.tenants.config import TenantsConfig
 from router.tenants.tenants import Tenants
 from scripts import generate_configuration
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import kernels
-from baton import container_limits, machine_limits
 from baton.cli import doctor, main
+from baton.common import container_limits, machine_limits
+from baton.common.errors import ConfigurationError
+from baton.common.machine_limits import Memory, Tasks
 from baton.doctor import (
     Finding,
     Level,
@@ -27,10 +29,8 @@ from baton.doctor import (
     software,
     stores,
 )
-from baton.errors import ConfigurationError
-from baton.machine_limits import Memory, Tasks
-from kernels.native.library import Library, Selection
-from kernels.native.variants import Variant
+from kernels.library.library import Library, Selection
+from kernels.library.variants import Variant
 from kvstore.jobs import TransferResults
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.registry import open_store

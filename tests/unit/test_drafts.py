@@ -4,10 +4,10 @@ import pytest
 
 from engine.batch import DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
+from engine.groups.draft_state import DraftState, TokenHistory
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.drafts import Drafts
-from engine.speculation.state import DraftState, TokenHistory
 
 DECODE = ScheduledBatch(1, decode_rows=(0,))
 GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.connector import KvConnectorScheduler
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.jobs import ConnectorWork, LoadResult, LookupResult, SaveResult, TransferResults

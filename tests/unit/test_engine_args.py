@@ -3,7 +3,7 @@
 import pytest
 
 from baton import EngineArgs
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 USUAL = {
     "tokenizer": "m",

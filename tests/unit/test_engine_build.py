@@ -4,7 +4,7 @@ import pytest
 
 import engine.runtime.model_runner
 import kvstore.registry
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.core import EngineCore
 from kvstore.connector import KvConnectorScheduler
 from tests.support.fake_connector import FakeWorker

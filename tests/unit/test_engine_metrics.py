@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from baton.metrics import Histogram, Snapshot
-from baton.structured_outputs import StructuredOutputs
+from baton.common.observe.metrics import Histogram, Snapshot
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.batch import ScheduledBatch, StepOutput
 from engine.core import EngineCore
 from engine.metrics.counts import METRICS, RankReport

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.request_spec import ReasoningMarks
+from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.common.request.request_spec import ReasoningMarks
 from engine import validation
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
 from baton.v1 import common_pb2, request_pb2
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
@@ -18,8 +18,8 @@ from engine.wire import (
     progress_from_proto,
     timings_to_proto,
 )
+from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
-from kvstore.status import BackendStatus
 
 HANDOFF = KvHandoff(
     handoff_id="h",

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.compiler import CompileLimits, GrammarCompiler
 from engine.constraints.fair_queue import FairQueue
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend, take_fault_options
 from kvstore.registry import open_connector

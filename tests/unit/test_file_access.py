@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from baton.demo import demo_model_path
-from baton.errors import ConfigurationError
-from baton.file_access import UnreadableFileError, find_files, has_file, read_text, unreadable
-from baton.model_files import local_model, open_model_files
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig
-from engine.runtime.checkpoint import open_checkpoint
-from engine.runtime.loader import load_model
-from router.config import ServedModelConfig
+from baton.common.errors import ConfigurationError
+from baton.common.file_access import (
+    UnreadableFileError,
+    find_files,
+    has_file,
+    read_text,
+    unreadable,
+)
+from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.files import local_model, open_model_files
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.loader import load_model
+from router.config.router import ServedModelConfig
 from router.models import RouterFiles
 from tests.support.other_user import as_other_user
 

@@ -6,11 +6,11 @@ from dataclasses import MISSING, dataclass
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.flag_parser import FlagParser
-from baton.flag_sources import variable_of, without_flag_variables
-from baton.flag_values import byte_size, count
-from baton.flags import add_flags, config_from_args, flag, flags_of_config
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
+from baton.common.flags.parser import FlagParser
+from baton.common.flags.sources import variable_of, without_flag_variables
+from baton.common.flags.values import byte_size, count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from baton.demo import demo_model_path
-from baton.errors import ConfigurationError, InvalidArgumentError
-from baton.sampling_params import over_defaults
-from router.generation_config import load_default_params
+from baton.common.errors import ConfigurationError, InvalidArgumentError
+from baton.common.model_files.demo import demo_model_path
+from baton.common.request.sampling_params import over_defaults
+from router.requests.generation_config import load_default_params
 
 
 @pytest.fixture
@@ -134,6 +134,6 @@ def test_another_choice_is_refused(tmp_path):
 def test_a_named_models_recommended_values_hold_where_its_file_states_none(tmp_path, monkeypatch):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
     recommended = {str(tmp_path): {"temperature": 0.2, "top_p": 0.9}}
-    monkeypatch.setattr("router.generation_config.RECOMMENDED_PARAMS", recommended)
+    monkeypatch.setattr("router.requests.generation_config.RECOMMENDED_PARAMS", recommended)
     assert load_default_params(str(tmp_path), "auto") == {"temperature": 0.5, "top_p": 0.9}
     assert load_default_params(str(tmp_path), "none") == {}

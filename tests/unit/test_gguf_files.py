@@ -6,10 +6,10 @@ import gguf
 import numpy as np
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.gguf import GgufFile
-from baton.gguf.header import read_header
-from router.generation_config import load_default_params
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.gguf import GgufFile
+from baton.common.model_files.gguf.header import read_header
+from router.requests.generation_config import load_default_params
 from tests.support.gguf_files import BYTE_TOKENIZER, CONTROL, NORMAL, write_gguf
 
 KEYS = {

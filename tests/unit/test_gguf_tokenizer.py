@@ -15,11 +15,11 @@ from tokenizers import (
     trainers,
 )
 
-from baton.errors import ConfigurationError
-from baton.gguf import GgufFile
-from baton.token_texts import mark_duplicates
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.gguf import GgufFile
+from baton.common.model_files.token_texts import mark_duplicates
 from engine.constraints.vocabulary import Vocabulary
-from router.tokenizer import Tokenizer
+from router.requests.tokenizer import Tokenizer
 from tests.support.gguf_files import (
     BYTE,
     BYTE_TOKENIZER,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from baton.up import cluster, plan
 from baton.up.gpus import GPUS_VARIABLE, share_gpus, visible_gpus
 from baton.up.plan import ClusterConfig, plan_cluster

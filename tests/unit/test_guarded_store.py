@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 
-from kvstore.breaker import NotAskedError
 from kvstore.conformance.objects import as_object
-from kvstore.guarded_store import GuardedStore
-from kvstore.status import BackendStatus
+from kvstore.guard.breaker import NotAskedError
+from kvstore.guard.guarded_store import GuardedStore
+from kvstore.guard.status import BackendStatus
 from kvstore.store import GetStatus, KvObject, StoreFullError, StoreUnavailableError
 from kvstore.stores.memory import MemoryStore
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InternalError
-from baton.request_spec import ReasoningMarks, ReasoningStart
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InternalError
+from baton.common.request.request_spec import ReasoningMarks, ReasoningStart
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.guide import ReasoningPart
 from tests.support.driven_scheduler import DrivenScheduler, request
 from tests.support.fake_grammar import FakeGrammars, allowed_tokens

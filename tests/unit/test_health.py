@@ -4,10 +4,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from baton import health
-from baton.errors import ConfigurationError, DeadlineExceededError
-from baton.health import wait_until_serving
-from baton.security.client import ClientTls
+from baton.common.errors import ConfigurationError, DeadlineExceededError
+from baton.common.security.client import ClientTls
+from rpc import probe as health
+from rpc.probe import wait_until_serving
 
 PAIR_ERROR = ConfigurationError("--ssl-keyfile is not the key of --ssl-certfile")
 

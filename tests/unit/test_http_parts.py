@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from baton.errors import (
+from baton.common.errors import (
     AbortedError,
     BatonError,
     ConfigurationError,
@@ -21,20 +21,20 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from router.config.http import HttpConfig
+from router.fleet.served_model import RequestLimits
 from router.http.anthropic_errors import anthropic_error
 from router.http.bodies import SamplingBody
 from router.http.completion_body import CompletionBody
-from router.http.config import HttpConfig
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import json_bytes
 from router.http.logprobs import LegacyLogprobs
 from router.http.params import stated_fields
 from router.http.sse import SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts
-from router.served_model import RequestLimits
-from router.text_stream import IncrementalDetokenizer
-from router.tokenizer import Tokenizer
-from router.validation import check_prompt_characters, check_prompt_length
+from router.requests.text_stream import IncrementalDetokenizer
+from router.requests.tokenizer import Tokenizer
+from router.requests.validation import check_prompt_characters, check_prompt_length
 from tests.support.tokenizer_folders import (
     CORPUS,
     write_byte_fallback_folder,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.hub_names import split_revision, with_revision
-from baton.named_models import default_model_name
-from baton.tokenizer_files import resolve_folder
-from engine.runtime.checkpoint import open_checkpoint
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.hub_names import split_revision, with_revision
+from baton.common.model_files.named_models import default_model_name
+from baton.common.model_files.tokenizer_files import resolve_folder
+from engine.runtime.weights.checkpoint import open_checkpoint
 
 
 def test_a_revision_follows_the_name():

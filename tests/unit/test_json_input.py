@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidArgumentError
-from router import json_input
-from router.json_input import InvalidJsonError, JsonBudget, parse_json
+from baton.common.errors import InvalidArgumentError
+from router.requests import json_input
+from router.requests.json_input import InvalidJsonError, JsonBudget, parse_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.text('\\"[{,'),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import compact_json
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import compact_json
 
 
 def test_more_values_than_bytes_are_refused_before_the_text_is_made():

@@ -10,8 +10,8 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from baton.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
-from router.tenants.config import TenantsConfig
+from baton.common.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
+from router.config.tenants import TenantsConfig
 from router.tenants.tenants import Tenants
 from tests.support.tenants import (
     AUDIENCE,

@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics_collector import MetricsCollector
-from kvstore.breaker import Breaker
-from kvstore.metrics import METRICS, KvMetrics, TransferMetrics
+from baton.common.observe.metrics_collector import MetricsCollector
+from kvstore.guard.breaker import Breaker
+from kvstore.guard.metrics import METRICS, KvMetrics, TransferMetrics
 from kvstore.store import StoreStats, StoreUnavailableError
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.container_limits import LimitsShare
-from baton.errors import ConfigurationError
+from baton.common.container_limits import LimitsShare
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec
+from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
@@ -22,8 +23,7 @@ from engine.runtime.kv_pool import (
     default_cpu_bytes,
     log_pool,
 )
-from engine.runtime.loader import LoadedModel
-from engine.runtime.memory_plan import MemoryPlan
+from engine.runtime.weights.loader import LoadedModel
 from kvstore.layout import KvLayout
 
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kernels.triton.launch import TABLES_FOLDER, AttentionLaunch, load_launch_table
 
 DEFAULT = json.loads((TABLES_FOLDER / "default.json").read_text())

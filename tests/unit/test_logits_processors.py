@@ -5,10 +5,10 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from baton import plugins
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
+from baton.common.flags import plugins
 from engine.config import EngineConfig
-from engine.runtime.logits_processors import (
+from engine.runtime.draws.logits_processors import (
     LogitsProcessor,
     ProcessorContext,
     load_processors,

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, ScheduledChunk
-from engine.runtime import logprobs as module
-from engine.runtime.logprobs import PromptTokens, ReportedTokens
-from engine.runtime.sampler import DRAW_RECORD, Scores, draw_record
+from engine.runtime.draws import logprobs as module
+from engine.runtime.draws.logprobs import PromptTokens, ReportedTokens
+from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record
 from kernels.reference.pointwise import row_maxima
 from tests.support.logprob_checks import check_details
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from baton.processes.output import log_writer
-from baton.traceparent import TraceContext
+from baton.common.observe.traceparent import TraceContext
 from rpc.log_limit import MAX_REPEATS
 from rpc.log_stream import LogStream
 from rpc.logs import JsonFormatter, JsonStderr, json_line_of_process, log_fields, logging_request
+from worker.processes.output import log_writer
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
 
@@ -138,7 +138,7 @@ asyncio.run(main())
 def test_a_process_without_stderr_runs(log_format):
     program = f"""
 import logging, sys
-from baton.processes.output import log_writer
+from worker.processes.output import log_writer
 from rpc.logs import start_logging
 assert sys.stderr is None
 log_writer("{log_format}")("decode-0 | ready")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine_limits import (
+from baton.common.machine_limits import (
     Memory,
     Tasks,
     affine_cores,
@@ -172,8 +172,8 @@ def test_a_folder_lies_in_memory_if_its_nearest_mount_does(machine):
     ("affinity", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (2, 4.0, 2), (4, 0.3, 1)]
 )
 def test_usable_cores_are_bounded_by_affinity_and_quota(monkeypatch, affinity, quota, cores):
-    monkeypatch.setattr("baton.machine_limits.affine_cores", lambda: affinity)
-    monkeypatch.setattr("baton.machine_limits.cpu_quota", lambda: quota)
+    monkeypatch.setattr("baton.common.machine_limits.affine_cores", lambda: affinity)
+    monkeypatch.setattr("baton.common.machine_limits.cpu_quota", lambda: quota)
     assert usable_cores() == cores
 
 

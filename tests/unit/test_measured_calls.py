@@ -3,8 +3,8 @@
 import pytest
 
 from kvstore.codec import HEADER_BYTES, seal
+from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import LoadJob, SaveJob
-from kvstore.metrics import TransferMetrics
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import JobState
 from kvstore.store import GetStatus, StoreUnavailableError

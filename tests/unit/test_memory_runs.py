@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kernels.native.memory_runs import native_runs
 from kvstore import memory_runs
 from kvstore.memory_runs import copy_runs, digest_runs

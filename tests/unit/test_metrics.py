@@ -1,4 +1,4 @@
-"""`baton.metrics`: counting, bounded labels, and the export that Prometheus's parser reads."""
+"""Metrics: counting, bounded labels, and the export that Prometheus's parser reads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics import (
+from baton.common.observe.metrics import (
     BUCKETS_S,
     MAX_OPEN_VALUES,
     OTHER,
@@ -14,7 +14,7 @@ from baton.metrics import (
     Metrics,
     buckets_between,
 )
-from baton.metrics_collector import MetricsCollector
+from baton.common.observe.metrics_collector import MetricsCollector
 
 TABLE = {
     "pies": MetricInfo("counter", "Pies.", {"kind": ("apple", "plum")}),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.metrics import MetricInfo
+from baton.common.observe.metrics import MetricInfo
 from engine.metrics.counts import METRICS as ENGINE
 from engine.metrics.export import VLLM_METRICS
-from kvstore.metrics import METRICS as TRANSFERS
-from router.metrics import METRICS as ROUTER
+from kvstore.guard.metrics import METRICS as TRANSFERS
+from router.observe.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.registry import FAMILIES

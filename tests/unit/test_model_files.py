@@ -4,11 +4,11 @@ from importlib import metadata
 
 import pytest
 
-from baton.demo import demo_model_path
-from baton.errors import ConfigurationError
-from baton.gguf import GgufFile
-from baton.model_files import CheckpointFolder, local_model, open_model_files
-from baton.named_models import default_model_name, smollm2_path
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.files import CheckpointFolder, local_model, open_model_files
+from baton.common.model_files.gguf import GgufFile
+from baton.common.model_files.named_models import default_model_name, smollm2_path
 
 
 def test_folders_and_gguf_files_are_found():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.guard.metrics import KvMetrics
 from kvstore.jobs import (
     ConnectorWork,
     LoadJob,
@@ -12,7 +13,6 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
-from kvstore.metrics import KvMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork
 from kvstore.multi.worker import MultiWorker
 from tests.support.fake_connector import FakeWorker

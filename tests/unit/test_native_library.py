@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from baton.errors import ConfigurationError
-from kernels.native import library
-from kernels.native.cpu import features_of_cpuinfo, features_of_sysctl
-from kernels.native.library import Library, choose
-from kernels.native.variants import VARIANTS, library_path, variants_for
+from baton.common.errors import ConfigurationError
+from kernels.library import library
+from kernels.library.cpu import features_of_cpuinfo, features_of_sysctl
+from kernels.library.library import Library, choose
+from kernels.library.variants import VARIANTS, library_path, variants_for
 
 X86_64 = variants_for("x86_64")
 FEATURES = {variant.name: variant.cpu_features for variant in X86_64}
@@ -64,7 +64,7 @@ def test_torch_is_chosen_if_no_library_was_built():
     assert (selection.variant, selection.path) == ("torch", None)
     assert selection.reason == (
         "no library was built (no compiler): install a C++ compiler and run "
-        "`python -m kernels.native.build`"
+        "`python -m kernels.library.build`"
     )
 
 

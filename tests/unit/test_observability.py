@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.metrics import MetricInfo
+from baton.common.observe.metrics import MetricInfo
 from engine.metrics.counts import METRICS as ENGINE
-from kvstore.metrics import METRICS as TRANSFERS
-from router.metrics import METRICS as ROUTER
+from kvstore.guard.metrics import METRICS as TRANSFERS
+from router.observe.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "observability"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.offline_request import OfflineRequest
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
+from baton.offline.request import OfflineRequest
 from engine.request import EngineOutput, FinishReason
 from tests.support.running_router import script_of, tokenizer
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.security.config import ClusterConfig
+from baton.common.errors import PermissionDeniedError, UnauthenticatedError
+from baton.common.security.config import ClusterConfig
+from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
+from router.config.tenants import TenantsConfig
 from router.security import RouterSecurity
-from router.security_config import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
-from router.tenants.config import TenantsConfig
 from router.tenants.tenant import OPEN_TENANT
 from tests.support.certificates import Authority, write_files
 

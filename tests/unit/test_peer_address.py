@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.peer.address import PeerUrl
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from baton.v1 import kv_peer_pb2 as pb
-from kvstore.breaker import BreakerCounts
 from kvstore.connector import SavedSlices
+from kvstore.guard.breaker import BreakerCounts
 from kvstore.handoff import KvHandoff
 from kvstore.peer import peers as peers_module
 from kvstore.peer.address import PeerAddress

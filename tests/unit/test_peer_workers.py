@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.peers.cases import Case
 from benchmarks.peers.catalogue import ENGINES, Setting, launch_of
 from benchmarks.peers.peer_messages import (

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.processes.ports import bound_ports
+from baton.common.errors import ConfigurationError
+from worker.processes.ports import bound_ports
 
 
 @pytest.mark.parametrize(

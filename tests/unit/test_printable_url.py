@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.common.errors import ConfigurationError
 from baton.doctor import connectors
-from baton.errors import ConfigurationError
 from kvstore.registry import connector_capabilities, open_connector
 from kvstore.stores.redis.url import RedisUrl
 from kvstore.url import printable_url

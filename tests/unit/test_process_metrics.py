@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.security.certificates import Certificates
+from baton.common.security.certificates import Certificates
 from rpc import process_metrics
 from rpc.process_metrics import ProcessMetrics
 from tests.support.certificates import Authority, write_files

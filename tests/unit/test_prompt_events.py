@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import DeadlineExceededError
-from baton.sampling_params import SamplingParams
+from baton.common.errors import DeadlineExceededError
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason, StageTimings

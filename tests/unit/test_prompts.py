@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.prompts import ParsedPrompt, is_single, parse_prompts
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.prompts import ParsedPrompt, is_single, parse_prompts
 
 TEXT, TOKENS = ParsedPrompt(text="a"), ParsedPrompt(token_ids=[1, 2])
 

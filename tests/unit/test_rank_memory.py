@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.kv_cache.spec import group_layers
 from engine.models.config_fields import ConfigFields
 from engine.models.part import ModelPart

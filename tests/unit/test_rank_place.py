@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime.ranks.place import RankPlace, place_of
 

@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from baton import ray_cluster
-from baton.errors import ConfigurationError
+from baton.common import ray_cluster
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.ray_ranks import RayRanks, check_reach, rank_resources

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 
 from baton.cli import main
-from baton.errors import ConfigurationError
-from baton.processes import ray_nodes
-from baton.processes.ray_nodes import (
+from baton.common.errors import ConfigurationError
+from engine.config import EngineConfig
+from worker.processes import ray_nodes
+from worker.processes.ray_nodes import (
     RayNodes,
     RemoteProcess,
     ServerActor,
     engine_on_ray,
     worker_resources,
 )
-from baton.processes.spawn import ProcessSpec
-from engine.config import EngineConfig
+from worker.processes.spawn import ProcessSpec
 
 ENGINE = EngineConfig(model="m", kv_connector="grpc://0.0.0.0")
 SPEC = ProcessSpec("decode-0", "worker.decode", ("--seed", "1"))

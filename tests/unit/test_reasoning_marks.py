@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
-from router.reasoning import encode_marks
-from router.tokenizer import Tokenizer
+from baton.common.errors import ConfigurationError
+from router.requests.reasoning import encode_marks
+from router.requests.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
     write_byte_level_folder,

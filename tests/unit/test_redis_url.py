@@ -3,7 +3,7 @@
 import pytest
 from redis import RedisError
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.handoff import connector_name
 from kvstore.registry import open_store
 from kvstore.stores.redis.credentials import login_settings

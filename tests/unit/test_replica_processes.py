@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 
 from baton import cli
-from baton.flags import config_from_args
-from baton.health import check_health
-from baton.processes.restarts import RestartPolicy
-from baton.processes.spawn import ProcessSpec
-from baton.security.cluster import ClusterSecurity
-from baton.security.config import ClusterConfig, TlsConfig
+from baton.common.flags.config_flags import config_from_args
+from baton.common.security.cluster import ClusterSecurity
+from baton.common.security.config import ClusterConfig, TlsConfig
 from engine.cli_args import engine_config_from_args
 from kvstore.registry import has_fixed_host, has_fixed_port
 from rpc.metrics_config import MetricsConfig
+from rpc.probe import check_health
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from worker.decode import add_args as add_decode_args
 from worker.decode import main as decode_main
+from worker.processes.restarts import RestartPolicy
+from worker.processes.spawn import ProcessSpec
 from worker.replica_set import MOST_REPLICAS
 from worker.replicas import (
     RemoteReplica,

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import ConfigurationError, DeadlineExceededError, UnavailableError
+from baton.common.errors import ConfigurationError, DeadlineExceededError, UnavailableError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig

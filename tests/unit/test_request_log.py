@@ -7,15 +7,15 @@ import itertools
 import pytest
 
 from baton.cli.trace import format_trace, format_traces
-from baton.errors import UnavailableError
-from baton.traceparent import TraceContext, parse_traceparent
+from baton.common.errors import UnavailableError
+from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.v1 import cluster_pb2, common_pb2, request_pb2
-from router import request_record
 from router.cluster_servicer import ClusterServicer
-from router.request_log import RequestLog
-from router.request_record import RequestRecord
-from router.request_spans import spans_of
-from router.request_stages import Stage, stages_of
+from router.observe import request_record
+from router.observe.request_log import RequestLog
+from router.observe.request_record import RequestRecord
+from router.observe.request_spans import spans_of
+from router.observe.request_stages import Stage, stages_of
 from rpc.logs import CURRENT_CALL, CallInfo
 
 PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")

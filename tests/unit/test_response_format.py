@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidArgumentError
-from baton.schema_parts import SchemaPart
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.schema_parts import SchemaPart
+from baton.common.request.structured_outputs import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

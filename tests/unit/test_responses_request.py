@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from baton.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError
 from router.http.responses_request import ResponsesBody, read_responses_request
 from router.http.responses_tools import tools_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.processes.restarts import RestartDelays, RestartPolicy
 from tests.support.clock import Clock
+from worker.processes.restarts import RestartDelays, RestartPolicy
 
 
 @pytest.fixture

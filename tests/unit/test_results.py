@@ -1,6 +1,6 @@
 """`RequestOutput` and `CompletionOutput`: vLLM's names for what Baton has."""
 
-from baton.results import (
+from baton.common.request.results import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -9,8 +9,8 @@ from baton.results import (
     Usage,
     logprobs_of,
 )
+from baton.common.request.wire import parse_chunk, parse_response
 from baton.v1 import common_pb2, generation_pb2
-from baton.wire import parse_chunk, parse_response
 
 
 def output(**fields):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.errors import InternalError
+from baton.common.errors import InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.request import EngineOutput, FinishReason
 from tests.support.checked_engine import CheckedEngine, CheckedRequest

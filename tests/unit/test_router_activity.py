@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from router.activity import Activity, RecentTimes
-from router.request_record import RequestRecord
+from baton.common.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from router.observe.activity import Activity, RecentTimes
+from router.observe.request_record import RequestRecord
 
 
 class Clock:

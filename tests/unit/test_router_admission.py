@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import AlreadyExistsError, ResourceExhaustedError
-from router.admission import MAX_WAITING, Admission
+from baton.common.errors import AlreadyExistsError, ResourceExhaustedError
+from router.stages.admission import MAX_WAITING, Admission
 
 
 async def test_excess_requests_and_duplicate_ids_are_refused():

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import ResourceExhaustedError
-from router.backlog import Backlog, Place
+from baton.common.errors import ResourceExhaustedError
+from router.stages.backlog import Backlog, Place
 
 NUM_TOKENS = 16
 STEP_S = 0.01

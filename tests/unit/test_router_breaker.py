@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.breaker import Breaker
+from router.fleet.breaker import Breaker
 
 
 class Clock:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, request_pb2
-from router import text_stream
-from router.completion import Completion
-from router.request_record import RequestRecord
+from router.observe.request_record import RequestRecord
+from router.requests import text_stream
+from router.stages.completion import Completion
 from tests.support.running_router import script_of, tokenizer
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.flag_parser import FlagParser
-from router import discovery as discovery_module
-from router.config import RouterConfig, ServedModelConfig, add_args, router_config_from_args
-from router.discovery import Discovery, FileTarget, Target, parse_target
-from router.http.config import HttpConfig
+from baton.common.errors import ConfigurationError
+from baton.common.flags.parser import FlagParser
+from router.config import discovery as discovery_module
+from router.config.discovery import Discovery, FileTarget, Target, parse_target
+from router.config.http import HttpConfig
+from router.config.router import RouterConfig, ServedModelConfig, add_args, router_config_from_args
 from rpc.server_config import ServerConfig
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.errors import DeadlineExceededError, ResourceExhaustedError
-from router.entrance import Entrance
+from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
+from router.stages.entrance import Entrance
 
 MAX_PER_ROUND = 4
 

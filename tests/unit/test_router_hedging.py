@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.errors import InvalidArgumentError, UnavailableError
-from router.hedging import Hedging
+from baton.common.errors import InvalidArgumentError, UnavailableError
+from router.stages.hedging import Hedging
 
 AFTER_S = 0.001
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.v1 import worker_pb2
-from router.kv_stores import StoreAgreement
+from router.fleet.kv_stores import StoreAgreement
 
 
 @dataclass

@@ -2,14 +2,14 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.metrics_collector import MetricsCollector
-from baton.security.cluster import ClusterSecurity
+from baton.common.observe.metrics_collector import MetricsCollector
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import common_pb2, request_pb2, worker_pb2
-from router.discovery import Discovery
-from router.metrics import FleetCounts, RouterMetrics
-from router.request_log import RequestLog
-from router.request_record import RequestRecord
-from router.tier import Tier
+from router.config.discovery import Discovery
+from router.fleet.tier import Tier
+from router.observe.metrics import FleetCounts, RouterMetrics
+from router.observe.request_log import RequestLog
+from router.observe.request_record import RequestRecord
 
 STOP = common_pb2.FINISH_REASON_STOP
 

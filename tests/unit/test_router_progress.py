@@ -1,8 +1,8 @@
 """`Progress`: the tokens of a request's candidates, for the replica that continues them."""
 
-from baton.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
-from router.progress import Progress
+from router.stages.progress import Progress
 from tests.support.fake_candidates import given_tokens
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH

@@ -4,14 +4,14 @@ from contextlib import suppress
 
 import pytest
 
-from baton.errors import BatonError, InternalError, InvalidArgumentError, UnavailableError
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
-from baton.security.cluster import ClusterSecurity
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import BatonError, InternalError, InvalidArgumentError, UnavailableError
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.structured_outputs import StructuredOutputs
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import request_pb2, worker_pb2
-from router.prefill_replica import PrefillReplica
-from router.request_record import RequestRecord
+from router.fleet.prefill_replica import PrefillReplica
+from router.observe.request_record import RequestRecord
 from rpc.channels import open_channel
 
 

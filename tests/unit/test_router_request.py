@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import ReasoningMarks, client_id_of
-from baton.sampling_params import SamplingParams
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.request.request_spec import ReasoningMarks, client_id_of
+from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
-from router.request import prepare_request, tokenize_prompt
-from router.request_record import RequestRecord
-from router.served_model import RequestLimits, ServedModel
-from router.validation import MAX_RETURNED_LOGPROBS, check_logprobs, prompts_of
+from router.fleet.served_model import RequestLimits, ServedModel
+from router.observe.request_record import RequestRecord
+from router.requests.request import prepare_request, tokenize_prompt
+from router.requests.validation import MAX_RETURNED_LOGPROBS, check_logprobs, prompts_of
 from rpc.channels import MAX_MESSAGE_BYTES
 from tests.support.running_router import tokenizer
 

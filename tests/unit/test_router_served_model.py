@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import FailedPreconditionError
+from baton.common.errors import FailedPreconditionError
 from baton.v1 import worker_pb2
-from router.served_model import ServedModel, check_tokenizer
+from router.fleet.served_model import ServedModel, check_tokenizer
 
 MODEL = ServedModel(
     model="m",

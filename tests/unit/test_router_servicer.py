@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import DeadlineExceededError
+from baton.common.errors import DeadlineExceededError
 from router.servicer import _timeout_s
 
 

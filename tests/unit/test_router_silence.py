@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.silence import Silence
+from router.fleet.silence import Silence
 
 
 def reported(gaps, start=0.0):

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.discovery import Discovery
-from router.tier import Tier
+from router.config.discovery import Discovery
+from router.fleet.tier import Tier
 
 
 class FailingDiscovery:

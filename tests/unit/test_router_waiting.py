@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
-from router.waiting import Turn, WaitingRequests
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
+from router.fleet.waiting import Turn, WaitingRequests
 from tests.support.loop_watch import watched_loops
 
 turns = st.builds(Turn, st.booleans(), st.integers(-2, 2), st.sampled_from([1.0, 2.0, 3.0]))

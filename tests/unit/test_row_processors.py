@@ -8,9 +8,9 @@ import torch
 
 import kernels
 from engine.batch import INVALID_TOKEN, PROCESSOR_FAILED, DrawParams, ProcessedText, ScheduledChunk
-from engine.runtime.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
-from engine.runtime.row_processors import RowProcessors
-from engine.runtime.sampler import Scores
+from engine.runtime.draws.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
+from engine.runtime.draws.row_processors import RowProcessors
+from engine.runtime.draws.sampler import Scores
 
 VOCAB_SIZE = 6
 CONTEXT = ProcessorContext(VOCAB_SIZE, torch.device("cpu"), max_rows=4, max_model_len=16)

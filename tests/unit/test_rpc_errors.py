@@ -5,11 +5,11 @@ from urllib.parse import quote
 import grpc
 import pytest
 
-from baton import errors
-from baton.prompts import parse_prompts
-from baton.reasons import Reason
-from baton.sampling_params import SamplingParams
-from baton.structured_outputs import StructuredOutputs
+from baton.common import errors
+from baton.common.reasons import Reason
+from baton.common.request.prompts import parse_prompts
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.structured_outputs import StructuredOutputs
 from baton.v1 import request_pb2
 from router.chat.messages import conversation_of
 from rpc.error_details import trailers_of

@@ -14,7 +14,7 @@ from transformers import (
 
 import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
-from engine.runtime import sampler
+from engine.runtime.draws import sampler
 from kernels.reference import sampling
 from kernels.reference.sampling import philox4x32
 from tests.support.distributions import assert_follows

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.sampling_params import SamplingParams
-from baton.spec_wire import params_from_proto
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.spec_wire import params_from_proto
+from baton.common.request.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2
 
 DEFAULTS = SamplingParams()

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.batch import StepOutput
-from engine.group import GroupState
+from engine.groups.group import GroupState
 from engine.schedule.step_plan import StepPlan
 from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest

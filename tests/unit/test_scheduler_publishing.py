@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.request import EngineOutput
 from kvstore.jobs import SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
+from baton.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+)
 from engine.request import EngineRequest, FinishReason
 from engine.validation import check_request
 from kvstore.jobs import LoadResult, LookupResult, TransferResults

@@ -5,9 +5,9 @@ import json
 import jsonschema
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.schema_parts import SchemaPart
-from baton.structured_outputs import StructuredOutputs
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.schema_parts import SchemaPart
+from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import compile_with
 from engine.constraints.hints import (
     ANY_OBJECT,

@@ -3,11 +3,11 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.metrics_collector import MetricsCollector
-from kvstore.metrics import KvMetrics
+from baton.common.observe.metrics_collector import MetricsCollector
+from kvstore.guard.metrics import KvMetrics
+from router.config.http import HttpConfig
+from router.config.tenants import TenantsConfig
 from router.http.app import build_app
-from router.http.config import HttpConfig
-from router.tenants.config import TenantsConfig
 from router.tenants.tenants import Tenants
 from tests.support.asgi_calls import Answer, call_app
 from tests.support.odd_requests import OddRequest

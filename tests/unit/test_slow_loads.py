@@ -6,7 +6,7 @@ The fake runner computes a token in 1 ms. No load is given up in less than 0.25 
 
 import pytest
 
-from baton.errors import AbortedError
+from baton.common.errors import AbortedError
 from engine.request import FinishReason
 from kvstore.jobs import ConnectorWork, LoadJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request

@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from baton.request_spec import ReasoningMarks, RequestSpec, client_id_of, unique_request_id
-from baton.sampling_params import SamplingParams
-from baton.spec_wire import (
+from baton.common.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from baton.common.request.request_spec import (
+    ReasoningMarks,
+    RequestSpec,
+    client_id_of,
+    unique_request_id,
+)
+from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.spec_wire import (
     params_from_proto,
     receive_spec,
     sampling_to_proto,
@@ -20,7 +25,7 @@ from baton.spec_wire import (
     stopping_to_proto,
     text_to_proto,
 )
-from baton.structured_outputs import StructuredOutputs
+from baton.common.request.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
 from tests.support.loop_watch import watched_loops
 from tests.support.rpc_servers import spec_message

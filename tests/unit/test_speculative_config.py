@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.speculation.config import SpeculativeConfig
+from engine.speculative_config import SpeculativeConfig
 
 
 def test_a_json_object_and_a_mapping_are_the_same() -> None:

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore import registry
 from kvstore.conformance.objects import as_object
 from kvstore.connector import ConnectorCapabilities, null_connector

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import breaker, store_watch
-from kvstore.guarded_store import GuardedStore
+from kvstore.guard import breaker, store_watch
+from kvstore.guard.guarded_store import GuardedStore
+from kvstore.guard.store_watch import StableIdentity, StoreWatch
 from kvstore.registry import open_store
 from kvstore.store import KvStore, StoreUnavailableError
-from kvstore.store_watch import StableIdentity, StoreWatch
 from kvstore.stores.folder_identity import folder_identity
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_deployments import ask

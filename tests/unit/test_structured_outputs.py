@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from baton.errors import InvalidArgumentError
-from baton.json_text import MAX_JSON_DEPTH
-from baton.structured_outputs import (
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_text import MAX_JSON_DEPTH
+from baton.common.request.structured_outputs import (
     MAX_CHOICES,
     MAX_REGEX_BYTES,
     MAX_SOURCE_BYTES,

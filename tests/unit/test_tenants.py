@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import (
+from baton.common.errors import (
     BatonError,
     ConfigurationError,
     PermissionDeniedError,
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from baton.security.api_keys import hash_of_key, new_key
+from baton.common.security.api_keys import hash_of_key, new_key
+from router.config.tenants import TenantPolicy, TenantsConfig
 from router.tenants.bucket import TokenBucket
-from router.tenants.config import TenantPolicy, TenantsConfig
 from router.tenants.file import read_tenants
 from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of

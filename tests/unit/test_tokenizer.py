@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 from transformers import AutoTokenizer
 
-from baton.errors import InvalidArgumentError
-from router.request import tokenize_prompt
-from router.served_model import RequestLimits
-from router.text_stream import IncrementalDetokenizer
-from router.tokenizer import Tokenizer
+from baton.common.errors import InvalidArgumentError
+from router.fleet.served_model import RequestLimits
+from router.requests.request import tokenize_prompt
+from router.requests.text_stream import IncrementalDetokenizer
+from router.requests.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     CORPUS,
     write_byte_fallback_folder,
@@ -181,7 +181,8 @@ def test_a_token_with_a_role_is_special_even_if_the_file_denies_it(tmp_path):
 
 
 def test_the_router_imports_neither_torch_nor_transformers():
-    code = "import sys, router.text_stream; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, router.requests.text_stream as _; "
+    code += "print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert run.stdout.strip() == b"set()"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.tokenizer_files import load_tokenizer, vocabulary_digest
+from baton.common.model_files.tokenizer_files import load_tokenizer, vocabulary_digest
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
     write_byte_level_folder,

@@ -9,13 +9,14 @@ import sys
 import pytest
 import tokenizers
 
-from baton.errors import ConfigurationError
-from baton.tokenizer_files import load_tokenizer, resolve_folder
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.tokenizer_files import load_tokenizer, resolve_folder
 from tests.support.tokenizer_folders import CORPUS, write_byte_level_folder, write_opt_folder
 
 
 def test_the_loader_imports_neither_torch_nor_transformers():
-    code = "import sys, baton.tokenizer_files; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, baton.common.model_files.tokenizer_files as _; "
+    code += "print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert run.stdout.strip() == b"set()"
 

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from baton.errors import ConfigurationError
-from baton.model_files import CheckpointFolder
-from baton.tokenizer_settings import read_settings
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.files import CheckpointFolder
+from baton.common.model_files.tokenizer_settings import read_settings
 from router.chat.template_source import find_templates
-from router.tokenizer import Tokenizer as RouterTokenizer
+from router.requests.tokenizer import Tokenizer as RouterTokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
     write_byte_level_folder,

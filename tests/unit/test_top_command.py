@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.cli import top
-from baton.errors import UnauthenticatedError, UnavailableError
+from baton.common.errors import UnauthenticatedError, UnavailableError
 from tests.unit.test_top_view import BEFORE, NOW
 
 FLAGS = SimpleNamespace(address="router:1", interval=0.001)

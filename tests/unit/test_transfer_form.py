@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.block_key import BlockKeyChain, derive_namespace
 from kvstore.layout import KvLayout
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm, object_runs

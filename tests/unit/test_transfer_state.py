@@ -57,7 +57,7 @@ def test_only_kv_transfer_writes_transfer_state() -> None:
         for line in writes_to_transfers(ast.parse(path.read_text()))
     }
     # The only write outside is the group's creation of its state.
-    assert {path for path, _ in writers} == {"engine/group.py"}
+    assert {path for path, _ in writers} == {"engine/groups/group.py"}
     assert len(writers) == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton.cli import main
 from baton.cli.serve import add_args as add_serve_args
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits
 from benchmarks.request import BenchRequest, with_fresh_tokens

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from baton.cli import main
-from baton.unknown_variables import unknown_variables
+from baton.common.flags.unknown_variables import unknown_variables
 from rpc.server import run_process
 
 PREFIX = "BATON_"
@@ -81,6 +81,6 @@ def test_baton_serve_warns_once(monkeypatch, capsys):
 
 
 def test_the_list_of_names_is_not_loaded_without_need(monkeypatch):
-    monkeypatch.delitem(sys.modules, "baton.variable_names", raising=False)
+    monkeypatch.delitem(sys.modules, "baton.common.flags.variable_names", raising=False)
     assert list(unknown_variables({"PATH": "/bin"})) == []
-    assert "baton.variable_names" not in sys.modules
+    assert "baton.common.flags.variable_names" not in sys.modules

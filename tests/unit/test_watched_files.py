@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from baton.errors import ConfigurationError
-from baton.security import watched_files
-from baton.security.watched_files import WatchedFiles
+from baton.common.errors import ConfigurationError
+from baton.common.security import watched_files
+from baton.common.security.watched_files import WatchedFiles
 
 
 class Source:

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.container_limits import SHARE_VARIABLE, LimitsShare
-from baton.errors import ConfigurationError
-from baton.machine_limits import Memory
+from baton.common.container_limits import SHARE_VARIABLE, LimitsShare
+from baton.common.errors import ConfigurationError
+from baton.common.machine_limits import Memory
 from engine.config import EngineConfig
-from engine.runtime import memory_plan, worker_plan
-from engine.runtime.loader import load_model
-from engine.runtime.memory_plan import check_weights
-from engine.runtime.worker_plan import plan_memory, step_bytes
+from engine.runtime.forward import memory_plan
+from engine.runtime.forward.memory_plan import check_weights
+from engine.runtime.launch import worker_plan
+from engine.runtime.launch.worker_plan import plan_memory, step_bytes
+from engine.runtime.weights.loader import load_model
 from kvstore import url as kvstore_url
 from kvstore.layout import KvLayout
 from kvstore.registry import memory_bytes

@@ -11,7 +11,7 @@ import pytest
 import kernels
 from baton.cli import main, serve
 from baton.cli.serve_config import cluster_config_from_args
-from baton.machine_limits import usable_cores
+from baton.common.machine_limits import usable_cores
 
 pytestmark = pytest.mark.alone
 
@@ -60,7 +60,7 @@ def test_child_processes_have_the_same_wait_policy(given, policy):
 def variable_of_child(name, environment):
     module = "tests.support.print_variable"
     result = subprocess.run(
-        [sys.executable, "-m", "baton.processes.child", str(os.getpid()), module, name],
+        [sys.executable, "-m", "worker.processes.child", str(os.getpid()), module, name],
         env=environment,
         capture_output=True,
         text=True,
@@ -75,7 +75,7 @@ def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path)
     project = str(Path(__file__).parents[2])
     # An empty entry would be the working folder.
     paths = [path for path in (project, os.environ.get("PYTHONPATH")) if path]
-    child = ["baton.processes.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
+    child = ["worker.processes.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
     result = subprocess.run(
         [sys.executable, "-P", "-m", *child],
         cwd=tmp_path,

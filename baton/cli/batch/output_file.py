@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Self
 from uuid import uuid4
 
 from baton.cli.batch.input_file import BatchLine
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["RETRIED_CODES", "OutputFile"]
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton.errors import BatonError
+from baton.common.errors import BatonError
 from benchmarks.cluster import Answer, ServedCluster, served_cluster
 from benchmarks.gpu.models import engine_config, write_config
 from benchmarks.gpu.plan import MODELS, Plan

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from worker_loop import Request, Result, StepOutput, run_stepped, work
 
 from baton import __version__
-from baton.request_spec import RequestSpec
-from baton.sampling_params import SamplingParams
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest

@@ -6,7 +6,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.runtime.ranks.hosts import HostRanks, HostTask
 from engine.runtime.ranks.loop import compute_batches, follow
 from engine.runtime.ranks.processes import RankTask

@@ -11,7 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from baton.container_limits import EndWatch
+from baton.common.container_limits import EndWatch
 from engine.runtime.ranks.meeting import shut_down
 
 __all__ = ["RankChildren"]
@@ -63,7 +63,7 @@ class RankChildren:
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - this program
                 [
-                    *(sys.executable, "-P", "-m", "baton.processes.child", str(os.getpid())),
+                    *(sys.executable, "-P", "-m", "worker.processes.child", str(os.getpid())),
                     *("engine.runtime.ranks", str(theirs.fileno())),
                 ],
                 stdin=subprocess.DEVNULL,

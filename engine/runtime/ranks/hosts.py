@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 import torch
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.children import RankChildren

@@ -3,10 +3,10 @@
 import logging
 from dataclasses import replace
 
-from baton.security.cluster import ClusterSecurity
+from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.ranks.batches import BatchReceiver
+from engine.runtime.rank_batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.reports import Reporter
 from engine.runtime.ranks.transfers import RankTransfers

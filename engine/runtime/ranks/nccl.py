@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime.device import current, resolve_device
 from engine.runtime.ranks.linked import LinkedGroup

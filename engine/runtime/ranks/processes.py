@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.children import RankChildren
@@ -27,7 +27,7 @@ from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
 from engine.runtime.ranks.ray_ranks import RayRanks
 from engine.runtime.ranks.started import StartedRanks
-from kernels.native.commands import library
+from kernels.library.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kernels.ranks import EngineRanks, RankGroup
 from kvstore.registry import PEERS, connector_capabilities, known_stores

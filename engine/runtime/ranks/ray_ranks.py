@@ -16,9 +16,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
-from baton.ray_cluster import actor_options, in_bundle, join_cluster, reserve
-from baton.security.cluster import ClusterSecurity
+from baton.common.errors import ConfigurationError
+from baton.common.ray_cluster import actor_options, in_bundle, join_cluster, reserve
+from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
 from engine.runtime.ranks.hosts import HostRanks

@@ -32,10 +32,10 @@ from engine.runtime.kv_pool import share_of
 from engine.runtime.ranks.joined_results import JoinedResults
 from kernels.ranks import EngineRanks, RanksLostError
 from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
+from kvstore.guard.metrics import KvMetrics
+from kvstore.guard.status import BackendStatus
 from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics
-from kvstore.status import BackendStatus
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 // The arguments of `baton_run`: commands, each a code and its fields.
 //
 // Every field is eight bytes, so that Python packs a command as a row of int64 and doubles
-// (kernels/native/commands.py mirrors this file). Strides are in elements. Nothing is checked
+// (kernels/library/commands.py mirrors this file). Strides are in elements. Nothing is checked
 // here: the Python wrappers check.
 #pragma once
 

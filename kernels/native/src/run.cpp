@@ -69,7 +69,7 @@ void run_one(const Command& command) {
   }
 }
 
-// Return values of the functions below; kernels/native/commands.py mirrors them.
+// Return values of the functions below; kernels/library/commands.py mirrors them.
 enum Outcome : int64_t { kDone = 0, kNoMemory = 1, kNoThreads = 2, kRanksLost = 3 };
 
 template <class Body>

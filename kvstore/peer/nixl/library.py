@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["LATE_WRITES_S", "load_nixl", "new_agent", "ucx_advice"]
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from typing_extensions import override
 
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 from kvstore.peer.nixl.library import LATE_WRITES_S, load_nixl, new_agent
 from kvstore.peer.nixl.link import NixlLink
 from kvstore.peer.nixl.memory import (

@@ -20,7 +20,7 @@ from typing import Self
 
 from typing_extensions import override
 
-from baton.machine_limits import is_in_memory
+from baton.common.machine_limits import is_in_memory
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, StoreCounters, batches
 from kvstore.stores.file.folder_clock import FolderClock

@@ -19,7 +19,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, MovedError
 from typing_extensions import override
 
-from kvstore.breaker import Breaker
+from kvstore.guard.breaker import Breaker
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.redis.connection import CallDeadline
 from kvstore.stores.redis.messages import describe

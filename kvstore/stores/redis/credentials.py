@@ -6,8 +6,8 @@ from typing import Any
 
 from redis import AuthenticationError, CredentialProvider
 
-from baton.errors import ConfigurationError
-from baton.security.watched_files import WatchedFiles
+from baton.common.errors import ConfigurationError
+from baton.common.security.watched_files import WatchedFiles
 
 __all__ = ["PasswordFile", "login_settings"]
 

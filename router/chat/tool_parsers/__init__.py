@@ -6,7 +6,7 @@ The names are vLLM's.
 from collections.abc import Mapping
 from typing import Any
 
-from baton.plugins import load_plugin
+from baton.common.flags.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
 from router.chat.tool_parsers.forced_calls import ForcedCallsParser, NamedCallParser
 from router.chat.tool_parsers.hermes import HermesToolParser

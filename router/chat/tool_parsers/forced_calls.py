@@ -1,6 +1,6 @@
 """Parsers of answers whose form a `tool_choice` forces, for every model.
 
-The forms are those of `baton.response_format.fields_of_tools`.
+The forms are those of `baton.common.request.response_format.fields_of_tools`.
 """
 
 from router.chat.text_input import Steps

@@ -1,0 +1,1 @@
+"""Command-line flags of config dataclasses, and their sources: command line, environment, file."""

@@ -1,0 +1,1 @@
+"""The files of a model besides its weights: config, tokenizer, GGUF, names of models."""

@@ -1,0 +1,1 @@
+"""Counters and trace contexts of one process."""

@@ -1,9 +1,0 @@
-"""GGUF files as models: one file has the config, the tokenizer, the chat template and the weights.
-
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. This package reads the
-description, without torch; `engine.runtime.gguf_weights` reads the weights.
-"""
-
-from baton.gguf.file import GgufFile
-
-__all__ = ["GgufFile"]

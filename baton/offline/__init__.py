@@ -1,0 +1,1 @@
+"""Offline use: `LLM` and `AsyncLLM`, the engine in this process."""

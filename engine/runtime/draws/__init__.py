@@ -1,0 +1,1 @@
+"""Draws of tokens: rows, rules, samplers, log-probabilities."""

@@ -1,0 +1,1 @@
+"""The inputs of a forward pass and its recorded forms."""

@@ -1,0 +1,1 @@
+"""Plans of a worker's memory and threads."""

@@ -1,0 +1,1 @@
+"""The steps of a device and of a pipeline's stage."""

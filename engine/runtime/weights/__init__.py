@@ -1,0 +1,1 @@
+"""Checkpoints: reading, describing and loading weights."""

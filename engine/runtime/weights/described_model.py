@@ -1,0 +1,96 @@
+"""`DescribedModel`: the model that a checkpoint's config.json describes, without its weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from baton.common.errors import ConfigurationError
+from engine.config import DTYPES
+from engine.models.config_fields import ConfigFieldError, ConfigFields
+from engine.models.layers import CausalModel
+from engine.models.part import WHOLE_MODEL, ModelPart
+from engine.models.registry import ModelFamily, family_of_config
+from engine.runtime.weights.checkpoint import Checkpoint, one_line
+from engine.runtime.weights.stored_tensors import first_float_dtype
+
+__all__ = ["DescribedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model's family and shape. Errors name the file.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        family: the family.
+        config: the family's config of the model.
+        stated_dtype: type of the weights by config.json; None if it states none.
+    """
+
+    checkpoint: Checkpoint
+    family: ModelFamily
+    config: Any
+    stated_dtype: str | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "DescribedModel":
+        """Reads config.json.
+
+        Raises:
+            ConfigurationError: the family is unknown, or a field has an unsupported value.
+        """
+        with _config_errors(checkpoint):
+            family = family_of_config(checkpoint.config)
+            fields = ConfigFields(checkpoint.config, family.model_type)
+            return cls(checkpoint, family, family.read_config(fields), fields.dtype)
+
+    def untied(self) -> "DescribedModel":
+        """Returns the same model with an output head that has weights of its own."""
+        return replace(self, config=replace(self.config, tie_word_embeddings=False))
+
+    def build(self, part: ModelPart = WHOLE_MODEL) -> CausalModel:
+        """Builds a part of the model on torch's device "meta".
+
+        Raises:
+            ConfigurationError: it cannot be divided into such parts, or its numbers are too
+                large.
+        """
+        with _config_errors(self.checkpoint), torch.device("meta"):
+            return self.family.build(self.config, part)
+
+    def resolve_dtype(self, dtype: str) -> str:
+        """Returns the name of the type that the weights are loaded in.
+
+        Args:
+            dtype: `EngineConfig.dtype`. "auto" is config.json's type; that of the first weights if
+                it has none; float32 if the checkpoint was opened without weights.
+
+        Raises:
+            ConfigurationError: weights cannot be loaded in that type, or a file is not readable.
+        """
+        name: str | None = dtype
+        if dtype == "auto":
+            name = self.stated_dtype or first_float_dtype(self.checkpoint.weight_files)
+        name = name or "float32"
+        if name not in DTYPES[1:]:
+            raise ConfigurationError(
+                f"{self.checkpoint.files.path}: dtype {name} is not supported; "
+                f"--dtype takes {', '.join(DTYPES)}"
+            )
+        return name
+
+
+@contextmanager
+def _config_errors(checkpoint: Checkpoint) -> Iterator[None]:
+    """Completes errors about config.json with the file's folder."""
+    file = checkpoint.files.locate("config.json")
+    try:
+        yield
+    except ConfigFieldError as error:
+        raise ConfigurationError(f"{file}: {error.problem}") from error
+    except (RuntimeError, ValueError, ArithmeticError, MemoryError) as error:
+        # Of torch for sizes that overflow, and of functions of extreme numbers.
+        raise ConfigurationError(f"{file}: the model cannot be made: {one_line(error)}") from error

@@ -1,0 +1,322 @@
+"""Loads a checkpoint: builds the model and copies the weights straight into place.
+
+    lay out on the meta device -> check every name and shape -> allocate -> copy
+
+Nothing is allocated until the files' headers agree with the model. Each
+parameter is allocated once, in its final type and memory order; each checkpoint
+tensor is copied from the memory-mapped file into its part, or to a GPU through
+two small buffers (`weight_upload`). There is never a second copy of the model.
+Tensors of a GGUF file are dequantized one after another (`gguf_weights`).
+
+`--load-format dummy` draws random weights on the device instead, and needs no file but
+config.json. It is for measuring speed, which does not depend on the weights' values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from tqdm import tqdm
+
+from baton.common.errors import ConfigurationError
+from baton.common.model_files.gguf import GgufFile
+from engine.models.layers import CausalModel
+from engine.models.linear import PackedModule, TensorPart, WeightTarget
+from engine.models.part import WHOLE_MODEL, ModelPart
+from engine.runtime.forward.memory_plan import check_weights
+from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
+from engine.runtime.weights.described_model import DescribedModel
+from engine.runtime.weights.eos_tokens import read_eos_token_ids
+from engine.runtime.weights.shared_weights import share_weights
+from engine.runtime.weights.stored_tensors import OpenFile, StoredTensors, open_safetensors
+from engine.runtime.weights.weight_upload import StoredTensor, locate_tensors, upload
+
+__all__ = [
+    "LoadedModel",
+    "allocate_modules",
+    "draw_weights",
+    "dummy_fingerprint",
+    "load_model",
+]
+
+_MEBIBYTE = 2**20
+_UPLOADED_TO = ("cuda",)
+"""Types of device to which weights are copied through buffers (`weight_upload`)."""
+_DUMMY_SEED = 0
+_DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps activations finite
+
+# A tensor in a file: (file, its name in the file, the model's name for it).
+_Match = tuple[Path, str, str]
+_Parts = dict[str, list[TensorPart]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded model and its properties.
+
+    Attributes:
+        model: the model, with weights and without gradients.
+        max_model_len: maximum number of prompt and generated tokens together.
+        vocab_size: number of token ids; they start at 0.
+        eos_token_ids: ids that end a generation.
+        fingerprint: digest of config and weights.
+        sliding_windows: per layer, the number of tokens a query sees, itself
+            included; None for all.
+        num_kv_heads: number of heads of the KV cache.
+        head_dim: width of a head.
+        dtype: type of weights and activations: "float32", "bfloat16" or "float16".
+        tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
+        weight_bytes: size of the weights of the part that was loaded.
+        shares_weights: whether other processes may have the same memory for them.
+    """
+
+    model: CausalModel
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: bytes
+    sliding_windows: tuple[int | None, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    tokenizer_digest: str = ""
+    weight_bytes: int = 0
+    shares_weights: bool = False
+
+
+def load_model(
+    path_or_name: str,
+    dtype: str,
+    device: torch.device | str,
+    *,
+    progress: bool,
+    load_format: str = "auto",
+    weights_folder: str | None = None,
+    part: ModelPart = WHOLE_MODEL,
+) -> LoadedModel:
+    """Loads a model for inference.
+
+    Args:
+        path_or_name: a checkpoint folder, a GGUF file, a named model or a Hugging Face Hub name.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: the device for the weights.
+        progress: whether to show a progress bar on stderr.
+        load_format: "auto", or "dummy" for random weights in the shape of config.json.
+        weights_folder: through which processes share weights on a CPU (`shared_weights`); None
+            keeps them in memory of this process.
+        part: the part of the model that this process computes.
+
+    Raises:
+        ConfigurationError: the checkpoint is missing, broken or unsupported,
+            or the device does not have enough memory; one line that names the
+            file, field, tensor or size.
+    """
+    device, is_dummy = torch.device(device), load_format == "dummy"
+    checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
+    described = DescribedModel.of(checkpoint)
+    dtype_name = described.resolve_dtype(dtype)
+    weights_dtype = getattr(torch, dtype_name)
+    open_file = _opener(checkpoint, weights_dtype)
+    whole, stored = described.build(), None
+    if not is_dummy:
+        stored = StoredTensors(checkpoint.weight_files, open_file, whole, weights_dtype)
+        if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
+            described = described.untied()
+            whole = described.build()
+    model = whole if part == WHOLE_MODEL else described.build(part)
+    shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
+    names = [] if stored is None else _match_tensors(model, stored, checkpoint)
+    shares_weights = weights_folder is not None and device.type == "cpu"
+    weight_bytes = model.num_weights() * weights_dtype.itemsize
+    if device.type == "cpu":
+        check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
+    _allocate(model, weights_dtype, device, path_or_name)
+    fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
+
+    def fill() -> None:
+        parts = model.checkpoint_tensors()
+        if is_dummy:
+            draw_weights(parts, shapes, weights_dtype, device)
+        else:
+            _copy_weights(parts, names, open_file, device, progress=progress)
+
+    if weights_folder is not None and shares_weights:
+        key = fingerprint + _part_text(part)
+        shares_weights = share_weights(model, Path(weights_folder), key, fill)
+    else:
+        fill()
+    return LoadedModel(
+        model=model.eval(),
+        max_model_len=model.config.max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=read_eos_token_ids(checkpoint, model.config.vocab_size),
+        fingerprint=fingerprint,
+        sliding_windows=model.config.sliding_windows,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=dtype_name,
+        tokenizer_digest=checkpoint.files.tokenizer_digest(),
+        weight_bytes=weight_bytes,
+        shares_weights=shares_weights,
+    )
+
+
+def _part_text(part: ModelPart) -> bytes:
+    if part == WHOLE_MODEL:
+        return b""
+    ranks = "" if part.ranks is None else f"{part.ranks.rank}/{part.ranks.size}"
+    return f"{ranks} {part.stage}/{part.num_stages}".encode()
+
+
+def _match_tensors(
+    model: CausalModel, stored: StoredTensors, checkpoint: Checkpoint
+) -> list[_Match]:
+    """Matches the files' tensors with the model's part, and checks that none is missing."""
+    matches = []
+    for name, parts in model.checkpoint_tensors().items():
+        place = stored.locate(name, parts[0].tensor_shape)
+        if place is None:
+            raise ConfigurationError(f"{checkpoint.files.path} lacks tensor {name}")
+        matches.append((*place, name))
+    return matches
+
+
+def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Allocates memory for the weights of the model.
+
+    Raises:
+        ConfigurationError: the device does not have that much memory; names the model `name`.
+    """
+    num_elements = model.num_weights()
+    try:
+        allocate_modules(model, dtype, device)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
+        raise ConfigurationError(
+            f"cannot allocate {num_elements * dtype.itemsize // _MEBIBYTE} MiB on {device} for the "
+            f"weights of {name}; load a smaller --model, or a smaller --dtype"
+        ) from error
+
+
+def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocates each parameter of a model, uninitialized, and moves its buffers."""
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.allocate(dtype, device)
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _all_parts(parts: _Parts) -> Iterator[TensorPart]:
+    return chain.from_iterable(parts.values())
+
+
+def _copy_weights(
+    parts: _Parts,
+    matches: list[_Match],
+    open_file: OpenFile,
+    device: torch.device,
+    *,
+    progress: bool,
+) -> None:
+    num_bytes = sum(part.target.nbytes for part in _all_parts(parts))
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+    ) as bar:
+        if (
+            device.type in _UPLOADED_TO
+            and open_file is open_safetensors
+            and all(part.is_whole for part in _all_parts(parts))
+        ):
+            upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
+            return
+        for target, tensor in _read_parts(parts, matches, open_file):
+            target.copy_(tensor)
+            bar.update(target.nbytes)
+
+
+def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, WeightTarget]]:
+    """Returns each tensor's place in the files and its target, in the order of the files."""
+    places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
+    found = [
+        (places[file][name], part.target)
+        for file, name, expected in matches
+        for part in parts[expected]
+    ]
+    return sorted(found, key=lambda pair: (str(pair[0].file), pair[0].offset))
+
+
+def _read_parts(
+    parts: _Parts, matches: list[_Match], open_file: OpenFile
+) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
+    """Yields (target, its elements), file by file; safetensors files are memory-mapped, and only
+    the parts are read.
+    """
+    for file in dict.fromkeys(match[0] for match in matches):
+        with open_file(file) as tensors:
+            for other_file, name, expected in matches:
+                if other_file == file:
+                    for part in parts[expected]:
+                        yield part.target, _read_part(tensors, name, part)
+
+
+def _read_part(tensors: Any, name: str, part: TensorPart) -> torch.Tensor:
+    read: torch.Tensor
+    read = tensors.get_tensor(name) if part.is_whole else tensors.get_slice(name)[part.index]
+    return read
+
+
+def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> OpenFile:
+    """Returns the function that opens the checkpoint's weight files, by their format."""
+    if not isinstance(checkpoint.files, GgufFile):
+        return open_safetensors
+    from engine.runtime.weights.gguf_weights import GgufWeights
+
+    header = checkpoint.files.header
+    return lambda _: GgufWeights(header, dtype)
+
+
+def draw_weights(
+    parts: Mapping[str, Sequence[TensorPart]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fills a model's weights: norms with ones, everything else with small normal numbers.
+
+    Processes that draw the same shapes on the same kind of device get the same numbers. Each
+    tensor is drawn in temporary memory, so memory for the largest one must be free.
+
+    Args:
+        parts: by checkpoint name, the parts to fill. Ranks get parts of the same tensors.
+        shapes: by name, of all tensors of the whole model.
+        dtype: type of the weights.
+        device: device of the weights.
+    """
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    for name, shape in shapes.items():
+        if len(shape) == 1 and not name.endswith(".bias"):
+            numbers = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            numbers = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+            numbers.mul_(_DUMMY_STANDARD_DEVIATION)
+        for part in parts.get(name, ()):
+            part.target.copy_(numbers[part.index])
+
+
+def dummy_fingerprint(checkpoint: Checkpoint, device: torch.device) -> bytes:
+    """Returns a digest of config.json and the kind of device, which determine the dummy weights.
+
+    Args:
+        checkpoint: the checkpoint, opened without its weights.
+        device: the device that draws the weights.
+    """
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return bytes(xxhash.xxh3_128_digest(checkpoint.fingerprint() + f"dummy\0{kind}".encode()))

@@ -1,0 +1,250 @@
+"""The tensors in a checkpoint's weight files, under the names that the model has for them.
+
+Files' headers are read, and, if both an embedding and an output head that should share its
+weights are stored, these two.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.common.errors import ConfigurationError
+from baton.common.file_access import has_file
+from engine.models.layers import OUTPUT_HEAD, CausalModel
+
+__all__ = [
+    "OpenFile",
+    "StoredTensors",
+    "first_float_dtype",
+    "is_without_effect",
+    "open_safetensors",
+]
+
+OpenFile = Callable[[Path], Any]
+"""Opens a file of tensors; the result has the methods of `safe_open`'s."""
+
+# By safetensors' names of types.
+_FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Constants of the code that wrote a checkpoint, a value head from training, and scales for KV in
+# eight bits, which Baton measures itself.
+_WITHOUT_EFFECT = re.compile(
+    r"(^|\.)(rotary_emb\..+|position_ids|decoder\.version|attn\.(masked_)?bias|v_head\..+"
+    r"|(q|k|v|kv|prob)_scale)$"
+)
+_COMPARED_ROWS = 4096
+
+_logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in a file.
+
+    Attributes:
+        file: the file.
+        name: the tensor's name in the file.
+        dtype: safetensors' name of its type.
+        shape: its shape.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StoredTensors:
+    """The tensors of a checkpoint that a model needs.
+
+    Args:
+        files: the weight files.
+        open_file: opens one.
+        model: the whole model, with or without memory for weights.
+        dtype: type of its weights, in which tensors are compared.
+
+    Raises:
+        ConfigurationError: a file is not readable, or has a tensor that the model does not have.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        open_file: OpenFile,
+        model: CausalModel,
+        dtype: torch.dtype,
+    ) -> None:
+        self._open_file, self._dtype = open_file, dtype
+        self._entries: dict[str, _Entry] = {}
+        names = _Names(model)
+        skipped = []
+        for entry in _read_headers(files, open_file):
+            name = names.find(entry)
+            if name is not None:
+                self._add(name, entry)
+            elif not is_without_effect(entry.name):
+                skipped.append(entry)
+        if skipped:
+            _logger.warning(
+                "%s has %d tensors of layers beyond num_hidden_layers %d, which are not used",
+                skipped[0].file.parent,
+                len(skipped),
+                model.config.num_layers,
+            )
+
+    def tie_head(self, embedding: str) -> bool:
+        """Makes the output head's tensor that of the embedding, unless both are stored and differ.
+
+        Args:
+            embedding: name of the embedding's tensor.
+
+        Returns:
+            Whether one tensor is for both.
+        """
+        table, head = self._entries.get(embedding), self._entries.get(OUTPUT_HEAD)
+        if head is None:
+            return True
+        if table is not None and not self._are_equal(table, head):
+            _logger.warning(
+                "%s: tie_word_embeddings is true, but %s and %s are different; the output head "
+                "has its own weights",
+                head.file,
+                table.name,
+                head.name,
+            )
+            return False
+        del self._entries[OUTPUT_HEAD]
+        self._entries.setdefault(embedding, head)
+        return True
+
+    def locate(self, name: str, shape: tuple[int, ...]) -> tuple[Path, str] | None:
+        """Returns the file of a tensor, and its name there; None if it is not stored.
+
+        Args:
+            name: the model's name for it.
+            shape: the shape that it must have.
+
+        Raises:
+            ConfigurationError: it has another shape, or a type that is not supported.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        if entry.dtype not in _FLOAT_DTYPES:
+            raise ConfigurationError(
+                f"{entry.file}: tensor {entry.name} is {entry.dtype}; "
+                "quantized weights are not supported"
+            )
+        if entry.shape != shape:
+            raise ConfigurationError(
+                f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}; "
+                f"config.json asks for {list(shape)}"
+            )
+        return entry.file, entry.name
+
+    def _add(self, name: str, entry: _Entry) -> None:
+        """Adds a tensor; of two with the same name the later one counts."""
+        other = self._entries.get(name)
+        self._entries[name] = entry
+        if other is not None and not self._are_equal(other, entry):
+            _logger.warning(
+                "%s and %s have different tensors %s; the second one is used",
+                other.file,
+                entry.file,
+                name,
+            )
+
+    def _are_equal(self, first: _Entry, second: _Entry) -> bool:
+        if first.shape != second.shape or not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
+            return False
+        with self._open_file(first.file) as one, self._open_file(second.file) as other:
+            parts = zip(_rows(one, first), _rows(other, second), strict=True)
+            return all(
+                torch.equal(rows.to(self._dtype), like.to(self._dtype)) for rows, like in parts
+            )
+
+
+class _Names:
+    """Finds the model's names of a checkpoint's tensors.
+
+    Names in checkpoints that were saved from the bare model lack the first part of the prefix.
+    """
+
+    def __init__(self, model: CausalModel) -> None:
+        self._known: Set[str] = model.checkpoint_tensors().keys() | {OUTPUT_HEAD}
+        prefix = model.checkpoint_prefix
+        self._first_part = prefix.partition(".")[0] + "."
+        inner = prefix.removeprefix(self._first_part)
+        layers = f"({re.escape(self._first_part)})?{re.escape(inner)}{model.layers_name}"
+        self._layer = re.compile(rf"{layers}\.([0-9]{{1,9}})\.")
+        self._num_layers = model.config.num_layers
+
+    def find(self, entry: _Entry) -> str | None:
+        """Returns the model's name for a tensor; None if the model does not need it.
+
+        Raises:
+            ConfigurationError: the model does not have it, and it may have an effect.
+        """
+        for candidate in (entry.name, self._first_part + entry.name):
+            if candidate in self._known:
+                return candidate
+        if is_without_effect(entry.name) or self._is_beyond(entry.name):
+            return None
+        raise ConfigurationError(
+            f"{entry.file} has tensor {entry.name}, which the model does not have"
+        )
+
+    def _is_beyond(self, name: str) -> bool:
+        layer = self._layer.match(name)
+        return layer is not None and int(layer[2]) >= self._num_layers
+
+
+def is_without_effect(name: str) -> bool:
+    """Whether a tensor of this name has no effect on what a model computes."""
+    return _WITHOUT_EFFECT.search(name) is not None
+
+
+def first_float_dtype(files: Iterable[Path]) -> str | None:
+    """Returns the name of the first floating-point type in safetensors files; None if none has.
+
+    Raises:
+        ConfigurationError: a file is not readable.
+    """
+    dtypes = (entry.dtype for entry in _read_headers(files, open_safetensors))
+    return next((_FLOAT_DTYPES[dtype] for dtype in dtypes if dtype in _FLOAT_DTYPES), None)
+
+
+def open_safetensors(file: Path) -> Any:
+    """Opens a safetensors file.
+
+    Raises:
+        ConfigurationError: it is not readable.
+    """
+    try:
+        has_file(file)  # `safe_open` calls one without permission "No such file"
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _read_headers(files: Iterable[Path], open_file: OpenFile) -> Iterator[_Entry]:
+    for file in files:
+        with open_file(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                stored = tensors.get_slice(name)
+                yield _Entry(file, name, stored.get_dtype(), tuple(stored.get_shape()))
+
+
+def _rows(tensors: Any, entry: _Entry) -> Iterator[torch.Tensor]:
+    """Yields a tensor's rows, some at a time; one without axes, or with empty ones, as it is."""
+    if not all(entry.shape) or not entry.shape:
+        yield tensors.get_tensor(entry.name)
+        return
+    stored = tensors.get_slice(entry.name)
+    for start in range(0, entry.shape[0], _COMPARED_ROWS):
+        yield stored[(slice(start, min(start + _COMPARED_ROWS, entry.shape[0])),)]

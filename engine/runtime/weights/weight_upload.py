@@ -1,0 +1,226 @@
+"""Copies weights from safetensors files to a device, without a copy of the model on the host.
+
+    file -> one of two pinned buffers -> memory of the stored type on the device -> the weight
+
+A thread reads the next piece of a file while the device copies the previous one. The device
+converts types and memory order. The host never holds more than the two buffers.
+
+Format of the files: https://huggingface.co/docs/safetensors
+"""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from baton.common.errors import ConfigurationError
+from baton.common.file_access import unreadable
+from engine.models.linear import WeightTarget
+
+__all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
+
+BUFFER_BYTES = 64 * 2**20
+_NUM_BUFFERS = 2
+_LENGTH_BYTES = 8  # size of the header's length, at the start of a file
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: the file.
+        offset: offset of its first byte in the file.
+        num_bytes: size of the tensor.
+        dtype: type of its elements.
+        shape: its shape, in row-major order.
+    """
+
+    file: Path
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class HostBuffer:
+    """Memory on the host that a device copies from. For a GPU it is pinned, so that the copies are
+    asynchronous.
+
+    Args:
+        num_bytes: size of the buffer.
+        device: the device that copies from it.
+
+    Attributes:
+        memory: `[num_bytes]` uint8.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+        self._sent = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
+
+    def send(self, target: torch.Tensor) -> None:
+        """Starts to copy the buffer's first `n` bytes to `target`, `[n]` uint8 on the device."""
+        target.copy_(self.memory[: len(target)], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Returns once the last `send` has completed, so that the memory may be overwritten."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of the stored tensor of index `tensor`: `num_bytes` bytes from `start`."""
+
+    tensor: int
+    start: int
+    num_bytes: int
+
+
+def locate_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Returns a valid safetensors file's tensors of floating-point types, by name.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as source:
+            length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
+            header = json.loads(source.read(length))
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
+        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
+    first = _LENGTH_BYTES + length
+    return {
+        name: StoredTensor(
+            file=file,
+            offset=first + facts["data_offsets"][0],
+            num_bytes=facts["data_offsets"][1] - facts["data_offsets"][0],
+            dtype=_DTYPES[facts["dtype"]],
+            shape=tuple(facts["shape"]),
+        )
+        for name, facts in header.items()
+        if facts.get("dtype") in _DTYPES
+    }
+
+
+def upload(
+    weights: Sequence[tuple[StoredTensor, WeightTarget]],
+    device: torch.device,
+    on_copied: Callable[[WeightTarget], object],
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+    make_buffer: Callable[[int, torch.device], HostBuffer] = HostBuffer,
+) -> None:
+    """Fills weights on a device from files.
+
+    Args:
+        weights: pairs of a stored tensor and its target; read in this order.
+        device: the device of the targets; needs memory for the largest stored tensor.
+        on_copied: called with each target once its copy has been submitted to the device.
+        buffer_bytes: size of each buffer.
+        make_buffer: makes a buffer of a size for a device.
+
+    Raises:
+        ConfigurationError: a file ends early or cannot be read.
+    """
+    buffers = [make_buffer(buffer_bytes, device) for _ in range(_NUM_BUFFERS)]
+    sources = [stored for stored, _ in weights]
+    with _Files() as files, ThreadPoolExecutor(1, "weights-reader") as reader:
+        landing = torch.empty(0, dtype=torch.uint8, device=device)
+        for piece, buffer in _read_ahead(sources, buffers, files, reader):
+            stored, target = weights[piece.tensor]
+            if piece.start == 0:
+                landing = torch.empty(stored.num_bytes, dtype=torch.uint8, device=device)
+            buffer.send(landing[piece.start : piece.start + piece.num_bytes])
+            if piece.start + piece.num_bytes == stored.num_bytes:
+                target.copy_(landing.view(stored.dtype).view(stored.shape))
+                on_copied(target)
+    for buffer in buffers:
+        buffer.wait()
+
+
+def _read_ahead(
+    sources: Sequence[StoredTensor],
+    buffers: Sequence[HostBuffer],
+    files: "_Files",
+    reader: ThreadPoolExecutor,
+) -> Iterator[tuple[_Piece, HostBuffer]]:
+    """Yields each piece in a buffer. The caller sends it before it requests the next one."""
+    waiting: deque[tuple[_Piece, HostBuffer, Future[None]]] = deque()
+    buffers_in_turn = cycle(buffers)
+    for piece in _pieces(sources, len(buffers[0].memory)):
+        if len(waiting) == len(buffers):
+            yield _filled(*waiting.popleft())
+        buffer, stored = next(buffers_in_turn), sources[piece.tensor]
+        waiting.append((piece, buffer, reader.submit(files.read, stored, piece, buffer)))
+    while waiting:
+        yield _filled(*waiting.popleft())
+
+
+def _filled(
+    piece: _Piece, buffer: HostBuffer, reading: "Future[None]"
+) -> tuple[_Piece, HostBuffer]:
+    reading.result()
+    return piece, buffer
+
+
+def _pieces(sources: Sequence[StoredTensor], most_bytes: int) -> Iterator[_Piece]:
+    for index, stored in enumerate(sources):
+        for start in range(0, stored.num_bytes, most_bytes):
+            yield _Piece(index, start, min(most_bytes, stored.num_bytes - start))
+
+
+class _Files:
+    """Reads from files, and keeps the last one open."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._open: BinaryIO | None = None
+
+    def read(self, stored: StoredTensor, piece: _Piece, buffer: HostBuffer) -> None:
+        """Reads a piece into a buffer, after the device has copied its former content."""
+        buffer.wait()
+        view = buffer.memory.numpy().data[: piece.num_bytes]
+        offset = stored.offset + piece.start
+        try:
+            descriptor = self._descriptor_of(stored.file)
+            while view:
+                num_read = os.preadv(descriptor, [view], offset)
+                if not num_read:
+                    raise ConfigurationError(f"{stored.file} ends before its last tensor does")
+                view, offset = view[num_read:], offset + num_read
+        except OSError as error:
+            raise ConfigurationError(f"{stored.file} cannot be read: {error}") from error
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()
+
+    def _descriptor_of(self, path: Path) -> int:
+        if self._open is None or path != self._path:
+            if self._open is not None:
+                self._open.close()
+            self._path, self._open = path, path.open("rb", buffering=0)
+        return self._open.fileno()

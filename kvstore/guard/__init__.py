@@ -1,0 +1,1 @@
+"""Protection from failing stores: breakers, watches, outages, status and metrics."""

@@ -1,0 +1,341 @@
+"""`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.reasons import Reason
+from baton.common.request.request_spec import ReasoningStart
+from baton.common.request.structured_outputs import StructuredOutputs
+from baton.common.request.wire import FINISH_REASONS, build_request, stated_stop
+from baton.v1 import common_pb2, generation_pb2
+from router.chat.call_forms import form_or_calls, strict_calls
+from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
+from router.chat.conversation import Conversation, content_text
+from router.chat.delta import ChatDelta
+from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
+from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
+from router.chat.template import ends_in_reasoning
+from router.chat.tool_parsers import ToolParser, forced_tool_parser
+from router.models import Model
+from router.requests.validation import check_length
+
+__all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
+
+_Response = generation_pb2.GenerateStreamResponse
+
+
+class ChatService:
+    """Answers chats of one model.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    async def stream(
+        self, request: ChatRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[ChatChunk, None]:
+        """Yields the chunks of an answer. The caller closes the generator.
+
+        Args:
+            request: the chat.
+            timeout_s: seconds until the deadline; None: the router's.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template, or no parser of tool calls
+                although the request needs one; names the flag.
+            BatonError: a field is wrong, or one of those that `GenerationService` documents.
+        """
+        request = _without_unused_tools(request)
+        prompt = await self._model.render(request.conversation)
+        # A thread reads the schemas of tools, which are as large as a client likes.
+        args = self._model, request, prompt
+        has_tools = bool(request.conversation.tools)
+        answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
+        message = self._message(request, prompt, answers.params)
+        async with self._model.responses(message, timeout_s, "chat") as responses:
+            async for response in responses:
+                chunk = answers.chunk(response)
+                if response.HasField("prompt_usage"):
+                    chunk = replace(chunk, prompt_usage=_prompt_usage(response.prompt_usage))
+                if response.HasField("usage"):
+                    chunk = replace(chunk, usage=await answers.usage(response.usage))
+                yield chunk
+
+    async def count_tokens(self, conversation: Conversation) -> int:
+        """The number of tokens of a chat's prompt.
+
+        Raises:
+            FailedPreconditionError: the model has no chat template.
+            InvalidArgumentError: the messages cannot be rendered, or are too long.
+        """
+        return len(await self.encode(conversation))
+
+    async def encode(
+        self, conversation: Conversation, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The tokens of a chat's prompt; errors are those of `count_tokens`."""
+        prompt = await self._model.render(conversation)
+        check_length("prompt", prompt, self._model.most_prompt_chars)
+        return await self._model.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _message(
+        self, request: ChatRequest, prompt: str, params: Mapping[str, Any]
+    ) -> generation_pb2.GenerateRequest:
+        if "max_tokens" not in params and "max_tokens" not in self._model.default_params:
+            params = {**params, "max_tokens": None}  # an answer may be as long as fits
+        message = build_request(
+            prompt,
+            params,
+            self._model.name,
+            request_id=request.request_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        message.add_special_tokens = request.add_special_tokens
+        start = self._model.reasoning_start(request.conversation, prompt)
+        message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
+        return message
+
+
+class _Answers:
+    """The candidates of one request, whose text becomes deltas.
+
+    Args:
+        model: the model.
+        request: the chat.
+        prompt: its text.
+
+    Attributes:
+        params: the stated parameters, with those that parsers and forced calls need.
+    """
+
+    def __init__(self, model: Model, request: ChatRequest, prompt: str) -> None:
+        self._model = model
+        self._request = request
+        self._prompt = prompt
+        self._outputs: dict[int, ChatOutput] = {}
+        self._reasoning: list[str] = []
+        self._is_formed = False  # whether all of the text behind the reasoning part has a form
+        self.params = self._params()
+
+    def chunk(self, message: _Response) -> ChatChunk:
+        """What a message adds to its candidate."""
+        output = self._outputs.get(message.index)
+        if output is None:
+            output = self._outputs[message.index] = self._new_output()
+        delta = output.push(message.text) if message.text else ChatDelta()
+        if message.finish_reason:
+            delta = join_deltas((delta, output.finish()))
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+        if not message.finish_reason:
+            return ChatChunk(message.index, delta, message.token_ids, message.logprobs)
+        return ChatChunk(
+            message.index,
+            delta,
+            message.token_ids,
+            message.logprobs,
+            _finish_reason(message, output),
+            stated_stop(message.matched_stop, self._request.params.get("stop_token_ids")),
+        )
+
+    async def usage(self, usage: common_pb2.Usage) -> ChatUsage:
+        """The token counts. A message may have tokens of the reasoning part and of the content,
+        so the tokens of the reasoning are counted by encoding its text.
+        """
+        num_reasoning = 0
+        if self._reasoning:
+            token_ids = await self._model.tokenizer.encode_async(
+                "".join(self._reasoning), add_special_tokens=False
+            )
+            num_reasoning = min(len(token_ids), usage.completion_tokens)
+        return ChatUsage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            reasoning_tokens=num_reasoning,
+            predicted=(usage.accepted_prediction_tokens, usage.rejected_prediction_tokens),
+        )
+
+    def _new_output(self) -> ChatOutput:
+        return ChatOutput(
+            self._reasoning_parser(),
+            self._tool_parser(),
+            parallel_tool_calls=self._request.parallel_tool_calls,
+        )
+
+    def _reasoning_parser(self) -> ReasoningParser | None:
+        kind = self._model.reasoning_parser
+        if kind is None:
+            return None
+        if self._is_formed:
+            return self._reasoning_parser_of_form(kind)
+        conversation = self._request.conversation
+        if conversation.continue_final_message and issubclass(kind, MarkedReasoningParser):
+            prefill = content_text(conversation.messages[-1].get("content"))
+            return kind(ends_in_reasoning(self._prompt, kind.start, kind.end, prefill))
+        return kind(kind.is_open_after(self._prompt))
+
+    def _reasoning_parser_of_form(self, kind: type[ReasoningParser]) -> ReasoningParser | None:
+        """The parser of an answer that must have a form.
+
+        The form holds from the first token on, unless the prompt leaves a reasoning part open, or
+        the text itself opens one, with marks that the replicas know. The parser divides the text
+        as they do: none of the form is reasoning.
+        """
+        if self._model.reasoning_marks is None:
+            return None
+        start = self._model.reasoning_start(self._request.conversation, self._prompt)
+        return None if start is ReasoningStart.AFTER else kind(start is ReasoningStart.INSIDE)
+
+    def _tool_parser(self) -> ToolParser | None:
+        """The parser of calls; None if the answer has none.
+
+        Raises:
+            FailedPreconditionError: the format of the model's calls is not known.
+        """
+        tools = self._request.conversation.tools
+        if not tools:
+            return None
+        forced = forced_tool_parser(self._request.tool_choice)
+        if forced is not None:
+            return forced
+        if self._model.tool_parser is None:
+            raise FailedPreconditionError(
+                "tools is set, but the format of the model's tool calls is not known; the "
+                "operator must set --tool-call-parser, or the request must force a call "
+                "(tool_choice)",
+                reason=Reason.NOT_CONFIGURED,
+            )
+        return self._model.tool_parser(tools)
+
+    def _params(self) -> dict[str, Any]:
+        """The stated parameters, and what the parsers and calls need.
+
+        Raises:
+            InvalidArgumentError: a tool is malformed; names it.
+        """
+        params = dict(self._request.params)
+        forced = self._forced_form()  # checks the choice, which the parser takes as it is
+        tool_parser = self._tool_parser()
+        form = self._form(forced, params.get("structured_outputs"), tool_parser)
+        if form is not None:
+            params["structured_outputs"] = form
+        parsers = (self._model.reasoning_parser, tool_parser)
+        if any(parser is not None and parser.needs_special_tokens for parser in parsers):
+            params["skip_special_tokens"] = False
+        return params
+
+    def _forced_form(self) -> StructuredOutputs | None:
+        """Returns the form of a forced call; None if the choice forces none.
+
+        Raises:
+            InvalidArgumentError: the choice or a tool is malformed; names the field.
+        """
+        request = self._request
+        return StructuredOutputs.of_tools(
+            request.conversation.tools,
+            request.tool_choice,
+            request.parallel_tool_calls,
+            request.schema_fields,
+        )
+
+    def _form(
+        self,
+        forced: StructuredOutputs | None,
+        stated: StructuredOutputs | None,
+        tool_parser: ToolParser | None,
+    ) -> StructuredOutputs | None:
+        """Returns the form of the text: that of a forced call, else the stated form or calls."""
+        request, tools = self._request, self._request.conversation.tools
+        fields, is_parallel = request.schema_fields, request.parallel_tool_calls
+        self._is_formed = forced is not None or stated is not None
+        if forced is not None or tool_parser is None:
+            return forced or stated
+        if stated is None:
+            if request.params.get("beam_width") is not None:
+                return None  # a beam search has no forms
+            return strict_calls(tools, tool_parser.syntax, fields)
+        return form_or_calls(
+            stated,
+            tools,
+            tool_parser.syntax,
+            parallel_tool_calls=is_parallel,
+            schema_fields=fields,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCandidate:
+    """One candidate of a whole answer; fields are those of `ChatChunk`."""
+
+    index: int
+    answer: ChatAnswer
+    token_ids: Sequence[int]
+    logprobs: Sequence[common_pb2.TokenLogprobs]
+    finish_reason: str | None
+    matched_stop: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChat:
+    """A whole answer: its candidates by index, and token counts."""
+
+    candidates: Sequence[WholeCandidate]
+    usage: ChatUsage
+
+
+async def whole_chat(chunks: AsyncIterator[ChatChunk]) -> WholeChat:
+    """Joins the chunks of a stream, to its end."""
+    by_index: dict[int, list[ChatChunk]] = {}
+    usage = ChatUsage(0, 0, 0, 0)
+    async for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+        usage = chunk.usage or usage
+    candidates = [_candidate(index, by_index[index]) for index in sorted(by_index)]
+    return WholeChat(candidates, usage)
+
+
+def _candidate(index: int, chunks: Sequence[ChatChunk]) -> WholeCandidate:
+    return WholeCandidate(
+        index=index,
+        answer=whole_answer(chunk.delta for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[entry for chunk in chunks for entry in chunk.logprobs],
+        finish_reason=chunks[-1].finish_reason,
+        matched_stop=chunks[-1].matched_stop,
+    )
+
+
+def _prompt_usage(usage: common_pb2.Usage) -> ChatUsage:
+    """The token counts before the first generated token."""
+    return ChatUsage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
+
+
+def _without_unused_tools(request: ChatRequest) -> ChatRequest:
+    """The request without tools if it forbids calls: the model then does not read of them.
+
+    Raises:
+        InvalidArgumentError: `tool_choice` is unknown.
+    """
+    choice = request.tool_choice
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        limit = "none, auto, required, or an object that names a function"
+        raise InvalidArgumentError.for_field("tool_choice", choice[:64], limit)
+    if choice != "none" or not request.conversation.tools:
+        return request
+    return replace(request, conversation=replace(request.conversation, tools=()))
+
+
+def _finish_reason(message: _Response, output: ChatOutput) -> str:
+    """The public name of a finish reason. Calls whose arguments a stop text cut are not to be run:
+    they do not change it.
+    """
+    reason = FINISH_REASONS.get(message.finish_reason, "stop")
+    return "tool_calls" if reason == "stop" and output.ends_in_calls else reason

@@ -1,0 +1,1 @@
+"""Configs of the router and their flags."""

@@ -1,0 +1,373 @@
+"""`RouterConfig`, `ServedModelConfig` and their command-line flags."""
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from baton.common.errors import ConfigurationError
+from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
+from baton.common.flags.values import count
+from baton.common.model_files.hub_names import HubFlags, with_revision
+from baton.common.model_files.named_models import default_model_name
+from baton.common.security.config import ClusterConfig
+from router.config.discovery import parse_target
+from router.config.entries import read_entries
+from router.config.http import HttpConfig
+from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
+from router.config.tenants import TenantsConfig
+from rpc.metrics_config import MetricsConfig
+from rpc.server_config import ServerConfig, check_port
+from rpc.tracing import TracingConfig
+
+__all__ = [
+    "DEFAULT_GRPC_PORT",
+    "DEFAULT_PORT",
+    "GENERATION_CONFIGS",
+    "MAX_WAITING",
+    "NO_PREFILL_POLICIES",
+    "RouterConfig",
+    "ServedModelConfig",
+    "add_args",
+    "flags_of_router",
+    "router_config_from_args",
+]
+
+DEFAULT_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
+NO_PREFILL_POLICIES = ("local", "wait", "fail")
+GENERATION_CONFIGS = ("auto", "none")
+"""Where defaults of sampling parameters come from: the checkpoint, or `SamplingParams` alone."""
+MAX_WAITING = 4096
+"""How many requests wait at most, beside those that the replicas run, unless a flag says so."""
+_MAX_TIMEOUT_S = (2**32 - 1) // 1000
+"""Workers receive the time left in milliseconds, in 32 bits."""
+
+
+def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
+    """Makes a field whose flag is repeatable and takes comma-separated values."""
+    return flag(default, help_text, metavar=metavar, is_main=True, **options)
+
+
+def _targets(tier: str, default: Any, note: str = "") -> Any:
+    help_text = (
+        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, or "
+        "file:///path for those in a file, one a line; comma-separated, repeatable"
+    )
+    return _list_flag(default, "TARGET", help_text + note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModelConfig:
+    """A served model: its files, its names and its replicas.
+
+    Field names are the command line's flags with underscores.
+
+    Raises:
+        ConfigurationError: there is no decode replica, or a target is malformed.
+    """
+
+    model: str = flag(
+        MISSING,
+        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
+        "tokenizer, chat template and generation_config.json",
+        metavar="MODEL",
+        is_positional=True,
+    )
+    decode: tuple[str, ...] = _targets("decode", MISSING)
+    prefill: tuple[str, ...] = _targets(
+        "prefill", (), "; without any, decode workers compute all prompts"
+    )
+    served_model_name: tuple[str, ...] = _list_flag(
+        (),
+        "NAME",
+        "names of the model in requests, comma-separated, repeatable; workers must serve the "
+        "first one (default: the last "
+        "part of --model)",
+        is_list=True,
+    )
+    generation_config: str = flag(
+        "auto",
+        "defaults of the sampling parameters that a request leaves unset: those of the model's "
+        "generation_config.json (auto), or only Baton's own (none)",
+        choices=GENERATION_CONFIGS,
+    )
+    chat_template: str | None = flag(
+        None,
+        "chat template: a file, or the template itself (default: that of the checkpoint)",
+        is_main=True,
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "format in which the model writes tool calls, such as hermes; see docs/chat.md",
+        metavar="NAME",
+        is_main=True,
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "format in which the model writes its reasoning, such as qwen3; it states the marks of "
+        "--reasoning-start-str and --reasoning-end-str",
+        metavar="NAME",
+        is_main=True,
+    )
+    reasoning_start_str: str | None = flag(
+        None,
+        "text before the part in which the model reasons, such as <think>; with it, structured "
+        "outputs begin after that part, and requests may limit it (thinking_token_budget)",
+    )
+    reasoning_end_str: str | None = flag(
+        None, "text after that part, such as </think>; set both or none"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.decode:
+            raise ConfigurationError("--decode is missing; give at least one host:port")
+        for target in (*self.decode, *self.prefill):
+            parse_target(target)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may give. The first is the model's own, also on workers."""
+        return self.served_model_name or (default_model_name(self.model),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The router's addresses, its models and its limits for requests.
+
+    Attributes:
+        grpc: the address of the gRPC server, and how the router stops.
+        http: the address and the limits of the HTTP server.
+        models: the served models; the first one is used by requests that name none.
+        security: certificates and credentials, towards clients and workers.
+        metrics: the address for metrics alone, and who may read metrics.
+        tracing: where spans are sent.
+
+    Raises:
+        ConfigurationError: a value is out of range, two models have the same name, both
+            servers are off, or both have the same port; names the flag.
+    """
+
+    grpc: ServerConfig
+    http: HttpConfig
+    models: tuple[ServedModelConfig, ...]
+    security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    max_local_prefill_tokens: int = flag(
+        16,
+        "a decode worker computes uncached remainders of up to this many prompt tokens itself",
+        parse=count,
+    )
+    default_timeout_s: float = flag(
+        600.0,
+        "deadline in seconds of requests without one, and the longest deadline accepted",
+    )
+    max_concurrent_requests: int | None = flag(
+        None,
+        "maximum number of requests that run or wait; further ones get RESOURCE_EXHAUSTED "
+        f"(default: as many as the decode replicas run, and {MAX_WAITING} that wait)",
+    )
+    max_concurrent_calls: int | None = flag(
+        None,
+        "most gRPC calls at the same time; further ones get RESOURCE_EXHAUSTED before they are "
+        f"read (default: 4 times --max-concurrent-requests, or {4 * MAX_WAITING})",
+    )
+    resume_timeout_s: float = flag(
+        30.0, "seconds for which a request that lost its decode replica waits for another"
+    )
+    queue_timeout_s: float = flag(
+        30.0,
+        "seconds for which a request waits while no replica is ready or has room for it; 0 refuses "
+        "it at once",
+    )
+    no_prefill_policy: str = flag(
+        "local",
+        "what happens to a prompt that no prefill replica computes: decode computes it (local), "
+        "it waits for --queue-timeout-s and then fails (wait), or it fails at once (fail)",
+        choices=NO_PREFILL_POLICIES,
+    )
+    hedge_prefill_after_s: float | None = flag(
+        None,
+        "seconds after which a prompt whose prefill replica has not answered is sent to another "
+        "one too; the first answer is used (default: never)",
+    )
+    dns_interval_s: float = flag(
+        5.0, "seconds between two look-ups of dns:/// and file:/// targets"
+    )
+    max_indexed_blocks: int = flag(
+        100_000,
+        "maximum number of KV block keys remembered per replica, at most one per block of its pool",
+    )
+
+    def __post_init__(self) -> None:
+        if self.grpc.port is None and self.http.port is None:
+            raise ConfigurationError("--port and --grpc-port are both none; set one of them")
+        if self.grpc.port and self.grpc.port == self.http.port:
+            raise ConfigurationError(
+                f"--port and --grpc-port are both {self.grpc.port}; each server needs a port of "
+                "its own"
+            )
+        names = [name for model in self.models for name in model.names]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigurationError(f"--served-model-name {name} is the name of two models")
+        for name, holds, limit in self._limits():
+            if not holds:
+                shown = f"--{name.replace('_', '-')} is {getattr(self, name)!r}"
+                raise ConfigurationError(f"{shown}; it must be {limit}")
+
+    @property
+    def most_calls(self) -> int:
+        """The most gRPC calls at the same time, those that generate nothing included."""
+        most = self.max_concurrent_calls
+        return 4 * (self.max_concurrent_requests or MAX_WAITING) if most is None else most
+
+    def _limits(self) -> Sequence[tuple[str, bool, str]]:
+        """Per field: its name, whether its value is in range, and the range."""
+        default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
+        most_requests = self.max_concurrent_requests
+        least_calls = (most_requests or 0) + 1
+        hedge_s, most_s = self.hedge_prefill_after_s, _MAX_TIMEOUT_S
+        return (
+            ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
+            ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
+            ("max_concurrent_requests", most_requests is None or most_requests >= 1, ">= 1"),
+            ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
+            ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
+            ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),
+            (
+                "hedge_prefill_after_s",
+                hedge_s is None or 0 < hedge_s <= most_s,
+                f"in (0, {most_s}]",
+            ),
+            ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
+            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GrpcPort:
+    """The flags of the gRPC server that it does not share with the HTTP server."""
+
+    grpc_port: int | None = flag(
+        DEFAULT_GRPC_PORT,
+        "port of the gRPC server; 0 picks a free one, none turns it off",
+        metavar="PORT",
+        is_main=True,
+    )
+    grpc_port_file: str | None = flag(
+        None, "file to which the gRPC server writes its port when it is listening", metavar="PATH"
+    )
+
+    def __post_init__(self) -> None:
+        check_port("--grpc-port", self.grpc_port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelsFile:
+    """The flag of a file with several models."""
+
+    models: str | None = flag(
+        None,
+        "YAML file with a list of models, each with the keys model, decode, prefill, "
+        "served-model-name ... of the flags of this group, which are then not given",
+        metavar="FILE",
+    )
+
+
+def add_args(
+    parser: argparse.ArgumentParser,
+    *,
+    omit: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Adds the flags of a router.
+
+    Args:
+        parser: gets the flags.
+        omit: names of fields that get no flag.
+        defaults: by field, defaults that differ from a router's.
+    """
+    options: dict[str, Any] = {"omit": omit, "defaults": {"port": DEFAULT_PORT, **defaults}}
+    add_flags(
+        parser,
+        ServerConfig,
+        "server",
+        helps={
+            "port": "port of the HTTP server; 0 picks a free one, none turns it off",
+            "port_file": "file to which the HTTP server writes its port when it is listening",
+        },
+        **options,
+    )
+    add_flags(parser, _GrpcPort, "server", **options)
+    add_flags(parser, HttpConfig, "HTTP", **options)
+    for security in (TenantsConfig, ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
+        add_flags(parser, security, "security", **options)
+    add_flags(parser, MetricsConfig, "metrics")
+    add_flags(parser, TracingConfig, "tracing", **options)
+    add_flags(parser, ServedModelConfig, "model", **options)
+    add_flags(parser, HubFlags, "model", **options)
+    add_flags(parser, _ModelsFile, "model", **options)
+    add_flags(parser, RouterConfig, "router", **options)
+    # vLLM's switch, accepted so that its command lines work. A tool parser is enough here.
+    hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", **hidden)
+
+
+def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterConfig:
+    """The config that parsed flags describe.
+
+    Args:
+        args: the parsed flags.
+        model: by field, values of the one model's config that win over flags.
+
+    Raises:
+        ConfigurationError: a value is missing or out of range; names the flag.
+    """
+    server = config_from_args(ServerConfig, args)
+    grpc = config_from_args(_GrpcPort, args)
+    return config_from_args(
+        RouterConfig,
+        args,
+        http=config_from_args(
+            HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
+        ),
+        grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
+        models=_models(args, model),
+        security=RouterSecurityConfig.from_args(args),
+        metrics=config_from_args(MetricsConfig, args),
+        tracing=config_from_args(TracingConfig, args),
+    )
+
+
+def flags_of_router(config: RouterConfig) -> list[str]:
+    """Returns the flags that describe a router of one model, from which `router_config_from_args`
+    makes an equal config.
+    """
+    (model,) = config.models
+    ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
+    return [
+        # Both servers share these flags, but for the ports, which are those of HTTP here.
+        *("--port", "none" if config.http.port is None else str(config.http.port)),
+        *flags_of_config(replace(config.grpc, port_file=config.http.port_file), omit=("port",)),
+        *flags_of_config(config.http),
+        *config.security.flags(),
+        *flags_of_config(config.metrics),
+        *flags_of_config(config.tracing),
+        *flags_of_config(ports),
+        *flags_of_config(model),
+        *flags_of_config(config),
+    ]
+
+
+def _models(args: argparse.Namespace, model: Mapping[str, Any]) -> tuple[ServedModelConfig, ...]:
+    path = config_from_args(_ModelsFile, args).models
+    if path is None:
+        own = config_from_args(ServedModelConfig, args, **model)
+        revision = config_from_args(HubFlags, args).revision
+        return (replace(own, model=with_revision(own.model, revision)),)
+    if args.model is not None or args.decode is not None:
+        raise ConfigurationError("--models is set; give no flags of a model beside it")
+    return read_entries("--models", path, ServedModelConfig)

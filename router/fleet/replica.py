@@ -1,0 +1,386 @@
+"""`Replica`: one connected worker, from its GetInfo to its loss.
+
+Both tiers' replicas have a load, a liveness check, a breaker and this router's reservations;
+they differ in the calls that they take (`prefill_replica`, `decode_replica`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from baton.common.errors import FailedPreconditionError, InternalError, UnavailableError
+from baton.common.request.request_spec import RequestSpec
+from baton.common.security.cluster import ClusterSecurity
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.breaker import Breaker
+from router.fleet.decode_connection import ReplicaLostError
+from router.fleet.policy import ReplicaState
+from router.fleet.silence import Silence
+from router.observe.request_record import Attempt, RequestRecord
+from rpc.errors import from_rpc_error
+
+__all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
+
+_LOGGER = logging.getLogger("baton.router")
+_WATCH_INTERVAL_S = 0.1
+_POLL_INTERVAL_S = 0.2
+_POLL_TIMEOUT_S = 5.0
+_FAULTS = (InternalError.code, UnavailableError.code)
+"""Errors of calls that may be the replica's fault."""
+
+ReplicaT = TypeVar("ReplicaT", bound="Replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest request that a replica can ever run. Most replicas of a tier have the same.
+
+    Attributes:
+        max_tokens: the most tokens: on decode of a prompt and its completion, on prefill of a
+            prompt.
+        max_candidates: the most candidates.
+    """
+
+    max_tokens: int
+    max_candidates: int
+
+    def holds(self, num_tokens: int, num_candidates: int = 1) -> bool:
+        """Whether a request fits."""
+        return num_tokens <= self.max_tokens and num_candidates <= self.max_candidates
+
+
+def without_ejected(replicas: Sequence[ReplicaT]) -> Sequence[ReplicaT]:
+    """Returns the replicas that are not ejected; all of them if all are."""
+    return [replica for replica in replicas if not replica.is_ejected] or replicas
+
+
+def serves_in(
+    role: "worker_pb2.WorkerRole.ValueType", tier: "worker_pb2.WorkerRole.ValueType"
+) -> bool:
+    """Returns whether a worker with a role takes requests of a tier."""
+    return role in (tier, worker_pb2.WORKER_ROLE_BOTH)
+
+
+def tier_name(tier: "worker_pb2.WorkerRole.ValueType") -> str:
+    """Returns prefill or decode."""
+    return worker_pb2.WorkerRole.Name(tier).removeprefix("WORKER_ROLE_").lower()
+
+
+class Replica:
+    """A connected worker and its load.
+
+    Args:
+        address: its `host:port`.
+        info: its description of what it serves.
+        channel: a channel to it.
+        security: what this router shows to it.
+
+    Attributes:
+        tier: the role of workers that are used as such a replica.
+        address: its `host:port`.
+        info: its description of what it serves.
+        capacity: the largest request that it can run.
+        load: its last report.
+        lost: set once the connection is lost. A worker that comes back is a new replica.
+    """
+
+    tier: "worker_pb2.WorkerRole.ValueType"
+
+    def __init__(
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+        security: ClusterSecurity,
+    ) -> None:
+        self.address = address
+        self.info = info
+        self.capacity = self._capacity()
+        self.load = worker_pb2.WorkerLoad()
+        self.lost = asyncio.Event()
+        self._dropped: asyncio.Future[FailedPreconditionError]
+        self._dropped = asyncio.get_running_loop().create_future()
+        self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._security = security
+        self._is_ready = False
+        self._has_refused = False
+        self._has_refused_grammar = False
+        self._on_change: Callable[[], None] = lambda: None
+        # What `_note_change` compares, at the last `_on_change`.
+        self._shown: tuple[object, ...] = (False, False, False, False, ())
+        clock = asyncio.get_running_loop().time
+        self._silence = Silence(clock())
+        self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
+        self._num_requests = 0
+        self._num_tokens = 0
+        self._num_blocks = 0
+
+    @property
+    def replica_id(self) -> str:
+        """The worker's id, which it draws at each start."""
+        return self.info.worker_id
+
+    @property
+    def tier_name(self) -> str:
+        """Prefill or decode."""
+        return tier_name(self.tier)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self._is_ready and not self.is_leaving and not self.lost.is_set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it refuses new requests on purpose: it drains, or has left the tier."""
+        return self.load.draining or not self.has_role
+
+    @property
+    def role(self) -> "worker_pb2.WorkerRole.ValueType":
+        """Its role at present."""
+        return self.load.role or self.info.role
+
+    @property
+    def has_role(self) -> bool:
+        """Whether its worker serves in the tier at present."""
+        return serves_in(self.role, self.tier)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can queue one more request, as far as this router knows."""
+        most = self.info.max_num_requests
+        return not self._has_refused and (not most or self._num_requests_there < most)
+
+    def _capacity(self) -> Capacity:
+        info = self.info
+        return Capacity(min(info.max_model_len, info.max_pool_tokens), info.max_num_seqs)
+
+    @property
+    def is_ejected(self) -> bool:
+        """Whether its calls have failed, so that requests should go to other replicas."""
+        return self._breaker.is_open
+
+    @property
+    def _num_requests_there(self) -> int:
+        """Requests that it has, of all routers."""
+        return max(self.load.num_running + self.load.num_waiting, self._num_requests)
+
+    def has_room_for(self, spec: RequestSpec) -> bool:
+        """Whether it can queue this request, as far as this router knows."""
+        return self.has_room and not (self._has_refused_grammar and _has_grammar(spec))
+
+    def note_full(self, spec: RequestSpec) -> None:
+        """Notes that it has refused a request for lack of room, until its next report. That may
+        have been room for grammars to compile, which others do not need.
+        """
+        if _has_grammar(spec):
+            self._has_refused_grammar = True
+        else:
+            self._has_refused = True
+        self._note_change()
+
+    def state(self, overlap_blocks: int) -> ReplicaState:
+        """The replica's state for the routing policy.
+
+        The worker's report lags and includes other routers' requests; the reservations
+        are exact and include only this router's. The larger number is used.
+        """
+        free_blocks = self._in_keyed_blocks(self.load.num_free_blocks)
+        num_blocks = self.num_blocks
+        return ReplicaState(
+            replica_id=self.replica_id,
+            num_requests=self._num_requests_there,
+            num_queued_tokens=max(self.load.num_queued_tokens, self._num_tokens),
+            num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
+            num_blocks=num_blocks,
+            overlap_blocks=overlap_blocks,
+            weight=self._breaker.weight,
+        )
+
+    def log_start(self, spec: RequestSpec) -> None:
+        """Logs that a request is started on this replica, and its id there."""
+        _LOGGER.debug(
+            "started request_id=%s worker_request_id=%s replica=%s",
+            ascii(spec.client_id),
+            ascii(spec.request_id),
+            self.address,
+        )
+
+    @contextmanager
+    def attempt(self, record: RequestRecord, *, is_hedge: bool = False) -> Iterator[Attempt]:
+        """Adds a call of this replica to a request's record; counts its end for the breaker.
+
+        Args:
+            record: the request's.
+            is_hedge: whether another replica computes the prompt already.
+        """
+        with (
+            ExitStack() as ends,
+            record.attempt(self.tier_name, self.address, is_hedge=is_hedge) as own,
+        ):
+            ends.callback(self._count_end, own, self._breaker.begin())
+            yield own
+
+    def _count_end(self, own: Attempt, call: int) -> None:
+        if own.error in _FAULTS and not self.is_leaving:
+            self._breaker.fail(call)
+        elif own.first_output_at is not None:  # also if the client has left with all it needs
+            self._breaker.succeed(call)
+        self._note_change()
+
+    @contextmanager
+    def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
+        """Counts a request as this replica's while the context is open.
+
+        Args:
+            num_tokens: prompt tokens that the replica will compute.
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
+        self._num_requests += 1
+        self._num_tokens += num_tokens
+        self._num_blocks += num_blocks
+        self._note_change()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            self._num_tokens -= num_tokens
+            self._num_blocks -= num_blocks
+            self._note_change()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in its pool, of the size that block keys stand for."""
+        return self._in_keyed_blocks(self.info.num_blocks)
+
+    def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
+        """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
+        return num_pool_blocks * self.info.pool_block_size // self.info.block_size
+
+    def drop(self, reason: FailedPreconditionError) -> None:
+        """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
+        if not self._dropped.done():
+            self._dropped.set_result(reason)
+        self.lost.set()
+
+    async def run(self, on_change: Callable[[], None]) -> None:
+        """Follows the worker until it is lost.
+
+        Args:
+            on_change: called when the replica starts or stops taking requests, having room, or
+                being ejected, and when its KV stores are others.
+
+        Raises:
+            ReplicaLostError: the worker was lost.
+            FailedPreconditionError: `drop` was called with this error.
+        """
+        self._on_change = on_change
+        tasks = [asyncio.create_task(coroutine) for coroutine in self._activities()]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            if not ended.cancelled():  # gRPC may cancel a call, which does not cancel this task
+                ended.result()
+        except grpc.aio.AioRpcError as error:
+            raise ReplicaLostError(from_rpc_error(error).message) from error
+        finally:
+            self.lost.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            on_change()
+        raise ReplicaLostError("one of its streams was cancelled")
+
+    async def get_load(self, timeout_s: float) -> worker_pb2.GetLoadResponse:
+        """Asks the worker for its load now, and for what it has done.
+
+        Raises:
+            AioRpcError: it did not answer in time, or was lost.
+        """
+        return await self._worker.GetLoad(
+            worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
+        )
+
+    async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
+        """Changes the tier of the worker.
+
+        Raises:
+            BatonError: the worker cannot have this role, or did not answer in time.
+        """
+        try:
+            await self._worker.ChangeRole(
+                worker_pb2.ChangeRoleRequest(role=role),
+                timeout=timeout_s,
+                metadata=self._security.call_metadata(),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def note_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Notes the worker's new role before its next report."""
+        self.load.role = role
+        self._note_change()
+
+    def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """The coroutines that run while the replica lives. When one ends, the replica is lost."""
+        return [self._watch_load(), self._watch_silence(), self._until_dropped()]
+
+    def _note_change(self) -> None:
+        """Reports that the replica starts or stops taking requests, having room for them, or being
+        ejected, and that its KV stores are others.
+        """
+        refuses, stores = self._has_refused_grammar, tuple(self.load.kv_store_ids)
+        now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
+        if now != self._shown:
+            self._shown = now
+            self._on_change()
+
+    async def _watch_load(self) -> None:
+        reports = self._worker.WatchLoad(
+            worker_pb2.WatchLoadRequest(), metadata=self._security.call_metadata()
+        )
+        async for message in reports:
+            self.load = message.load
+            if message.load.stalled:
+                raise ReplicaLostError("one of its steps has not ended in time")
+            self._is_ready = True
+            self._has_refused = self._has_refused_grammar = False
+            self._silence.report(asyncio.get_running_loop().time())
+            self._note_change()
+        # A worker that has drained ends this stream before it has sent its last outputs.
+        self._is_ready = False
+        self._note_change()
+        await self._poll_load()
+
+    async def _poll_load(self) -> None:
+        """Asks for the load of a worker that reports it no more, until the worker has ended."""
+        while True:
+            await self.get_load(_POLL_TIMEOUT_S)
+            self._silence.report(asyncio.get_running_loop().time())
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _watch_silence(self) -> None:
+        """Raises once the worker is silent: a frozen or unreachable one keeps its connections.
+
+        Raises:
+            ReplicaLostError: it has sent no report for too long.
+        """
+        clock, silence = asyncio.get_running_loop().time, self._silence
+        while not silence.is_too_long(before := clock()):
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            # Reports may wait unread while this event loop is late.
+            silence.excuse(max(clock() - before - _WATCH_INTERVAL_S, 0.0), clock())
+        raise ReplicaLostError(f"it has sent no report for {silence.limit_s:.1f} s")
+
+    async def _until_dropped(self) -> None:
+        raise await self._dropped
+
+
+def _has_grammar(spec: RequestSpec) -> bool:
+    return spec.params.structured_outputs is not None

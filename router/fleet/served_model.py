@@ -1,0 +1,101 @@
+"""`ServedModel`: the facts that all replicas must agree on. `RequestLimits`: their limits."""
+
+from dataclasses import dataclass
+
+from baton.common.errors import FailedPreconditionError
+from baton.v1 import worker_pb2
+
+__all__ = ["RequestLimits", "ServedModel", "check_tokenizer"]
+
+_SUMMARIES = ("kv_form", "namespace")
+"""Fields that summarize others; a difference in them is reported only if it is the only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as its workers describe it; the fields are those of `GetInfoResponse`.
+
+    Two workers that differ in any field could misread each other's KV or generate
+    different tokens for a request, so they never serve together.
+    """
+
+    model: str
+    kv_dtype: str
+    model_fingerprint: str
+    layout_version: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_connector: str
+    kv_form: str
+    namespace: bytes
+
+    @classmethod
+    def from_info(cls, info: worker_pb2.GetInfoResponse) -> "ServedModel":
+        """Takes the fields that must agree from a worker's description."""
+        return cls(
+            model=info.model,
+            kv_dtype=info.kv_dtype,
+            model_fingerprint=info.model_fingerprint,
+            layout_version=info.layout_version,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            eos_token_ids=tuple(info.eos_token_ids),
+            kv_connector=info.kv_connector,
+            kv_form=info.kv_form,
+            namespace=info.namespace,
+        )
+
+    def differences(self, other: "ServedModel") -> str:
+        """Names each field that differs, with both values; empty if no field differs."""
+        differing = [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)]
+        named = [name for name in differing if name not in _SUMMARIES] or differing[:1]
+        return "; ".join(
+            f"{name} is {_shown(getattr(other, name))}, "
+            f"the cluster's is {_shown(getattr(self, name))}"
+            for name in named
+        )
+
+
+def check_tokenizer(info: worker_pb2.GetInfoResponse, digest: str) -> None:
+    """Refuses a worker whose model has another tokenizer than the router, whose text it would
+    generate wrongly. One without a digest, or of an earlier version, is not compared.
+
+    Args:
+        info: the worker's description.
+        digest: of the router's tokenizer; empty if it cannot be compared.
+
+    Raises:
+        FailedPreconditionError: names both digests.
+    """
+    if digest and info.tokenizer_digest and digest != info.tokenizer_digest:
+        raise FailedPreconditionError(
+            f"the digest of its tokenizer's vocabulary is {info.tokenizer_digest}, this router's "
+            f"is {digest}; start both with the same model folder"
+        )
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The largest request that the connected decode replicas can take.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: the most tokens of a prompt and its completion together.
+        max_pool_tokens: tokens of one sequence that the largest KV pool holds.
+        max_candidates: sequences that one replica runs at once.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_pool_tokens: int
+    max_candidates: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most prompt and generated tokens of one candidate."""
+        return min(self.max_model_len, self.max_pool_tokens)

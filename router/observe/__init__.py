@@ -1,0 +1,1 @@
+"""Metrics, records and spans of the router's requests."""

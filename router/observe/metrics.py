@@ -1,0 +1,212 @@
+"""`RouterMetrics`: what the router counts of requests, replicas and calls. Pure.
+
+A request is counted once, when it ends, from its record. Times of its tokens are those of the
+engine that makes them (docs/metrics.md).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
+from router.observe.request_record import Attempt, RequestRecord
+
+__all__ = ["METRICS", "FleetCounts", "RouterMetrics"]
+
+_MODEL = {"model": None}
+_MODEL_AND_TENANT = {"model": None, "tenant": None}
+_LONG_S = buckets_between(1e-3, 500.0)
+_STAGES = ("queue", "prefill", "transfer", "load", "decode")
+_TIERS = ("prefill", "decode")
+_STATES = ("connected", "ready", "ejected")
+_HEDGE_OUTCOMES = ("won", "lost")
+REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
+"""Reasons of `baton_router_refused_calls`."""
+
+# Names of counters lack the suffix `_total`, which Prometheus adds.
+METRICS: dict[str, MetricInfo] = {
+    "baton_router_requests": MetricInfo(
+        "counter",
+        "Requests that ended, by finish reason or error.",
+        {"model": None, "outcome": None},
+    ),
+    "baton_router_running_requests": MetricInfo("gauge", "Requests that run."),
+    "baton_router_prompt_tokens": MetricInfo(
+        "counter", "Prompt tokens of requests that ended.", _MODEL_AND_TENANT
+    ),
+    "baton_router_cached_prompt_tokens": MetricInfo(
+        "counter", "Of these, tokens whose KV was found or loaded.", _MODEL_AND_TENANT
+    ),
+    "baton_router_generated_tokens": MetricInfo(
+        "counter", "Generated tokens of requests that ended.", _MODEL_AND_TENANT
+    ),
+    "baton_router_request_seconds": MetricInfo(
+        "histogram", "From a request's arrival to its end.", _MODEL, _LONG_S
+    ),
+    "baton_router_first_token_seconds": MetricInfo(
+        "histogram", "From a request's arrival to its first token.", _MODEL, _LONG_S
+    ),
+    "baton_router_time_per_output_token_seconds": MetricInfo(
+        "histogram",
+        "Time from the first token to the end, per later token, of one candidate.",
+        _MODEL,
+    ),
+    "baton_router_route_seconds": MetricInfo(
+        "histogram", "From a request's arrival to the choice of its replica.", _MODEL
+    ),
+    "baton_router_wait_seconds": MetricInfo(
+        "histogram", "How long a request waited for replicas, if it did.", _MODEL, _LONG_S
+    ),
+    "baton_router_waiting_requests": MetricInfo(
+        "gauge", "Requests that wait for a replica.", _MODEL
+    ),
+    "baton_router_send_wait_seconds": MetricInfo(
+        "histogram", "How long a request waited for its client to take messages.", _MODEL, _LONG_S
+    ),
+    "baton_router_stage_seconds": MetricInfo(
+        "histogram", "Stages of a request on its workers.", {"stage": _STAGES}, _LONG_S
+    ),
+    "baton_router_prompts": MetricInfo(
+        "counter", "Prompts by the tier that computed them.", {"model": None, "tier": _TIERS}
+    ),
+    "baton_router_attempts": MetricInfo(
+        "counter", "Calls of workers for requests, by result.", {"tier": _TIERS, "result": None}
+    ),
+    "baton_router_hedges": MetricInfo(
+        "counter",
+        "Prompts sent to a second prefill replica, by whether it answered first.",
+        {"model": None, "outcome": _HEDGE_OUTCOMES},
+    ),
+    "baton_router_resumes": MetricInfo(
+        "counter", "Requests that continued on another decode replica.", _MODEL
+    ),
+    "baton_router_replicas": MetricInfo(
+        "gauge", "Replicas by state.", {"model": None, "tier": _TIERS, "state": _STATES}
+    ),
+    "baton_router_stream_pause_seconds": MetricInfo(
+        "gauge", "How long streams pause after a message, because the event loop is late."
+    ),
+    "baton_router_refused_calls": MetricInfo(
+        "counter",
+        "Calls refused because of who calls, how often, or the load.",
+        {"reason": REFUSALS},
+    ),
+    "baton_router_calls": MetricInfo(
+        "counter",
+        "Calls of clients that ended, by gRPC status or HTTP status.",
+        {"protocol": ("grpc", "http"), "status": None},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCounts:
+    """How many replicas of one tier of a model there are.
+
+    Attributes:
+        model: the model's name.
+        tier: prefill or decode.
+        connected: all of them.
+        ready: those that take requests.
+        ejected: those whose calls failed, so that others get the requests.
+    """
+
+    model: str
+    tier: str
+    connected: int
+    ready: int
+    ejected: int
+
+
+class RouterMetrics:
+    """Counts for one router. Implements `baton.common.observe.metrics.MetricsSource`.
+
+    Attributes:
+        infos: the table.
+        read_running: returns the number of running requests.
+        read_pause_s: returns how long streams pause.
+        read_fleets: returns the number of replicas.
+        read_waiting: returns the number of waiting requests by model.
+    """
+
+    def __init__(self) -> None:
+        self.infos = METRICS
+        self.read_running: Callable[[], int] = int
+        self.read_pause_s: Callable[[], float] = float
+        self.read_fleets: Callable[[], Iterable[FleetCounts]] = tuple
+        self.read_waiting: Callable[[], Mapping[str, int]] = dict
+        self._metrics = Metrics(METRICS)
+
+    def count_call(self, protocol: str, status: str) -> None:
+        """Counts a call of a client that has ended.
+
+        Args:
+            protocol: grpc or http.
+            status: the name of a gRPC status, or the number of an HTTP status.
+        """
+        self._metrics.add("baton_router_calls", 1, protocol, status)
+
+    def count_refusal(self, reason: str) -> None:
+        """Counts a call that was refused for one of `REFUSALS`."""
+        self._metrics.add("baton_router_refused_calls", 1, reason)
+
+    def count_request(self, record: RequestRecord) -> None:
+        """Counts a request that has ended."""
+        self._count_tokens(record)
+        self._count_times(record)
+        for attempt in record.attempts:
+            self._count_attempt(attempt, record.model)
+        decodes = [attempt for attempt in record.attempts if attempt.tier == "decode"]
+        self._metrics.add("baton_router_resumes", max(len(decodes) - 1, 0), record.model)
+        done = [attempt for attempt in record.attempts if attempt.first_output_at is not None]
+        if done:
+            self._metrics.add("baton_router_prompts", 1, record.model, done[0].tier)
+
+    def snapshot(self) -> Snapshot:
+        """Returns all metrics. Any thread may call it."""
+        values, histograms = self._metrics.snapshot()
+        read: dict[Series, float] = {
+            ("baton_router_running_requests",): self.read_running(),
+            ("baton_router_stream_pause_seconds",): self.read_pause_s(),
+        }
+        for model, number in self.read_waiting().items():
+            read["baton_router_waiting_requests", model] = number
+        for counts in self.read_fleets():
+            for state in _STATES:
+                series = ("baton_router_replicas", counts.model, counts.tier, state)
+                read[series] = getattr(counts, state)
+        return Snapshot(values | read, histograms)
+
+    def _count_tokens(self, record: RequestRecord) -> None:
+        outcome = record.error or next(reversed(record.finish_reasons), "none")
+        self._metrics.add("baton_router_requests", 1, record.model, outcome)
+        owner, usage = (record.model, record.tenant), record.usage
+        self._metrics.add("baton_router_prompt_tokens", usage.prompt_tokens, *owner)
+        self._metrics.add("baton_router_cached_prompt_tokens", usage.cached_tokens, *owner)
+        self._metrics.add("baton_router_generated_tokens", usage.completion_tokens, *owner)
+
+    def _count_times(self, record: RequestRecord) -> None:
+        observe, model, start = self._metrics.observe, record.model, record.arrived_at
+        end = record.ended_at or start
+        observe("baton_router_request_seconds", end - start, model)
+        observe("baton_router_send_wait_seconds", record.send_wait_s, model)
+        if record.routed_at is not None:
+            observe("baton_router_route_seconds", record.routed_at - start, model)
+        if record.waits:
+            observe("baton_router_wait_seconds", record.wait_s, model)
+        if record.first_token_s is not None:
+            observe("baton_router_first_token_seconds", record.first_token_s, model)
+        if record.token_s is not None:
+            observe("baton_router_time_per_output_token_seconds", record.token_s, model)
+
+    def _count_attempt(self, attempt: Attempt, model: str) -> None:
+        self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")
+        if attempt.is_hedge:
+            outcome = "lost" if attempt.first_output_at is None else "won"
+            self._metrics.add("baton_router_hedges", 1, model, outcome)
+        for stage in _STAGES[:-1]:
+            duration_ms = getattr(attempt.timings, f"{stage}_ms")
+            if duration_ms:
+                self._metrics.observe("baton_router_stage_seconds", duration_ms / 1000, stage)
+        if attempt.tier == "decode" and attempt.first_output_at and attempt.ended_at:
+            decode_s = attempt.ended_at - attempt.first_output_at
+            self._metrics.observe("baton_router_stage_seconds", decode_s, "decode")

@@ -1,0 +1,105 @@
+"""`RequestLog`: the records of the requests that ended last, and the spans made from them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from baton.common.observe.traceparent import TraceContext
+from router.observe.activity import Activity
+from router.observe.metrics import RouterMetrics
+from router.observe.request_record import RequestRecord
+from router.observe.request_spans import spans_of
+from rpc.logs import CURRENT_CALL, CallInfo
+from rpc.tracing import Tracer
+
+__all__ = ["RequestLog"]
+
+_CAPACITY = 1000
+
+
+class RequestLog:
+    """Begins and keeps records.
+
+    Args:
+        tracer: sends spans; None sends none.
+        metrics: counts each request that has ended; None counts none.
+        capacity: how many records are kept.
+
+    Attributes:
+        activity: their errors and recent times.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer | None = None,
+        metrics: RouterMetrics | None = None,
+        capacity: int = _CAPACITY,
+    ) -> None:
+        self._tracer = tracer
+        self._metrics = metrics
+        self._capacity = capacity
+        self._ended: dict[str, RequestRecord] = {}
+        self.activity = Activity()
+
+    def begin(self, request_id: str, model: str, operation: str) -> RequestRecord:
+        """Returns the record of a request that the present call has brought.
+
+        Args:
+            request_id: the client's name for the request.
+            model: the model's name.
+            operation: text_completion or chat.
+        """
+        call = CURRENT_CALL.get() or CallInfo()
+        record = RequestRecord(
+            request_id=request_id, model=model, operation=operation, arrived_at=call.started_at
+        )
+        if call.trace is not None:
+            record.traceparent = call.trace.header
+            record.parent_span_id = call.trace.span_id
+        if self._tracer is not None:
+            parent = call.trace
+            record.trace = parent.child() if parent else TraceContext.new(self._tracer.sample_rate)
+            call.trace_id = record.trace.trace_id
+        return record
+
+    @contextmanager
+    def recording(self, record: RequestRecord, deadline: float) -> Iterator[None]:
+        """Ends the record with the context, keeps it and sends its spans.
+
+        Args:
+            record: one that `begin` returned.
+            deadline: `time.monotonic()` at which the request must have ended.
+        """
+        try:
+            yield
+        except BaseException as error:
+            record.end(error, deadline)
+            raise
+        else:
+            record.end(None, deadline)
+        finally:
+            self._keep(record)
+
+    def count_refusal(self, reason: str) -> None:
+        """Counts a request that got no record, as it was refused before anything was done."""
+        if self._metrics is not None:
+            self._metrics.count_refusal(reason)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """Returns the last record of this id; None if there is none, or it was dropped."""
+        return self._ended.get(request_id)
+
+    def latest(self, count: int) -> Sequence[RequestRecord]:
+        """Returns the last records, the last one first."""
+        return list(islice(reversed(self._ended.values()), count))
+
+    def _keep(self, record: RequestRecord) -> None:
+        if self._metrics is not None:
+            self._metrics.count_request(record)
+        self.activity.ended(record)
+        self._ended.pop(record.request_id, None)  # so that the new one is the last
+        self._ended[record.request_id] = record
+        if len(self._ended) > self._capacity:
+            del self._ended[next(iter(self._ended))]
+        if self._tracer is not None:
+            self._tracer.send(spans_of(record))

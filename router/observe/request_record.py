@@ -1,0 +1,234 @@
+"""`RequestRecord`: the times and counts of one request, each measured once.
+
+The client's `Timings`, the router's spans and the stages of `baton trace` are made from it.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from baton.common.errors import BatonError
+from baton.common.observe.traceparent import TraceContext, parse_traceparent
+from baton.common.request.sampling_params import SamplingParams
+from baton.v1 import common_pb2, request_pb2
+
+__all__ = ["Attempt", "RequestRecord"]
+
+_SPAN_PARAMS = (
+    *("temperature", "top_p", "top_k", "max_tokens"),
+    *("frequency_penalty", "presence_penalty"),
+)
+"""Parameters with an attribute `gen_ai.request.NAME`."""
+_LEAST_WAIT_S = 1e-3
+"""Shorter waits are part of the choice of a replica."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One call of a worker for a request.
+
+    Attributes:
+        tier: prefill or decode.
+        where: the worker's `host:port`.
+        traceparent: what the worker receives; empty if the request is not traced.
+        trace: the span of the attempt; None if this router sends no spans.
+        started_at: `time.monotonic()` of the call.
+        first_output_at: when the first output came; None until then.
+        ended_at: when the attempt ended; None until then.
+        timings: the worker's own times.
+        cached_tokens: prompt tokens whose KV the worker found or loaded.
+        error: the status name of the error that ended it; empty without one.
+        is_hedge: whether it computed a prompt that another replica computed already.
+    """
+
+    tier: str
+    where: str
+    traceparent: str
+    trace: TraceContext | None
+    started_at: float = field(default_factory=time.monotonic)
+    first_output_at: float | None = None
+    ended_at: float | None = None
+    timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
+    cached_tokens: int = 0
+    error: str = ""
+    is_hedge: bool = False
+
+    def take(self, output: request_pb2.CandidateOutput) -> None:
+        """Notes the times of an output; later ones of decode have nothing new."""
+        if self.first_output_at is None:
+            self.first_output_at = time.monotonic()
+            self.cached_tokens = output.cached_tokens
+        if output.HasField("timings"):
+            self.timings.MergeFrom(output.timings)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request from its arrival to its end. Times are those of `time.monotonic()`.
+
+    Attributes:
+        request_id: the client's name for the request.
+        model: the model's name.
+        operation: text_completion or chat.
+        tenant: the client's name; empty if clients have none.
+        traceparent: the client's span; empty if it sent none.
+        trace: the request's own span; None if this router sends no spans.
+        parent_span_id: the client's span; empty if the request begins the trace.
+        arrived_at: when the client's call began.
+        accepted_at: when the call was read, parsed and validated.
+        routed_at: when it went to the tiers; None until then.
+        first_token_at: when its first token was ready for the client; None until then.
+        ended_at: its end; None until then.
+        send_wait_s: how long it waited, in all, until the client had taken a message.
+        usage: its tokens.
+        sampling: parameters for the attributes of its span.
+        finish_reasons: of the candidates that have ended.
+        is_over: whether every candidate has ended.
+        error: the status name of the error that ended it; empty without one.
+        attempts: its calls of workers, in order.
+        waits: when it waited for a replica: starts and ends, in order.
+    """
+
+    request_id: str = ""
+    model: str = ""
+    operation: str = "text_completion"
+    tenant: str = ""
+    traceparent: str = ""
+    trace: TraceContext | None = None
+    parent_span_id: str = ""
+    arrived_at: float = field(default_factory=time.monotonic)
+    accepted_at: float = field(default_factory=time.monotonic)
+    routed_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    send_wait_s: float = 0.0
+    usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
+    sampling: dict[str, float | int] = field(default_factory=dict)
+    finish_reasons: list[str] = field(default_factory=list)
+    is_over: bool = False
+    error: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def wait_s(self) -> float:
+        """How long it has waited, in all, for replicas."""
+        return sum(end - start for start, end in self.waits)
+
+    def queue_left_s(self, timeout_s: float) -> float:
+        """Seconds for which it may still wait, of `timeout_s` in all."""
+        return max(timeout_s - self.wait_s, 0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Notes that the request waits for a replica while the context is open."""
+        started_at = time.monotonic()
+        try:
+            yield
+        finally:
+            ended_at = time.monotonic()
+            if ended_at - started_at >= _LEAST_WAIT_S:
+                self.waits.append((started_at, ended_at))
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that the request belongs to; empty if it is not traced."""
+        sent = self.trace or parse_traceparent(self.traceparent)
+        return sent.trace_id if sent else ""
+
+    @property
+    def outcome(self) -> str:
+        """How the request ended: its finish reasons, or an error's status name."""
+        return self.error or ",".join(dict.fromkeys(self.finish_reasons)) or "RUNNING"
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None without one."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds from its first token to its end, per later token. None if it did not run to its
+        end, has no later token, or has several candidates, whose tokens come at the same time.
+        """
+        num_later = self.usage.completion_tokens - 1
+        if self.error or len(self.finish_reasons) != 1 or num_later < 1:
+            return None
+        if self.first_token_at is None or self.ended_at is None:
+            return None
+        return (self.ended_at - self.first_token_at) / num_later
+
+    def note_params(self, params: SamplingParams) -> None:
+        """Keeps the parameters that its span has."""
+        self.sampling = {name: getattr(params, name) for name in _SPAN_PARAMS}
+
+    def mark_routed(self) -> None:
+        """Notes that the request now goes to the tiers."""
+        self.routed_at = time.monotonic()
+
+    def mark_first_token(self) -> None:
+        """Notes that a token is ready for the client; later ones change nothing."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+
+    def add_end(self, reason: "common_pb2.FinishReason.ValueType", *, is_over: bool) -> None:
+        """Notes the end of a candidate.
+
+        Args:
+            reason: why it ended.
+            is_over: whether it was the last one.
+        """
+        name = common_pb2.FinishReason.Name(reason)
+        self.finish_reasons.append(name.removeprefix("FINISH_REASON_").lower())
+        self.is_over = is_over
+
+    def end(self, error: BaseException | None, deadline: float) -> None:
+        """Notes the end.
+
+        Args:
+            error: what ended the request; None if it ran to its end. A client that leaves with
+                the whole answer ends it too.
+            deadline: when the request must have ended.
+        """
+        self.ended_at = time.monotonic()
+        if error is not None and not self.is_over:
+            self.error = _status_name(error, has_expired=self.ended_at >= deadline)
+
+    @contextmanager
+    def attempt(self, tier: str, where: str, *, is_hedge: bool = False) -> Iterator[Attempt]:
+        """Adds an attempt, which ends with the context.
+
+        Args:
+            tier: prefill or decode.
+            where: the worker's `host:port`.
+            is_hedge: whether another replica computes the prompt already.
+        """
+        trace = self.trace.child() if self.trace else None
+        traceparent = trace.header if trace else self.traceparent
+        one = Attempt(
+            tier=tier, where=where, traceparent=traceparent, trace=trace, is_hedge=is_hedge
+        )
+        self.attempts.append(one)
+        try:
+            yield one
+        except BaseException as error:
+            # A call that is cancelled after its first output has given all that was needed.
+            if isinstance(error, Exception) or one.first_output_at is None:
+                one.error = _status_name(error, has_expired=False)
+            raise
+        finally:
+            one.ended_at = time.monotonic()
+
+    def ms_since_arrival(self, moment: float | None = None) -> float:
+        """Milliseconds from the arrival to a moment; None is now."""
+        return ((time.monotonic() if moment is None else moment) - self.arrived_at) * 1000
+
+
+def _status_name(error: BaseException, *, has_expired: bool) -> str:
+    if isinstance(error, BatonError):
+        return error.code
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "DEADLINE_EXCEEDED" if has_expired else "CANCELLED"
+    return "INTERNAL"

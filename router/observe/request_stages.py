@@ -1,0 +1,107 @@
+"""The stages of a request's record, as `baton trace` shows them.
+
+The router knows when it called a worker and when outputs came; the worker says how long its own
+stages took. What is left of the call is the stage `rpc`: messages between the processes, and
+waits for their event loops and for a step under way. It is shown as halves, before and after the
+worker's stages, as the clocks of two machines cannot be compared.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from router.observe.request_record import Attempt, RequestRecord
+
+__all__ = ["Stage", "stages_of"]
+
+_ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a request's time.
+
+    Attributes:
+        name: what was done.
+        where: "router", or a worker's address.
+        start_ms: from the arrival of the request.
+        end_ms: from the arrival of the request.
+    """
+
+    name: str
+    where: str
+    start_ms: float
+    end_ms: float
+
+
+def stages_of(record: RequestRecord) -> Sequence[Stage]:
+    """Returns the stages of a request that has ended, by their starts."""
+    ended_at = record.ended_at or record.arrived_at
+    accepted_at = min(record.accepted_at, ended_at)
+    parts = [
+        ("receive", _ROUTER, record.arrived_at, accepted_at),
+        *_routing(record, accepted_at, record.routed_at or ended_at),
+    ]
+    done_at = record.routed_at or ended_at
+    for attempt in record.attempts:
+        parts += _routing(record, done_at, attempt.started_at)
+        parts += _parts_of(attempt, record.usage.prompt_tokens)
+        done_at = max(done_at, attempt.ended_at or ended_at)  # a hedged attempt may end earlier
+    parts.append(("send", _ROUTER, done_at, ended_at))
+    stages = (
+        Stage(name, where, record.ms_since_arrival(start), record.ms_since_arrival(end))
+        for name, where, start, end in parts
+        if end > start
+    )
+    return sorted(stages, key=lambda stage: (stage.start_ms, stage.end_ms))
+
+
+_Part = tuple[str, str, float, float]
+"""A stage's name and place, its start and its end in `time.monotonic()`."""
+
+
+def _routing(record: RequestRecord, start: float, end: float) -> Iterator[_Part]:
+    """Yields the choices of a replica between two moments, and the waits for one."""
+    for wait_start, wait_end in record.waits:
+        if start <= wait_start and wait_end <= end:
+            yield "route", _ROUTER, start, wait_start
+            yield "wait for a replica", _ROUTER, wait_start, wait_end
+            start = wait_end
+    yield "route", _ROUTER, start, end
+
+
+def _parts_of(attempt: Attempt, num_prompt: int) -> Iterator[_Part]:
+    ended_at = attempt.ended_at or attempt.started_at
+    if attempt.first_output_at is None:
+        result = "cancelled" if attempt.error == "CANCELLED" else "failed"
+        yield f"{attempt.tier} {result}", attempt.where, attempt.started_at, ended_at
+        return
+    call_s = attempt.first_output_at - attempt.started_at
+    worker = list(_worker_stages(attempt, num_prompt, call_s))
+    rest_s = max(call_s - sum(duration_s for _, duration_s in worker), 0.0)
+    moment = attempt.started_at
+    for name, duration_s in (("rpc", rest_s / 2), *worker, ("rpc", rest_s / 2)):
+        yield name, attempt.where, moment, moment + duration_s
+        moment += duration_s
+    if attempt.tier == "decode":
+        yield "decode", attempt.where, attempt.first_output_at, ended_at
+        return
+    first_at = attempt.first_output_at - rest_s / 2  # when the worker had drawn the first token
+    saved_at = min(first_at + attempt.timings.transfer_ms / 1000, ended_at)
+    yield "transfer", attempt.where, first_at, saved_at
+    yield "rpc", attempt.where, max(saved_at, attempt.first_output_at), ended_at
+
+
+def _worker_stages(attempt: Attempt, num_prompt: int, call_s: float) -> Iterator[tuple[str, float]]:
+    """The worker's stages up to its first output, with their durations in seconds, which `call_s`
+    limits.
+    """
+    timings = attempt.timings
+    computes_prompt = attempt.tier == "prefill" or num_prompt - attempt.cached_tokens > 1
+    for name, duration_ms in (
+        ("load", timings.load_ms),
+        (f"{attempt.tier} queue", timings.queue_ms),
+        ("prefill" if computes_prompt else "decode", timings.prefill_ms),
+    ):
+        duration_s = min(duration_ms / 1000, call_s)
+        call_s -= duration_s
+        yield name, duration_s

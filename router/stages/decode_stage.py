@@ -1,0 +1,312 @@
+"""Steps 6 to 8: tokens from the decode tier, even if replicas are lost.
+
+A request whose replica is lost continues on another one from the prompt and all
+tokens so far (`router.stages.progress`), with the same seed, so that no token is lost or
+repeated. A replica that refuses a request, or fails on it, is not tried again, except if
+it had no room; a second failure ends the request. A request that lost its replica, found
+none with room or has tokens already waits for a replica that takes it.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+from baton.common.errors import (
+    BatonError,
+    FailedPreconditionError,
+    InternalError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.common.reasons import Reason
+from baton.common.request.request_spec import RequestSpec
+from baton.common.request.spec_wire import spec_to_proto
+from baton.v1 import decode_pb2, request_pb2
+from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
+from router.fleet.decode_replica import DecodeReplica
+from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
+from router.fleet.policy import PrefixIndex, pick_decode
+from router.fleet.replica import Capacity, without_ejected
+from router.fleet.waiting import Turn, waited
+from router.observe.request_record import Attempt
+from router.requests.request import RoutedRequest
+from router.stages.held_handoff import HeldHandoff
+from router.stages.progress import Progress
+from router.stages.setbacks import Setbacks
+
+__all__ = ["DecodeStage"]
+
+_REPLICA_ERRORS = (
+    FailedPreconditionError,  # for example, a field that an older worker does not know
+    InternalError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+
+class DecodeStage:
+    """Runs requests on the decode tier.
+
+    Args:
+        fleet: the replicas.
+        prefix_index: estimates the replicas' prefix caches.
+        queue_timeout_s: how long a new request waits for a replica.
+        resume_timeout_s: how long a request that lost its replica, or that has
+            tokens and is refused by all replicas, waits for another one.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefix_index: PrefixIndex,
+        *,
+        queue_timeout_s: float,
+        resume_timeout_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._prefix_index = prefix_index
+        self._queue_timeout_s = queue_timeout_s
+        self._resume_timeout_s = resume_timeout_s
+
+    async def find(self, request: RoutedRequest) -> DecodeReplica:
+        """Waits for the replica that should generate.
+
+        Raises:
+            UnavailableError: no replica took the request within the time that it may wait.
+            ResourceExhaustedError: the same, as all were full.
+        """
+        timeout_s = request.record.queue_left_s(self._queue_timeout_s)
+        replica = await self._wait(request, frozenset(), timeout_s, is_new=True)
+        if replica is None:
+            raise self._refusal(request)
+        return replica
+
+    def pick(
+        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+    ) -> DecodeReplica | None:
+        """Chooses the replica that should generate; None if there is none.
+
+        Args:
+            request: the request.
+            refused: ids of replicas that must not be chosen.
+        """
+        possible = [
+            replica
+            for replica in self._fleet.decode.candidates
+            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
+        ]
+        replicas = {
+            replica.replica_id: replica
+            for replica in without_ejected(possible)
+            if replica.has_room_for(request.spec)
+        }
+        states = [
+            replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
+        ]
+        chosen = pick_decode(states, request.num_prompt_blocks)
+        return replicas[chosen] if chosen is not None else None
+
+    def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
+        """Leading blocks of the prompt that the replica probably caches."""
+        return self._prefix_index.overlap(replica.replica_id, request.block_keys)
+
+    async def run(
+        self,
+        request: RoutedRequest,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields outputs up to the request's last.
+
+        Args:
+            request: the request.
+            replica: the first replica to try.
+            progress: the tokens generated so far; each output is added. The caller
+                marks candidates that need no more tokens as ended in it.
+            handoff: where the prompt's KV is, if prefill has it; released once it is loaded.
+
+        Raises:
+            UnavailableError: the replica was lost, or refused the request, and no other
+                appeared in time.
+            ResourceExhaustedError: all replicas are full.
+            AbortedError: the request lost too many replicas.
+            BatonError: a replica answered with this error.
+        """
+        setbacks = Setbacks(request.spec)
+        for attempt in itertools.count():
+            num_tokens = progress.num_tokens
+            outputs = self._attempt(request, attempt, replica, progress, handoff)
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
+                return
+            except _REPLICA_ERRORS as error:
+                if isinstance(error, RequestMovedError) and error.handoff is not None:
+                    handoff.complete(error.handoff, replica)
+                setbacks.add(replica, error, was_running=progress.num_tokens > num_tokens)
+                replica = await self._next_replica(request, setbacks, progress, error)
+
+    async def _attempt(
+        self,
+        request: RoutedRequest,
+        attempt: int,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields one replica's outputs up to the request's last, or raises its error."""
+        with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
+            is_last = False
+            while not is_last:
+                if replica.is_leaving and self._may_move(request):
+                    stream.move()
+                output = await stream.read()
+                if output is None:
+                    continue
+                is_last = output.is_last
+                if own.first_output_at is None:
+                    own.take(output)
+                if is_last or (output.token_ids and not output.finish_reason):
+                    # Not on the end of one of several candidates, which may come before the load:
+                    # the token from prefill may have ended it.
+                    handoff.release()
+                progress.add(output)
+                try:
+                    yield output
+                finally:  # also if the caller closes the generator here
+                    if progress.has_ended(output.index) and not output.finish_reason:
+                        stream.finish(output.index)
+
+    def _may_move(self, request: RoutedRequest) -> bool:
+        """Whether a request should leave a replica that drains: if another one takes it, and it
+        loses no tokens thereby. Candidates that are compared have not sent theirs.
+        """
+        return not request.spec.params.is_ranked and self.pick(request) is not None
+
+    @contextmanager
+    def _stream(
+        self,
+        request: RoutedRequest,
+        attempt: int,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> Iterator[tuple[Attempt, DecodeStream]]:
+        """Starts a request on a replica; the context closes the stream."""
+        with replica.attempt(request.record) as own:
+            spec = request.spec.for_attempt(attempt, own.traceparent)
+            start = decode_pb2.StartDecode(
+                spec=spec_to_proto(spec),
+                namespace=request.namespace,
+                handoff=handoff.message,
+                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
+            )
+            progress.write_to(start)
+            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
+            with replica.reserve(num_blocks=missing_blocks):
+                stream = replica.connection.start(start)
+                replica.log_start(spec)
+                # After `start`, which fails if the worker was lost: a record of a lost worker
+                # would never be forgotten.
+                self._prefix_index.record(
+                    replica.replica_id, request.block_keys, replica.num_blocks
+                )
+                try:
+                    yield own, stream
+                finally:
+                    stream.close()
+
+    async def _next_replica(
+        self,
+        request: RoutedRequest,
+        setbacks: Setbacks,
+        progress: Progress,
+        error: BatonError,
+    ) -> DecodeReplica:
+        """Returns another replica for a request; waits for one if the request may.
+
+        Args:
+            request: the request.
+            setbacks: what went wrong with it.
+            progress: its tokens.
+            error: the last replica's error.
+
+        Raises:
+            UnavailableError: no replica took it in time.
+            ResourceExhaustedError: the same, as all were full.
+            BatonError: the last replica's error, if no other replica helps.
+        """
+        is_new = not progress.has_begun and not isinstance(error, ReplicaLostError)
+        timeout_s = self._queue_timeout_s if is_new else self._resume_timeout_s
+        is_full = setbacks.has_found_full(error)
+        may_wait = is_full or _may_wait(request.spec, error, progress)
+        replica = await self._wait(
+            request, setbacks.refused, timeout_s if may_wait else 0.0, is_new=is_new
+        )
+        if replica is not None:
+            return replica
+        if error.reason == Reason.NO_REPLICA_FITS:  # not a matter of load: no retry helps
+            raise FailedPreconditionError(error.message, reason=error.reason)
+        if isinstance(error, FailedPreconditionError) or not may_wait:
+            raise error
+        if is_new:
+            raise self._refusal(request) from error
+        raise UnavailableError(
+            f"the decode replica of request {request.spec.client_id} was lost or refused it, and "
+            f"no other continued it within {self._resume_timeout_s:g} s (--resume-timeout-s)",
+            RETRY_AFTER_S,
+            reason=Reason.NOT_RESUMED,
+        ) from error
+
+    async def _wait(
+        self, request: RoutedRequest, refused: frozenset[str], timeout_s: float, *, is_new: bool
+    ) -> DecodeReplica | None:
+        """Waits until a replica takes a request; returns None after the timeout. The request's own
+        deadline cancels the wait, so that the client learns of the right one of the two.
+        """
+        turn = Turn.of(request.spec, is_new=is_new)
+        with request.record.waiting():
+            return await self._fleet.waiting.wait(
+                lambda: self.pick(request, refused),
+                turn,
+                timeout_s,
+                lambda: ("decode", refused, self._need(request.spec)),
+            )
+
+    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
+        """The capacities in which a request fits, and whether it has a grammar. Of two requests
+        with the same needs and the same refusals, each can be placed where the other can.
+        """
+        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
+        return fitting, spec.params.structured_outputs is not None
+
+    def _refusal(self, request: RoutedRequest) -> BatonError:
+        """The error of a new request that has waited in vain."""
+        replicas = self._fleet.decode.candidates
+        bound = waited(self._queue_timeout_s)
+        if not replicas:
+            return none_ready(f"; {bound}")
+        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
+            return FailedPreconditionError(
+                f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
+            )
+        return ResourceExhaustedError(
+            f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
+        )
+
+
+def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
+    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
+
+
+def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:
+    """Whether a request may wait for another replica: one that has tokens should not fail only
+    because no replica is free. Several candidates may never fit any pool; such a request fails
+    at once.
+    """
+    if isinstance(error, UnavailableError):
+        return True
+    may_never_fit = isinstance(error, ResourceExhaustedError) and spec.params.num_candidates > 1
+    return progress.has_begun and not may_never_fit and not isinstance(error, InternalError)

@@ -1,0 +1,266 @@
+"""`Pipeline`: the life of a request in the router; docs/architecture.md describes all of it.
+
+validate, tokenize, block keys                          validation, request
+choose a decode replica; remote prefill or local?       policy, decode_stage
+the prompt and its first tokens from prefill            prefill_stage
+its KV to decode, block by block as it is saved         prefill_stage
+the other tokens from decode, resumed if lost           decode_stage
+tokens become text, up to a stop                        completion
+finish, cancel, deadline: every tier frees the request  here, as generators close
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from baton.common.errors import InvalidArgumentError
+from baton.common.request.request_spec import ReasoningMarks
+from baton.common.request.sampling_params import SamplingParams
+from baton.v1 import generation_pb2, request_pb2
+from router.config.router import RouterConfig
+from router.fleet.decode_replica import DecodeReplica
+from router.fleet.fleet import Fleet
+from router.fleet.policy import PrefixIndex, wants_remote_prefill
+from router.observe.request_log import RequestLog
+from router.observe.request_record import RequestRecord
+from router.requests.pace import Pace
+from router.requests.request import RoutedRequest, prepare_request
+from router.requests.tokenizer import MAX_INLINE_LENGTH, Tokenizer
+from router.requests.validation import prompts_of, validate_generate_request
+from router.stages.admission import Admission
+from router.stages.backlog import Backlog, Place
+from router.stages.completion import Completion
+from router.stages.decode_stage import DecodeStage
+from router.stages.held_handoff import HeldHandoff
+from router.stages.prefill_stage import PrefillStage
+from router.stages.progress import Progress
+from router.stages.prompts import run_together
+from router.tenants.tenant import Tenant, tenant_of_call
+
+__all__ = ["Pipeline"]
+
+_SEVERAL = "prompts"
+"""The field of a message with several prompts."""
+
+
+class Pipeline:
+    """Runs requests of one model from validation to the last message.
+
+    Args:
+        config: the router's.
+        marks: those of the model's reasoning part; None if they are not known.
+        tokenizer: the model's.
+        default_params: values of sampling parameters that a request leaves unset.
+        fleet: the replicas.
+        prefix_index: estimates the replicas' prefix caches.
+        admission: limits the number of running requests.
+        backlog: learns how long requests take.
+        pace: how long streams pause after each message.
+        log: keeps the requests' records.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        marks: ReasoningMarks | None,
+        tokenizer: Tokenizer,
+        default_params: Mapping[str, Any],
+        fleet: Fleet,
+        prefix_index: PrefixIndex,
+        admission: Admission,
+        backlog: Backlog,
+        pace: Pace,
+        log: RequestLog,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._default_params = default_params
+        self._marks = marks
+        self._fleet = fleet
+        self._admission = admission
+        self._backlog = backlog
+        self._pace = pace
+        self._log = log
+        self._prefill = PrefillStage(
+            fleet,
+            prefix_index,
+            queue_timeout_s=config.queue_timeout_s,
+            hedge_after_s=config.hedge_prefill_after_s,
+        )
+        self._decode = DecodeStage(
+            fleet,
+            prefix_index,
+            queue_timeout_s=config.queue_timeout_s,
+            resume_timeout_s=config.resume_timeout_s,
+        )
+
+    async def open(
+        self, message: generation_pb2.GenerateRequest, deadline: float, operation: str
+    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+        """Validates a message; returns its messages up to the one with usage and timings.
+
+        The caller closes the generator. While it handles one message, new tokens are merged
+        into the next.
+
+        Args:
+            message: the client's request, with a request id.
+            deadline: `time.monotonic()` at which the request must have ended.
+            operation: text_completion or chat, for the request's record.
+
+        Raises:
+            BatonError: one of those that `GenerationService` documents; also the generator.
+        """
+        params = await self._validated(message)
+        prompts = prompts_of(message)
+        tenant = tenant_of_call()
+        message.cache_salt = tenant.cache_salt(message.cache_salt)
+        message.priority = tenant.priority(message.priority)
+        if message.WhichOneof("prompt") != _SEVERAL:
+            return self._generate(
+                message, message.request_id, prompts[0], params, deadline, operation
+            )
+        most = min(self._admission.max_requests, tenant.max_requests)
+        if len(prompts) > most:
+            raise InvalidArgumentError(
+                f"prompts has {len(prompts)} entries; it must have at most {most}, the requests "
+                "that this router runs at once"
+            )
+        each = [
+            self._generate(
+                message, f"{message.request_id}-{i}", prompt, params, deadline, operation
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return _run_several(each, tenant)
+
+    async def _generate(
+        self,
+        message: generation_pb2.GenerateRequest,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        deadline: float,
+        operation: str,
+    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+        """Yields the messages of one prompt."""
+        tenant = tenant_of_call()
+        with (
+            self._admission.admit(request_id, tenant.name),
+            self._backlog.place(message.priority) as place,
+        ):
+            record = self._log.begin(request_id, self._fleet.model_name, operation)
+            record.tenant = tenant.name
+            with self._log.recording(record, deadline):
+                request = await self._prepare(message, prompt, params, deadline, record)
+                if (form := request.spec.params.structured_outputs) is not None:
+                    place.grammar = form.key
+                if message.WhichOneof("prompt") != _SEVERAL:  # else a part of a call would fail
+                    tenant.check_tokens()
+                completion = Completion(request.spec, self._tokenizer, record)
+                progress = Progress(request.spec.params)
+                async with aclosing(self._outputs(request, progress, place)) as outputs:
+                    async for output in outputs:
+                        for response in completion.add(output):
+                            if response.finish_reason:
+                                progress.end(response.index)
+                            sent_at = time.monotonic()
+                            try:
+                                yield response
+                            finally:
+                                record.send_wait_s += time.monotonic() - sent_at
+                        if completion.is_over:
+                            return
+
+    async def _prepare(
+        self,
+        message: generation_pb2.GenerateRequest,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        deadline: float,
+        record: RequestRecord,
+    ) -> RoutedRequest:
+        with record.waiting():
+            model, limits = await self._fleet.wait_for_model(
+                message.priority, deadline, self._config.queue_timeout_s
+            )
+        request = await prepare_request(
+            message, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
+        )
+        record.note_params(request.spec.params)
+        return request
+
+    async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
+        """Checks a message; a thread parses large schemas, which would delay other requests."""
+        arguments = message, self._default_params
+        if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
+            return validate_generate_request(*arguments)
+        return await asyncio.to_thread(validate_generate_request, *arguments)
+
+    async def _outputs(
+        self, request: RoutedRequest, progress: Progress, place: Place
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields the outputs of prefill, then those of decode."""
+        replica = await self._decode.find(request)
+        if request.record.waits:
+            spec = request.spec
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
+        tenant = tenant_of_call()
+        tenant.use_tokens(request.num_prompt_tokens)
+        request.record.mark_routed()
+        handoff = HeldHandoff()
+        try:
+            async with aclosing(
+                self._prefill_outputs(request, replica, progress, handoff)
+            ) as outputs:
+                async for output in outputs:
+                    if output.is_last:
+                        self._backlog.begin(place)
+                    yield output
+                    if output.is_last:
+                        return
+            async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
+                async for output in outputs:
+                    self._backlog.begin(place)
+                    yield output
+                    # Not before: a pause between prefill and decode would delay all other tokens.
+                    if self._pace.pause_s:
+                        await asyncio.sleep(self._pace.pause_s)
+        finally:
+            place.num_tokens = progress.num_tokens / request.spec.params.num_candidates
+            place.send_wait_s = request.record.send_wait_s
+            tenant.use_tokens(request.record.usage.completion_tokens)
+            handoff.release()
+            replica.connection.withdraw_prefetch(request.spec.request_id)
+
+    async def _prefill_outputs(
+        self,
+        request: RoutedRequest,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
+        overlap_blocks = self._decode.overlap_blocks(request, replica)
+        if not wants_remote_prefill(
+            request.num_prompt_tokens,
+            request.num_reused_tokens(overlap_blocks),
+            self._config.max_local_prefill_tokens,
+        ):
+            return
+        outputs = self._prefill.run(request, replica, progress, handoff)
+        with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+
+async def _run_several(
+    prompts: Sequence[AsyncGenerator[generation_pb2.GenerateStreamResponse, None]], tenant: Tenant
+) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+    """Yields the messages of the prompts of one call, each of which counts as a request."""
+    with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
+        async with aclosing(run_together(prompts)) as responses:
+            async for response in responses:
+                yield response
