@@ -16,8 +16,8 @@ import kernels
 
 __all__ = ["Rates", "kernel_threads", "measure_ceilings", "torch_threads"]
 
-_LEAST_REPEATS = 9
-_LEAST_SECONDS = 0.25
+_MIN_REPEATS = 9
+_MIN_SECONDS = 0.25
 _STREAMED_COLUMNS = 4096
 """Columns of the weight that the kernels read. The input row stays in the first-level cache."""
 _CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def _weight(num_rows: int, num_columns: int, dtype: torch.dtype) -> kernels.Weig
 def _best_seconds(call: Callable[[], object], device: str) -> float:
     """Returns the seconds of the fastest call. Calls are repeated to outlast disturbances."""
     times: list[float] = []
-    while len(times) < _LEAST_REPEATS or sum(times) < _LEAST_SECONDS:
+    while len(times) < _MIN_REPEATS or sum(times) < _MIN_SECONDS:
         started = time.perf_counter()
         call()
         if _kind(device) == "cuda":

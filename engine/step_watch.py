@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 __all__ = ["SLOW_FACTOR", "StepWatch"]
 
-_SHORTEST_S = 1.0
+_MIN_S = 1.0
 _FIRST_S = 10.0
 """For the first step of a size, which may compile kernels, capture a graph or record commands."""
 SLOW_FACTOR = 8
@@ -95,4 +95,4 @@ class StepWatch:
         longest_s = self._longest_s.get(num_tokens.bit_length())
         if longest_s is None:
             return max(_FIRST_S, SLOW_FACTOR * num_tokens * self._prompt_token_s)
-        return max(_SHORTEST_S, SLOW_FACTOR * longest_s)
+        return max(_MIN_S, SLOW_FACTOR * longest_s)

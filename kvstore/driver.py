@@ -20,7 +20,7 @@ __all__ = ["ConnectorDriver", "ContractError"]
 
 _NAMESPACE = b"driver".ljust(32)
 # Conditions may also depend on other engines and on the clock, and those wake nothing here.
-_LONGEST_WAIT_S = 0.02
+_MAX_WAIT_S = 0.02
 
 
 class ContractError(Exception):
@@ -132,7 +132,7 @@ class ConnectorDriver:
             remaining_s = give_up_at - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"{what} takes longer than {limit_s:g} s")
-            self.woken.wait(min(_LONGEST_WAIT_S, remaining_s))
+            self.woken.wait(min(_MAX_WAIT_S, remaining_s))
             self.woken.clear()
             self.step()
 

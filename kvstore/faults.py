@@ -53,7 +53,7 @@ FAULTS = ("corrupt", "truncate", "drop", "delay", "duplicate", "reorder", "fail_
 
 _OPTIONS = ("faults", "fault_seed", "fault_delay_s")
 _DEFAULT_DELAY_S = 0.1
-_LONGEST_DELAY_S = 60.0
+_MAX_DELAY_S = 60.0
 _MAX_COUNTED_DRAWS = 1 << 16
 
 
@@ -278,7 +278,7 @@ def take_fault_options(url: str) -> tuple[FaultPlan, str]:
     plan = FaultPlan(
         _probabilities(options.get("faults", "")),
         seed=_seed(options),
-        delay_s=_number(options, "fault_delay_s", _DEFAULT_DELAY_S, _LONGEST_DELAY_S),
+        delay_s=_number(options, "fault_delay_s", _DEFAULT_DELAY_S, _MAX_DELAY_S),
     )
     return plan, f"{base}?{rest}" if rest else base
 

@@ -20,7 +20,7 @@ __all__ = [
 HANDOFF_FORMAT_VERSION = 1
 
 # The wire field's limit, 49 days.
-_LONGEST_LEASE_MS = 2**32 - 1
+_MAX_LEASE_MS = 2**32 - 1
 
 # Schemes that reach the same objects in different ways.
 _SAME_CONNECTOR = {
@@ -97,7 +97,7 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         num_tokens=handoff.num_tokens,
         connector=handoff.connector,
         digest_scheme=handoff.digest_scheme,
-        lease_ms=min(handoff.lease_ms, _LONGEST_LEASE_MS),
+        lease_ms=min(handoff.lease_ms, _MAX_LEASE_MS),
         connector_params=handoff.connector_params,
     )
 

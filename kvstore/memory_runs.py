@@ -22,7 +22,7 @@ __all__ = ["copy_runs", "digest_runs"]
 _logger = logging.getLogger("baton.kvstore")
 
 # Below this, copying is faster than finding the addresses for the native library.
-_LEAST_NATIVE_BYTES = 4096
+_MIN_NATIVE_BYTES = 4096
 
 
 def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
@@ -45,7 +45,7 @@ def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
             raise ValueError(f"{num_bytes} bytes do not fit {there.nbytes}")
         if not (there.c_contiguous and source.c_contiguous):
             raise ValueError("bytes that are not contiguous")
-        if num_bytes >= _LEAST_NATIVE_BYTES:
+        if num_bytes >= _MIN_NATIVE_BYTES:
             long.append((there, source))
         elif num_bytes:
             there.cast("B")[:] = source.cast("B")
@@ -63,7 +63,7 @@ def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[b
     Returns:
         16 bytes for each run, in the canonical order.
     """
-    is_worth_it = len(runs) > 1 and any(run.nbytes >= _LEAST_NATIVE_BYTES for run in runs)
+    is_worth_it = len(runs) > 1 and any(run.nbytes >= _MIN_NATIVE_BYTES for run in runs)
     native = _native_runs() if is_worth_it else None
     if native is None:
         return [_digest(*pair) for pair in zip(prefixes, runs, strict=True)]

@@ -39,7 +39,7 @@ __all__ = [
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _FIELDS = "baton_fields"
-_MOST_CHARS = 2**16
+_MAX_CHARS = 2**16
 """Of a line that has not ended; earlier ones are dropped."""
 
 
@@ -130,7 +130,7 @@ class JsonStderr(io.TextIOBase):
         """Writes whole lines; of a line that is drawn several times, its last form."""
         with self._lock:
             *lines, rest = (self._rest + text).split("\n")
-            self._rest = rest.rpartition("\r")[2][-_MOST_CHARS:]
+            self._rest = rest.rpartition("\r")[2][-_MAX_CHARS:]
             for line in lines:
                 shown = line.rstrip("\r").rpartition("\r")[2]
                 if shown.strip():

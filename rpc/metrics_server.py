@@ -25,7 +25,7 @@ __all__ = ["serving_metrics"]
 
 _CLIENT_TIMEOUT_S = 10.0
 """A client that is silent for this long loses its connection, which frees its thread."""
-_LONGEST_CONNECTION_S = 30.0
+_MAX_CONNECTION_S = 30.0
 """A client loses its connection after this time, also one that sends a byte now and then."""
 
 _MAX_CONNECTIONS = 16
@@ -153,7 +153,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         # A socket of its own for the same connection: TLS takes the other one over.
         with request.dup() as connection:
             # It wakes the thread that waits for the client.
-            deadline = Timer(_LONGEST_CONNECTION_S, _shut_down, (connection,))
+            deadline = Timer(_MAX_CONNECTION_S, _shut_down, (connection,))
             deadline.daemon = True
             deadline.start()
             try:

@@ -24,7 +24,7 @@ from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer, Service, serve
 from rpc.worker import worker_server_config
 from worker.processes.run_folder import sharing_machine
-from worker.replica_set import MOST_REPLICAS, ReplicaSet, ReplicaSetServicer
+from worker.replica_set import MAX_REPLICAS, ReplicaSet, ReplicaSetServicer
 from worker.replicas import replicas_here, replicas_on_ray
 
 __all__ = ["ReplicaSetConfig", "StartingSet", "add_replica_args", "run_replicas"]
@@ -63,9 +63,9 @@ class ReplicaSetConfig:
             raise ConfigurationError(
                 f"--on {self.on} places the workers of a set; set --data-parallel-size, too"
             )
-        if size is not None and not 1 <= size <= MOST_REPLICAS:
+        if size is not None and not 1 <= size <= MAX_REPLICAS:
             raise ConfigurationError(
-                f"--data-parallel-size is {size}; it must be in [1, {MOST_REPLICAS}]"
+                f"--data-parallel-size is {size}; it must be in [1, {MAX_REPLICAS}]"
             )
 
 

@@ -12,9 +12,9 @@ from baton.common.errors import BatonError, InvalidArgumentError, UnavailableErr
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import Service
 
-__all__ = ["MOST_REPLICAS", "MakeReplica", "Replica", "ReplicaSet", "ReplicaSetServicer"]
+__all__ = ["MAX_REPLICAS", "MakeReplica", "Replica", "ReplicaSet", "ReplicaSetServicer"]
 
-MOST_REPLICAS = 256
+MAX_REPLICAS = 256
 
 _LOGGER = logging.getLogger("baton.worker")
 _DEFAULT_SCALE_TIMEOUT_MS = 600_000
@@ -228,9 +228,9 @@ class ReplicaSetServicer(replica_set_pb2_grpc.ReplicaSetServiceServicer):
     ) -> replica_set_pb2.ScaleResponse:
         """Starts or ends workers."""
         has_number, number = request.HasField("num_replicas"), request.num_replicas
-        if not has_number or number > MOST_REPLICAS:
+        if not has_number or number > MAX_REPLICAS:
             value = number if has_number else None
-            raise InvalidArgumentError.for_field("num_replicas", value, f"in [0, {MOST_REPLICAS}]")
+            raise InvalidArgumentError.for_field("num_replicas", value, f"in [0, {MAX_REPLICAS}]")
         is_set = request.HasField("timeout_ms")
         timeout_ms = request.timeout_ms if is_set else _DEFAULT_SCALE_TIMEOUT_MS
         _LOGGER.info("scaling num_replicas=%d", number)

@@ -8,11 +8,11 @@ from baton.cli.operator_calls import CALL_TIMEOUT_S, add_credential_args, operat
 from baton.common.errors import ConfigurationError, FailedPreconditionError
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from router.fleet.replica_set import replica_addresses
-from worker.replica_set import MOST_REPLICAS
+from worker.replica_set import MAX_REPLICAS
 
 __all__ = ["add_args", "main"]
 
-_LONGEST_TIMEOUT_S = 2**32 // 1000
+_MAX_TIMEOUT_S = 2**32 // 1000
 _EXIT_UNFINISHED = 1
 
 
@@ -48,13 +48,13 @@ def main(args: argparse.Namespace) -> int:
     Streams of workers that end move to others with their KV. The exit status is 1 if the timeout
     has passed.
     """
-    if not 0 <= args.data_parallel_size <= MOST_REPLICAS:
+    if not 0 <= args.data_parallel_size <= MAX_REPLICAS:
         raise ConfigurationError(
-            f"--data-parallel-size is {args.data_parallel_size}; it must be in [0, {MOST_REPLICAS}]"
+            f"--data-parallel-size is {args.data_parallel_size}; it must be in [0, {MAX_REPLICAS}]"
         )
-    if not 0 <= args.timeout_s < _LONGEST_TIMEOUT_S:
+    if not 0 <= args.timeout_s < _MAX_TIMEOUT_S:
         raise ConfigurationError(
-            f"--timeout-s is {args.timeout_s:g}; it must be in [0, {_LONGEST_TIMEOUT_S})"
+            f"--timeout-s is {args.timeout_s:g}; it must be in [0, {_MAX_TIMEOUT_S})"
         )
     response = _scale(args)
     for address in replica_addresses(args.target, response.addresses):

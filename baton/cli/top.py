@@ -21,7 +21,7 @@ from rpc.errors import from_rpc_error
 
 __all__ = ["add_args", "main"]
 
-_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.2, 3600.0
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.2, 3600.0
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 _COLORS = {Style.PLAIN: "", Style.HEAD: "\x1b[1m", Style.BAD: "\x1b[31m"}
@@ -48,10 +48,10 @@ def main(args: argparse.Namespace) -> int:
 
     Without a terminal, each look prints a table. A router that does not answer is asked again.
     """
-    if not _LEAST_INTERVAL_S <= args.interval <= _MOST_INTERVAL_S:
+    if not _MIN_INTERVAL_S <= args.interval <= _MAX_INTERVAL_S:
         raise ConfigurationError(
-            f"--interval is {args.interval}; it must be in [{_LEAST_INTERVAL_S}, "
-            f"{_MOST_INTERVAL_S:.0f}]"
+            f"--interval is {args.interval}; it must be in [{_MIN_INTERVAL_S}, "
+            f"{_MAX_INTERVAL_S:.0f}]"
         )
     with calling_router(args) as router:
         if args.once:

@@ -23,10 +23,10 @@ _STATES = {
     cluster_pb2.REPLICA_STATE_EJECTED: "EJECTED",
 }
 _TIER_CHARS, _STATE_CHARS = 8, 9
-_LEAST_ADDRESS_CHARS = 22
-_LEAST_WIDTH = 60
-_LEAST_ROWS = 4
-_MOST_ERRORS = 5
+_MIN_ADDRESS_CHARS = 22
+_MIN_WIDTH = 60
+_MIN_ROWS = 4
+_MAX_ERRORS = 5
 _UNITS = ("", "k", "M", "G", "T", "P")
 
 
@@ -168,10 +168,10 @@ def render(
     if now is not None:
         rates = _Rates(before, now)
         lines += _totals(rates)
-        errors = list(_errors(now.cluster.activity.errors, max(width, _LEAST_WIDTH)))
-        stores = list(_stores(now.cluster, max(width, _LEAST_WIDTH)))
+        errors = list(_errors(now.cluster.activity.errors, max(width, _MIN_WIDTH)))
+        stores = list(_stores(now.cluster, max(width, _MIN_WIDTH)))
         left = None if height is None else height - len(lines) - len(errors) - len(stores)
-        lines += _table(rates, max(width, _LEAST_WIDTH), left)
+        lines += _table(rates, max(width, _MIN_WIDTH), left)
         lines += stores
         lines += errors
     return [Line(line.text[:width].rstrip(), line.style) for line in lines[:height]]
@@ -230,7 +230,7 @@ def _times(times: cluster_pb2.RecentTimes) -> str:
 
 
 def _table(rates: _Rates, width: int, height: int | None) -> Iterator[Line]:
-    fixed_chars = _TIER_CHARS + _LEAST_ADDRESS_CHARS + _STATE_CHARS
+    fixed_chars = _TIER_CHARS + _MIN_ADDRESS_CHARS + _STATE_CHARS
     columns, used = [], fixed_chars
     for column in _COLUMNS:
         used += column.chars
@@ -244,7 +244,7 @@ def _table(rates: _Rates, width: int, height: int | None) -> Iterator[Line]:
     rows = list(_rows(rates, columns, address_chars))
     if not rows:
         yield Line("No replica has been found yet.")
-    room = len(rows) if height is None else max(height - 1, _LEAST_ROWS)
+    room = len(rows) if height is None else max(height - 1, _MIN_ROWS)
     if len(rows) > room:
         rows.sort(key=lambda row: row.style is not Style.BAD)
         num_hidden = len(rows) - room + 1
@@ -290,7 +290,7 @@ def _stores(cluster: cluster_pb2.GetClusterResponse, width: int) -> Iterator[Lin
     if problems:
         yield Line("")
         yield Line("KV stores", Style.HEAD)
-    for problem in problems[:_MOST_ERRORS]:
+    for problem in problems[:_MAX_ERRORS]:
         for text in wrap(_head(problem, 400), width):
             yield Line(text, Style.BAD)
 
@@ -303,7 +303,7 @@ def _errors(errors: Sequence[cluster_pb2.RecentError], width: int) -> Iterator[L
         return
     yield Line("")
     yield Line("recent errors", Style.HEAD)
-    for error in errors[:_MOST_ERRORS]:
+    for error in errors[:_MAX_ERRORS]:
         moment = datetime.fromtimestamp(error.time_s).astimezone()  # the terminal's time zone
         start = f"{moment:%H:%M:%S} {error.code} {end_of(error.request_id, 16)}: "
         yield Line(start + _head(error.message, max(width - len(start), 10)))

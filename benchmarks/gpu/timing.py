@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["Call", "synchronize", "time_busy", "time_calls"]
 
-_LEAST_SAMPLES = 8
+_MIN_SAMPLES = 8
 _MAX_SAMPLES = 200
 _EVENTS_AT_ONCE = 8
 _HEADSTART_SIZE = 8192
@@ -97,7 +97,7 @@ def _launch_ahead(
 def _device_samples(run: Call, num_calls: int, sample_s: float) -> list[float]:
     samples: list[float] = []
     ends_at = time.perf_counter() + sample_s
-    while len(samples) < _LEAST_SAMPLES or time.perf_counter() < ends_at:
+    while len(samples) < _MIN_SAMPLES or time.perf_counter() < ends_at:
         pairs = [(_event(), _event()) for _ in range(_EVENTS_AT_ONCE)]
         for start, end in pairs:
             start.record()

@@ -15,7 +15,7 @@ _COLUMNS = (
     *("what", "size", "ours us", "GB/s", "GFLOP/s", "limit us", "ours / limit"),
     *("torch us", "torch / ours"),
 )
-_LEAST_CREDIBLE_RATIO = 0.9
+_MIN_CREDIBLE_RATIO = 0.9
 """Least credible ratio of a median to its limit: ceilings vary by some percent."""
 
 
@@ -47,7 +47,7 @@ def _notes(outcomes: Sequence[Outcome], ceilings: Ceilings) -> Iterator[str]:
         yield f"Wrong results, not measured: {'; '.join(wrong)}."
     if any(
         outcome.kernel_s is not None
-        and outcome.kernel_s < _LEAST_CREDIBLE_RATIO * limit_s(outcome.cost, ceilings)
+        and outcome.kernel_s < _MIN_CREDIBLE_RATIO * limit_s(outcome.cost, ceilings)
         for outcome in outcomes
     ):
         yield (

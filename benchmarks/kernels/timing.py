@@ -15,8 +15,8 @@ from benchmarks.kernels.case import CPU, Call
 __all__ = ["Cycle", "last_level_cache_bytes", "make_sweep", "median_call_s", "plan_cycle"]
 
 _BATCH_SECONDS = 1e-3
-_LEAST_BATCHES = 9
-_LEAST_SECONDS = 0.2
+_MIN_BATCHES = 9
+_MIN_SECONDS = 0.2
 _WARM_UP_SECONDS = 0.03
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_BYTES = 32 << 20
@@ -92,8 +92,8 @@ def median_call_s(
     while time.perf_counter() < deadline:
         next(batches).run()
     times: list[float] = []
-    deadline = time.perf_counter() + _LEAST_SECONDS
-    while len(times) < _LEAST_BATCHES or time.perf_counter() < deadline:
+    deadline = time.perf_counter() + _MIN_SECONDS
+    while len(times) < _MIN_BATCHES or time.perf_counter() < deadline:
         if sweep is not None:
             sweep()
         batch = next(batches)

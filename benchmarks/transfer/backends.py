@@ -24,7 +24,7 @@ __all__ = ["Backend", "machine_backends", "named_backend"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder there is private
 _SPARE_SHARE = 8
 """A store may keep removed objects in one part in so many of its bound, for reuse."""
-_LEAST_BYTES = 256 << 20
+_MIN_BYTES = 256 << 20
 """Least bound of a store: it must hold what prompts leave there."""
 _TIMEOUT = "timeout_s=30"
 _REDIS_SERVER = "redis-server"
@@ -83,7 +83,7 @@ def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]
     Yields:
         The connectors, and why others cannot be measured.
     """
-    max_bytes = max(_LEAST_BYTES, (_SPARE_SHARE + 1) * most_bytes)
+    max_bytes = max(_MIN_BYTES, (_SPARE_SHARE + 1) * most_bytes)
     options = f"max_bytes={max_bytes}&{_TIMEOUT}"
     missing: list[str] = []
     with ExitStack() as opened:

@@ -16,9 +16,9 @@ __all__ = [
 ]
 
 Row = Mapping[str, Any]
-_LEAST_TO_MEMCPY = 0.7
-_LEAST_TO_RAW_CLIENT = 0.8
-_LEAST_HIDDEN = 0.9
+_MIN_TO_MEMCPY = 0.7
+_MIN_TO_RAW_CLIENT = 0.8
+_MIN_HIDDEN = 0.9
 _BESIDE_MEMCPY = ("shm", "nixl")
 _BESIDE_CLIENT = ("redis",)
 
@@ -160,7 +160,7 @@ def judge_prompts(rows: Sequence[Row]) -> list[dict[str, Any]]:
         hidden = row["hidden"]
         if hidden["transfer_ms"] < hidden["prefill_ms"]:
             what = f"{row['backend']}, {row['prompt_tokens']} tokens: hidden share"
-            judged.append(_aim(what, _LEAST_HIDDEN, hidden["hidden_share"]))
+            judged.append(_aim(what, _MIN_HIDDEN, hidden["hidden_share"]))
     return judged
 
 
@@ -172,10 +172,10 @@ def _aims_of_move(row: Row) -> Iterator[dict[str, Any]]:
     for direction in ("load",) if row["lends"] else ("save", "load"):
         what = f"{name}, {row['shape']}, {row['num_blocks']} blocks: {direction}"
         if name in _BESIDE_MEMCPY:
-            yield _aim(f"{what} / memcpy", _LEAST_TO_MEMCPY, row[f"{direction}_to_memcpy"])
+            yield _aim(f"{what} / memcpy", _MIN_TO_MEMCPY, row[f"{direction}_to_memcpy"])
         if name in _BESIDE_CLIENT:
             ratio = row[f"{direction}_to_raw_{direction}"]
-            yield _aim(f"{what} / raw client", _LEAST_TO_RAW_CLIENT, ratio)
+            yield _aim(f"{what} / raw client", _MIN_TO_RAW_CLIENT, ratio)
 
 
 def _aim(what: str, at_least: float, measured: float) -> dict[str, Any]:

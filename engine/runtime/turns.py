@@ -29,11 +29,11 @@ from baton.common.errors import ConfigurationError
 
 __all__ = ["Turns"]
 
-_LONGEST_TURN_S = 10.0
+_MAX_TURN_S = 10.0
 """Longer than any step for interactive use. If an engine's steps take longer anyway, the others
 wait this long for each of them and then compute beside it."""
 
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0002, 0.001
+_MIN_SLEEP_S, _MAX_SLEEP_S = 0.0002, 0.001
 _SLEEPS_PER_WAIT = 32
 """`flock` has no timeout, so an engine that waits for `turn` polls it after sleeping for this
 fraction of the time that it has waited. A turn thus begins a few percent late at most, and
@@ -58,7 +58,7 @@ class Turns:
         ConfigurationError: the lock files cannot be created there.
     """
 
-    def __init__(self, folder: str | None, longest_turn_s: float = _LONGEST_TURN_S) -> None:
+    def __init__(self, folder: str | None, longest_turn_s: float = _MAX_TURN_S) -> None:
         self._longest_turn_s = longest_turn_s
         self._files = () if folder is None else _open_files(Path(folder))
         self._seen_stamp: bytes | None = None
@@ -114,7 +114,7 @@ class Turns:
         if not self._wait_for_lock(next_file, turn, _NEXT_SLEEP_S, _NEXT_SLEEP_S):
             return False
         try:
-            return self._wait_for_lock(turn, turn, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S)
+            return self._wait_for_lock(turn, turn, _MIN_SLEEP_S, _MAX_SLEEP_S)
         finally:
             fcntl.flock(next_file, fcntl.LOCK_UN)
 

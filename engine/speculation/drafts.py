@@ -30,11 +30,11 @@ _FORGETTING_STEPS = 16  # without drafts, of a sequence that cannot decode
 _MAX_STEPS_WITHOUT = 8  # in which a sequence waits for a guess before it decodes
 # The most extra time of these steps together, as a share of a step that decodes.
 _WAITING_SHARE = 0.4
-_SHORTEST_S = 1e-9
+_MIN_S = 1e-9
 _FIRST_CHECKED = 2.0  # a new sequence's rate counts as if so many of its guesses had been checked
-_FIRST_SHARE, _LEAST_SHARE = 0.75, 0.5  # of right guesses: a new engine's, and the least assumed
+_FIRST_SHARE, _MIN_SHARE = 0.75, 0.5  # of right guesses: a new engine's, and the least assumed
 _SHARE_RATE = 0.01  # weight of a guess in the engine's share of right guesses
-_LEAST_GAIN = 1.05  # expected, as estimates are uncertain
+_MIN_GAIN = 1.05  # expected, as estimates are uncertain
 _TIME_RATE = 0.1  # weight of a step in the mean time
 _TRYING_RATE = 0.001  # by which steps without drafts bring the time of those with drafts nearer
 _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps without
@@ -201,7 +201,7 @@ class Drafts:
             return False  # the draft model was not asked
         state, most = self._state_of(sequence), float(_MAX_STEPS_WITHOUT)
         if self._decoding_s is not None and self._drafting_s is not None:
-            lost_s = max(self._drafting_s - self._decoding_s, _SHORTEST_S)
+            lost_s = max(self._drafting_s - self._decoding_s, _MIN_S)
             most = min(most, _WAITING_SHARE * self._decoding_s / lost_s)
         return state.num_steps_without <= most and self._plan(state).num_drafts > 0
 
@@ -226,7 +226,7 @@ class Drafts:
         share = self._right_share + _SHARE_RATE * (
             min(num_right, num_checked) - num_checked * self._right_share
         )
-        self._right_share = min(max(share, _LEAST_SHARE), _FIRST_SHARE)
+        self._right_share = min(max(share, _MIN_SHARE), _FIRST_SHARE)
         self._metrics.drafted(num_drafts, num_right)
 
     def sequence_ended(self, sequence: Sequence) -> None:
@@ -281,7 +281,7 @@ class Drafts:
             # If it was measured long ago it may seem longer, which it cannot be.
             decoding_s = min(times) + tokens_s
         decoded_s = decoding_s / self._num_decoded  # per token
-        best, best_s = 0, decoded_s / _LEAST_GAIN
+        best, best_s = 0, decoded_s / _MIN_GAIN
         right, chance, num_drawn = state.num_right / state.num_checked, 1.0, 1.0
         for num_drafts in range(1, self._most + 1):
             chance *= right

@@ -14,7 +14,7 @@ from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
 
 _COUNTS = (1, 7, NUM_BLOCKS)
-_LONGEST_NAP_S = 10.0
+_MAX_NAP_S = 10.0
 
 
 def _blocks(count: int, seed: int) -> list[int]:
@@ -144,7 +144,7 @@ def _wait_for_news(engine: TinyEngine, is_over: Callable[[], bool]) -> None:
     """Steps only when woken, like an engine without requests to compute."""
     engine.step()
     while not is_over():
-        assert engine.woken.wait(_LONGEST_NAP_S), "the engine was not woken for a result"
+        assert engine.woken.wait(_MAX_NAP_S), "the engine was not woken for a result"
         engine.woken.clear()
         engine.step()
 

@@ -12,14 +12,14 @@ __all__ = ["IoThreads", "patience_s"]
 
 # The threads hang if no call ends for this many times the longest time of a call, or this long.
 _PATIENCE = 4
-_LEAST_PATIENCE_S = 1.0
+_MIN_PATIENCE_S = 1.0
 
 _logger = logging.getLogger("baton.kvstore")
 
 
 def patience_s(timeout_s: float) -> float:
     """Returns after which time without an end threads hang whose calls take at most `timeout_s`."""
-    return max(_PATIENCE * timeout_s, _LEAST_PATIENCE_S)
+    return max(_PATIENCE * timeout_s, _MIN_PATIENCE_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,8 +51,8 @@ __all__ = ["BlockMover", "copier_for"]
 _NUM_IO_THREADS = 2
 # In place: enough pieces for the threads to end together, and large ones to keep calls few.
 _PIECES_OF_JOB = 4
-_LEAST_PIECE_BYTES = 4 << 20
-_MOST_PIECE_BYTES = 12 << 20
+_MIN_PIECE_BYTES = 4 << 20
+_MAX_PIECE_BYTES = 12 << 20
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -279,7 +279,7 @@ class BlockMover:
         """Returns the objects per piece of the rest of a job, or of one layer slice of it."""
         object_bytes = self._slicing.object_layout.block_bytes
         job_bytes = (len(job.job.keys) - job.next_object) * object_bytes // num_slices
-        piece_bytes = max(_LEAST_PIECE_BYTES, min(job_bytes // _PIECES_OF_JOB, _MOST_PIECE_BYTES))
+        piece_bytes = max(_MIN_PIECE_BYTES, min(job_bytes // _PIECES_OF_JOB, _MAX_PIECE_BYTES))
         return max(1, piece_bytes // object_bytes)
 
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:

@@ -18,13 +18,13 @@ __all__ = ["Segment", "StagingBuffers", "slots_per_segment", "staging_bytes"]
 # counted, because the size of an object's payload is often a power of two.
 _SEGMENT_BYTES = 4 << 20
 # Each slot is some objects of Python, which tiny blocks would multiply at every start.
-_MOST_SLOTS = 256
+_MAX_SLOTS = 256
 _NUM_SEGMENTS = 8
 
 
 def slots_per_segment(layout: KvLayout) -> int:
     """Returns how many objects fit a segment; an object larger than one has one to itself."""
-    return min(_MOST_SLOTS, max(1, _SEGMENT_BYTES // layout.block_bytes))
+    return min(_MAX_SLOTS, max(1, _SEGMENT_BYTES // layout.block_bytes))
 
 
 def staging_bytes(layout: KvLayout) -> int:

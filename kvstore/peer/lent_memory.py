@@ -44,8 +44,8 @@ LentFrame = tuple[bytes, memoryview]
 # A prompt that waits for decode needs a slot for each object of its tail. Without one it hands over
 # its full blocks, and decode computes the tail.
 _TAIL_BYTES = 512 << 20
-_LEAST_TAILS = 16
-_MOST_TAILS = 1024
+_MIN_TAILS = 16
+_MAX_TAILS = 1024
 
 
 class TailSlots:
@@ -63,7 +63,7 @@ class TailSlots:
 
     def __init__(self, layout: KvLayout, num_objects: int, objects_per_tail: int = 1) -> None:
         num_tails = _TAIL_BYTES // (layout.block_bytes * objects_per_tail)
-        num_tails = min(max(_LEAST_TAILS, num_tails), _MOST_TAILS)
+        num_tails = min(max(_MIN_TAILS, num_tails), _MAX_TAILS)
         num_slots = min(num_objects, num_tails * objects_per_tail)
         self.segment = Segment(layout, pinned=False, num_slots=num_slots)
         self._free = deque(reversed(range(num_slots)))

@@ -130,7 +130,7 @@ _MAX_RANGES = 16_384
 # A call for so many blocks takes some 2 ms. For the next ones a thread asks while others read.
 _MAX_BLOCKS = 512
 # Share of a piece's time that an open read must last: with less, a sound load could fail.
-_LEAST_SHARE = 3 / 4
+_MIN_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class OpenReads:
 
 
 def _lasts(read: OpenRead, request: BlockRequest) -> bool:
-    return read.remaining_s >= _LEAST_SHARE * min(request.remaining_s, read.granted_s)
+    return read.remaining_s >= _MIN_SHARE * min(request.remaining_s, read.granted_s)
 
 
 def _open(peer: Peer, request: BlockRequest, num_neighbours: int) -> OpenRead:

@@ -45,7 +45,7 @@ from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 __all__ = ["DataPlane", "GrpcPlane", "PeerBackend", "PullPlane"]
 
 # To connect takes up to some tenths of a second, however short the timeout of a fetch is.
-_LEAST_CONNECT_S = 2.0
+_MIN_CONNECT_S = 2.0
 # Ids of peers that cannot be read, 32 bytes each; with more, the oldest are tried again.
 _MAX_UNREADABLE = 4096
 
@@ -119,7 +119,7 @@ class PullPlane(DataPlane):
 
     def _meet(self, peer: Peer, request: BlockRequest) -> None:
         """Finds out whether the transport can read the peer's memory, in one thread at a time."""
-        timeout_s = max(request.timeout_s, _LEAST_CONNECT_S)
+        timeout_s = max(request.timeout_s, _MIN_CONNECT_S)
         if not peer.meeting.acquire(timeout=timeout_s):
             raise StoreUnavailableError(f"{peer.address.endpoint}: to connect took too long")
         try:

@@ -21,7 +21,7 @@ __all__ = ["Renewals"]
 # Most loads start at once and need no renewal; a request that waits longer than this does.
 _FIRST_AFTER_S = 1.0
 # Shortest time between renewals, whatever lease a handoff names.
-_SHORTEST_PERIOD_S = 0.01
+_MIN_PERIOD_S = 0.01
 # Each peer that does not answer takes a thread; beyond this number, other peers wait.
 _MAX_CALLS = 32
 
@@ -140,7 +140,7 @@ class Renewals:
                 times = []
                 for lease_id, kept, address, lease in self._waiting():
                     if lease.renew_at <= now:
-                        lease.renew_at = now + max(kept.lease_s / 3, _SHORTEST_PERIOD_S)
+                        lease.renew_at = now + max(kept.lease_s / 3, _MIN_PERIOD_S)
                         due.setdefault(address, []).append(lease_id)
                     times.append(lease.renew_at)
                 if due:

@@ -31,7 +31,7 @@ __all__ = [
     "PeerServicer",
 ]
 
-_LONGEST_CALL_S = 90.0
+_MAX_CALL_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class PeerServicer:
     def _open_for(self, context: Any) -> Lending:
         """Returns the lent memory, for a call with a deadline that is not too far away."""
         remaining_s = context.time_remaining()
-        if remaining_s is None or remaining_s > _LONGEST_CALL_S:
-            message = f"a call needs a deadline of at most {_LONGEST_CALL_S:g} s"
+        if remaining_s is None or remaining_s > _MAX_CALL_S:
+            message = f"a call needs a deadline of at most {_MAX_CALL_S:g} s"
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
         if self._lending is None:
             _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is starting")

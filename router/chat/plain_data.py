@@ -8,7 +8,7 @@ from baton.common.request.json_text import MAX_JSON_DEPTH
 
 __all__ = ["plain_copy"]
 
-_MOST_PATH_CHARS = 200
+_MAX_PATH_CHARS = 200
 
 _Path = tuple["_Path | None", str | int]
 """A place in the data: the place around it, and the key or index there. Its text is made for an
@@ -72,7 +72,7 @@ def _error(path: _Path, reason: str) -> InvalidArgumentError:
     place: _Path | None = path
     while place is not None:
         place, key = place
-        keys.append(f"[{key}]" if isinstance(key, int) else f".{key[:_MOST_PATH_CHARS]}")
-    name = "".join(reversed(keys)).removeprefix(".")[:_MOST_PATH_CHARS]
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{key[:_MAX_PATH_CHARS]}")
+    name = "".join(reversed(keys)).removeprefix(".")[:_MAX_PATH_CHARS]
     # A client's key may have surrogates itself.
     return InvalidArgumentError(f"{name.encode(errors='replace').decode()} {reason}")

@@ -32,7 +32,7 @@ MAX_PROMPT_CHARS = 4 << 20
 """The most characters of a rendered prompt. It is far above what a model takes, and bounds what a
 template writes that repeats its input.
 """
-_MOST_ERROR_CHARS = 500
+_MAX_ERROR_CHARS = 500
 _RESERVED = (
     "messages",
     "tools",
@@ -246,7 +246,7 @@ def _line_of(error: Exception) -> int:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_ERROR_CHARS else f"{text[:_MOST_ERROR_CHARS]}..."
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
 
 
 def _joined(pieces: Iterator[str]) -> str:

@@ -12,7 +12,7 @@ _LOGGER = logging.getLogger("baton.router")
 _MAX_FAILURES = 3
 """One request may fail on every replica; after three in a row the replica is probably broken."""
 _FIRST_COOLDOWN_S = 1.0
-_LONGEST_COOLDOWN_S = 30.0
+_MAX_COOLDOWN_S = 30.0
 _SLOW_START_S = 10.0
 _NUM_STEPS = 10
 """The weight grows in steps, so that replicas which started together have equal weights."""
@@ -88,7 +88,7 @@ class Breaker:
                 )
                 self._open(_FIRST_COOLDOWN_S)
         elif call > self._since:
-            self._open(min(2 * self._cooldown_s, _LONGEST_COOLDOWN_S))
+            self._open(min(2 * self._cooldown_s, _MAX_COOLDOWN_S))
 
     def _open(self, cooldown_s: float) -> None:
         self._cooldown_s = cooldown_s

@@ -9,8 +9,8 @@ __all__ = ["Silence"]
 
 _INTERVAL_S = 0.25
 """Workers send a report at least this often (`WatchLoad`)."""
-_SHORTEST_S = 1.25
-_LONGEST_S = 10.0
+_MIN_S = 1.25
+_MAX_S = 10.0
 _LATENESS_FACTOR = 4
 _DECAY = 0.98
 """Per report; lateness is forgotten by half in about nine seconds."""
@@ -32,8 +32,8 @@ class Silence:
     def limit_s(self) -> float:
         """The longest silence that is allowed now. A worker's first report may take longer."""
         if not self._has_reported:
-            return _LONGEST_S
-        return min(_SHORTEST_S + _LATENESS_FACTOR * self._lateness_s, _LONGEST_S)
+            return _MAX_S
+        return min(_MIN_S + _LATENESS_FACTOR * self._lateness_s, _MAX_S)
 
     def report(self, now: float) -> None:
         """Notes a report."""

@@ -39,16 +39,16 @@ __all__ = [
 
 _LOGGER = logging.getLogger("baton.http")
 
-_MOST_ENTRIES = 1024
+_MAX_ENTRIES = 1024
 _Element = TypeVar("_Element")
 
 
 def _refuse_many(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > _MOST_ENTRIES:
+    if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
         raise PydanticCustomError(
             "too_many_fields",
             "Object has {length} fields; at most {most} are allowed",
-            {"length": len(value), "most": _MOST_ENTRIES},
+            {"length": len(value), "most": _MAX_ENTRIES},
         )
     return value
 

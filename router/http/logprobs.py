@@ -9,7 +9,7 @@ from router.http.token_texts import TokenTexts
 
 __all__ = ["LegacyLogprobs", "chat_logprobs", "num_logprob_bytes", "prompt_logprobs"]
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; as in vLLM."""
 _LOGPROB_BYTES = 128
 """About how many bytes of an answer the log-probabilities of a token take, for each one."""
@@ -61,7 +61,7 @@ class LegacyLogprobs:
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             text = self._written(token_id)
             tokens.append(text)
-            own.append(None if entry is None else max(entry.logprob, _LEAST))
+            own.append(None if entry is None else max(entry.logprob, _MIN_LOGPROB))
             top.append(None if entry is None else self._top(text, entry))
             offsets.append(self._place(token_id, prompt))
         return {
@@ -92,10 +92,10 @@ class LegacyLogprobs:
 
     def _top(self, text: str, entry: common_pb2.TokenLogprobs) -> dict[str, float]:
         top = {
-            self._written(token_id): max(logprob, _LEAST)
+            self._written(token_id): max(logprob, _MIN_LOGPROB)
             for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
         }
-        top.setdefault(text, max(entry.logprob, _LEAST))
+        top.setdefault(text, max(entry.logprob, _MIN_LOGPROB))
         return top
 
     def _written(self, token_id: int) -> str:
@@ -114,7 +114,7 @@ def chat_logprobs(
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": f"token_id:{token_id}" if as_ids else texts.text(token_id),
-            "logprob": max(logprob, _LEAST),
+            "logprob": max(logprob, _MIN_LOGPROB),
             "bytes": list(texts.bytes_of(token_id)),
         }
 
@@ -149,7 +149,7 @@ def _by_token(
     entries += [(other, logprob, rank) for rank, (other, logprob) in enumerate(pairs, start=1)]
     return {
         str(each): {
-            "logprob": max(logprob, _LEAST),
+            "logprob": max(logprob, _MIN_LOGPROB),
             "rank": rank,
             "decoded_token": texts.text(each),
         }

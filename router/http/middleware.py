@@ -35,9 +35,9 @@ _ID_HEADERS = (b"x-request-id", b"request-id")
 _QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 _OPEN_PATHS = _QUIET_PATHS
 """Paths without a client. `/metrics` asks for a credential of its own."""
-_MOST_BODIES = 16
+_MAX_BODIES = 16
 """How many bodies of the largest size may arrive, or wait to be parsed, at once."""
-_MOST_BODIES_OF_TENANT = 4
+_MAX_BODIES_OF_TENANT = 4
 """The same of one client, if there are several."""
 _LARGE_BODY_BYTES = 64 * 1024
 _CLOSE = {"Connection": "close"}
@@ -190,8 +190,8 @@ class RequestMiddleware:
         own = self._arriving_bytes[client] if client else 0
         largest = self._max_request_bytes
         return (
-            own > _MOST_BODIES_OF_TENANT * largest
-            or self._arriving_bytes.total() > _MOST_BODIES * largest
+            own > _MAX_BODIES_OF_TENANT * largest
+            or self._arriving_bytes.total() > _MAX_BODIES * largest
         )
 
     def _too_large(self) -> Problem:

@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger("baton.http")
 _BACKLOG = 2048
 _MAX_ENDED = 64
 """The most silent connections that are ended at once to make room."""
-_LEAST_GRACE_S = 0.05
+_MIN_GRACE_S = 0.05
 _END_TIMEOUT_S = 2.0
 _TICKS_PER_SWEEP = 10  # of 0.1 s
 
@@ -117,7 +117,7 @@ class HttpServer:
         task, self._task = self._task, None
         self.begin_drain()
         # With 0, uvicorn would not even wait for connections that it closes itself.
-        grace_s = max(grace_s, _LEAST_GRACE_S)
+        grace_s = max(grace_s, _MIN_GRACE_S)
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await task

@@ -21,7 +21,7 @@ _SPAN_PARAMS = (
     *("frequency_penalty", "presence_penalty"),
 )
 """Parameters with an attribute `gen_ai.request.NAME`."""
-_LEAST_WAIT_S = 1e-3
+_MIN_WAIT_S = 1e-3
 """Shorter waits are part of the choice of a replica."""
 
 
@@ -129,7 +129,7 @@ class RequestRecord:
             yield
         finally:
             ended_at = time.monotonic()
-            if ended_at - started_at >= _LEAST_WAIT_S:
+            if ended_at - started_at >= _MIN_WAIT_S:
                 self.waits.append((started_at, ended_at))
 
     @property

@@ -5,7 +5,7 @@ import asyncio
 __all__ = ["Pace"]
 
 _INTERVAL_S = 0.01
-_LEAST_PAUSE_S = 0.005
+_MIN_PAUSE_S = 0.005
 """Timers of a loop that is not busy are late by less."""
 _MAX_LATE_S = 0.1
 _PAUSE_PER_LATENESS = 4
@@ -35,4 +35,4 @@ class Pace:
             due = loop.time() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
             late_s = min(loop.time() - due, _MAX_LATE_S)
-            self.pause_s = _PAUSE_PER_LATENESS * late_s if late_s > _LEAST_PAUSE_S else 0.0
+            self.pause_s = _PAUSE_PER_LATENESS * late_s if late_s > _MIN_PAUSE_S else 0.0

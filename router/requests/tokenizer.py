@@ -19,7 +19,7 @@ MAX_INLINE_LENGTH = 4096
 which would delay other requests.
 """
 
-_MOST_IDS_AT_ONCE = 4096  # decoded in less than a millisecond
+_MAX_IDS_AT_ONCE = 4096  # decoded in less than a millisecond
 
 
 class Tokenizer:
@@ -86,7 +86,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have no text."""
-        if len(token_ids) <= _MOST_IDS_AT_ONCE:
+        if len(token_ids) <= _MAX_IDS_AT_ONCE:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:  # releases the GIL, which does not pay for few ids
             (text,) = self._backend.decode_batch(

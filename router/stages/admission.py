@@ -13,7 +13,7 @@ __all__ = ["Admission", "Turns"]
 _RUNNING_AT_ONCE = 2
 """Few threads, as those that tokenize prompts come from the same pool: 5 on a machine of one core.
 """
-_MOST_TOKENIZING = 256
+_MAX_TOKENIZING = 256
 _RETRY_AFTER_S = 1.0
 
 
@@ -71,7 +71,7 @@ class Admission:
     def __init__(self, max_requests: int | None = None) -> None:
         self.read_num_seats: Callable[[], int] = int
         self.rendering = Turns("a chat template", max_requests or MAX_WAITING)
-        self.tokenizing = Turns("the tokenizer", _MOST_TOKENIZING)
+        self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
         self._running: set[tuple[str, str]] = set()
 

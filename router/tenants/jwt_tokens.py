@@ -17,7 +17,7 @@ __all__ = ["JwtVerifier"]
 
 _LEEWAY_S = 10
 """By how much the clocks of two machines may differ."""
-_LEAST_RSA_BITS = 2048
+_MIN_RSA_BITS = 2048
 _ALGORITHMS = {("RSA", ""): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA"}
 """The only algorithm of a key, by its type and curve."""
 _CONTENTS_ERRORS = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
@@ -118,6 +118,6 @@ def _key(where: str, entry: Any) -> _Key | None:
         key = jwt.PyJWK(entry, algorithm)
     except _CONTENTS_ERRORS:
         raise ConfigurationError(f"{where}: is not a valid key of {algorithm}") from None
-    if algorithm == "RS256" and key.key.key_size < _LEAST_RSA_BITS:
-        raise ConfigurationError(f"{where}: has fewer than {_LEAST_RSA_BITS} bits")
+    if algorithm == "RS256" and key.key.key_size < _MIN_RSA_BITS:
+        raise ConfigurationError(f"{where}: has fewer than {_MIN_RSA_BITS} bits")
     return _Key(key, algorithm)

@@ -19,7 +19,7 @@ FLAG_TENANT = "default"
 _SCHEME = "bearer "
 _MAX_CREDENTIAL_CHARS = 8192
 _CHECK_INTERVAL_S = 0.25
-_MOST_TENANTS = 10_000
+_MAX_TENANTS = 10_000
 """Tenants that nothing counts against are forgotten beyond this number."""
 
 
@@ -62,7 +62,7 @@ class Tenants:
                 tenant_claim=config.jwt_tenant_claim,
             )
         self._tenants: dict[str, Tenant] = {}
-        self._most_tenants = _MOST_TENANTS
+        self._most_tenants = _MAX_TENANTS
 
     def find(self, credentials: Iterable[str]) -> Tenant:
         """Returns the tenant of the first valid credential.
@@ -125,7 +125,7 @@ class Tenants:
         if len(self._tenants) >= self._most_tenants:
             used = {name: one for name, one in self._tenants.items() if not one.is_unused}
             self._tenants = used
-            self._most_tenants = max(_MOST_TENANTS, 2 * len(used))
+            self._most_tenants = max(_MAX_TENANTS, 2 * len(used))
 
 
 _UNLIMITED = TenantPolicy(name="unlimited")

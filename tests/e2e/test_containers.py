@@ -26,7 +26,7 @@ RANK_FAULT_S = 6.0
 FAULT_S = 10.0
 # No stream waits for the end of a fault. The aim is 4 s, to which other tests on the same cores may
 # add; see docs/status.md.
-LONGEST_GAP_S = FAULT_S
+MAX_GAP_S = FAULT_S
 
 
 @dataclass
@@ -269,7 +269,7 @@ async def test_streams_outlive_what_happens_to_their_containers(
     assert len(load.outcomes) > 100
     assert not [one for one in load.outcomes if one.is_wrong]
     assert not [one for one in load.outcomes if one.refusal]
-    assert max(one.gap_s for one in load.outcomes) < LONGEST_GAP_S
+    assert max(one.gap_s for one in load.outcomes) < MAX_GAP_S
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ TINY = {
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(ceilings, "_SIZES", {"cpu": ceilings._Sizes(1 << 20, 64)})
-    monkeypatch.setattr(ceilings, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_MIN_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_LEAST_BATCHES", 1)
+    monkeypatch.setattr(timing, "_MIN_BATCHES", 1)
     monkeypatch.setattr(timing, "_MAX_COPIES", 3)
     monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setitem(RANDOM_MODELS, "tiny", ("Llama", TINY))

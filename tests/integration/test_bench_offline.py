@@ -30,7 +30,7 @@ ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-over
 @pytest.fixture(autouse=True)
 def _quick_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "_SIZES", {"cpu": ceilings._Sizes(1 << 20, 64)})
-    monkeypatch.setattr(ceilings, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "_MIN_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

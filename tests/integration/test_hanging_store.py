@@ -67,7 +67,7 @@ def store(tmp_path: Path) -> HangingStore:
 
 @pytest.fixture
 def rig(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorRig]:
-    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
     rig = ConnectorRig(store, layout=LAYOUT, pool=torch.randn(NUM_SEGMENTS, *LAYOUT.block_shape))
     yield rig
     store.is_open.set()
@@ -110,7 +110,7 @@ def test_loads_that_wait_for_a_thread_fail_until_a_call_ends(
 def test_a_save_that_waits_for_a_thread_keeps_its_blocks_until_they_are_copied(
     store: HangingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
     rig = ConnectorRig(store, HeldCopier)
     copies = rig.worker._mover.copier.copies
     rig.start(saves=save_jobs(0, 3))

@@ -20,7 +20,7 @@ from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
-PIECE = mover._LEAST_PIECE_BYTES // LAYOUT.block_bytes  # 16 blocks
+PIECE = mover._MIN_PIECE_BYTES // LAYOUT.block_bytes  # 16 blocks
 NUM_BLOCKS = 3 * PIECE + 3
 SLOT_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
@@ -230,7 +230,7 @@ def test_a_read_that_hangs_keeps_its_job_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_threads, "_PATIENCE", 0)
-    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
     rig = make_rig(memory_store)
     rig.save(range(8))
     held = HeldReads(memory_store, monkeypatch)
@@ -273,7 +273,7 @@ def test_a_read_that_ends_after_the_others_were_dropped_wakes_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_threads, "_PATIENCE", 0)
-    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
     rig, wakes = make_rig(memory_store), threading.Semaphore(0)
     rig.save(range(NUM_BLOCKS))
     held = HeldReads(memory_store, monkeypatch)

@@ -98,7 +98,7 @@ def test_a_client_that_sends_nothing_is_disconnected(monkeypatch, capsys):
 @pytest.mark.parametrize("has_tls", [False, True])
 def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(monkeypatch, tmp_path, has_tls):
     monkeypatch.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("rpc.metrics_server._LONGEST_CONNECTION_S", 0.3)
+    monkeypatch.setattr("rpc.metrics_server._MAX_CONNECTION_S", 0.3)
     authority = Authority()
     files = write_files(tmp_path, authority.issue(), authority.certificate) if has_tls else None
     config = _config("--metrics-port", "0")

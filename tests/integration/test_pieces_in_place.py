@@ -16,7 +16,7 @@ from tests.support.connector_rig import ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
 BLOCK_BYTES = 256 << 10
-LEAST, MOST = 16, 48  # blocks of a piece: 4 MiB and 12 MiB
+MIN_BLOCKS, MAX_BLOCKS = 16, 48  # blocks of a piece: 4 MiB and 12 MiB
 PIECES = 4  # pieces of a job, within these bounds
 
 
@@ -36,13 +36,13 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("num_left", "expected"),
     [
-        (1, LEAST),
-        (PIECES * LEAST, LEAST),
-        (PIECES * (LEAST + 1) - 1, LEAST),
-        (PIECES * (LEAST + 1), LEAST + 1),
-        (PIECES * MOST - 1, MOST - 1),
-        (PIECES * MOST, MOST),
-        (20 * MOST, MOST),
+        (1, MIN_BLOCKS),
+        (PIECES * MIN_BLOCKS, MIN_BLOCKS),
+        (PIECES * (MIN_BLOCKS + 1) - 1, MIN_BLOCKS),
+        (PIECES * (MIN_BLOCKS + 1), MIN_BLOCKS + 1),
+        (PIECES * MAX_BLOCKS - 1, MAX_BLOCKS - 1),
+        (PIECES * MAX_BLOCKS, MAX_BLOCKS),
+        (20 * MAX_BLOCKS, MAX_BLOCKS),
     ],
 )
 def test_a_piece_is_a_quarter_of_a_jobs_remaining_blocks_within_bounds(
@@ -57,7 +57,7 @@ def test_a_piece_is_a_quarter_of_a_jobs_remaining_blocks_within_bounds(
 
 
 def test_pieces_larger_than_a_segment_are_copied(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = PIECES * (LEAST + 4)
+    count = PIECES * (MIN_BLOCKS + 4)
     rig = make_rig(url, num_blocks=count)
     num_read: list[int] = []
     read = rig.store.get_into
@@ -72,5 +72,5 @@ def test_pieces_larger_than_a_segment_are_copied(url: str, monkeypatch: pytest.M
     rig.pool.zero_()
     assert rig.load(range(count)) == LoadResult(1, count)
     assert torch.equal(rig.pool, before)
-    assert num_read == [LEAST + 4] * PIECES
+    assert num_read == [MIN_BLOCKS + 4] * PIECES
     rig.worker.close()

@@ -370,7 +370,7 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path):
 async def test_calls_of_the_tokenizer_have_a_limit_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("router.stages.admission._MOST_TOKENIZING", 1)
+    monkeypatch.setattr("router.stages.admission._MAX_TOKENIZING", 1)
     async with closed_router(tmp_path) as api:
         turns = api.router.service._admission.tokenizing
         async with turns.turn(), turns.turn():

@@ -114,7 +114,7 @@ def test_without_room_the_weights_are_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = load(tmp_path / "..")
-    monkeypatch.setattr(shared_weights, "_MOST_OF_FREE", 2**60)
+    monkeypatch.setattr(shared_weights, "_MAX_FREE_FRACTION", 2**60)
     folder = tmp_path / "full"
     folder.mkdir()
     check_equal(load(folder), shared)

@@ -25,7 +25,7 @@ MakeRig = Callable[..., ConnectorRig]
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Makes rigs on one store, with pieces of few objects, in segments and in place."""
     monkeypatch.setattr(staging, "_SEGMENT_BYTES", 2000)
-    monkeypatch.setattr(mover, "_LEAST_PIECE_BYTES", 2000)
+    monkeypatch.setattr(mover, "_MIN_PIECE_BYTES", 2000)
     rigs: list[ConnectorRig] = []
 
     def make(

@@ -79,7 +79,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="baton-test-"))
         self.clock = Clock()
         self.patches = ExitStack()
-        shares = (("_LEAST_AHEAD_BYTES", 0), ("_AHEAD_MARGIN", 2), ("_SPARE_SHARE", 2))
+        shares = (("_MIN_AHEAD_BYTES", 0), ("_AHEAD_MARGIN", 2), ("_SPARE_SHARE", 2))
         for name, value in (("time", self.clock), *shares):
             self.patches.enter_context(mock.patch.object(arena_space, name, value))
         self.fills = (bytes([number % 251 + 1]) for number in count())

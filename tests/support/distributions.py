@@ -6,8 +6,8 @@ __all__ = ["assert_follows", "filtered_probabilities"]
 
 # A draw that follows its probabilities fails once in a million tests. Seeds are fixed, so a test
 # that passes once passes always.
-_LEAST_TAIL = 1e-6
-_LEAST_EXPECTED = 5  # fewer expected counts are summed: chi-square is an approximation
+_MIN_TAIL = 1e-6
+_MIN_EXPECTED = 5  # fewer expected counts are summed: chi-square is an approximation
 
 
 def filtered_probabilities(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -32,11 +32,11 @@ def assert_follows(counts, probabilities):
     """Checks counts against `[vocab]` probabilities by chi-square; probability 0 must not occur."""
     expected = probabilities.double() * counts.sum()
     assert counts[expected == 0].sum() == 0
-    likely = expected >= _LEAST_EXPECTED
+    likely = expected >= _MIN_EXPECTED
     rest = (counts[~likely].sum(), expected[~likely].sum())
     observed_all = torch.cat([counts[likely], rest[0][None]]).double()
     expected_all = torch.cat([expected[likely], rest[1][None]]).clamp(min=1e-9)
-    if rest[1] < _LEAST_EXPECTED:
+    if rest[1] < _MIN_EXPECTED:
         assert rest[0] < 40
         observed_all, expected_all = observed_all[:-1], expected_all[:-1]
     if len(expected_all) == 1:
@@ -44,4 +44,4 @@ def assert_follows(counts, probabilities):
     statistic = float(((observed_all - expected_all) ** 2 / expected_all).sum())
     degrees = torch.tensor((len(expected_all) - 1) / 2, dtype=torch.float64)
     tail = torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64))
-    assert tail > _LEAST_TAIL, f"chi-square {statistic:.1f} of {len(expected_all) - 1} degrees"
+    assert tail > _MIN_TAIL, f"chi-square {statistic:.1f} of {len(expected_all) - 1} degrees"

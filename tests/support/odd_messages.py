@@ -14,7 +14,7 @@ _TEXTS = ("", " ", "Hi", "a", "\x00", "é😀", "{", '{"type":"object"}', "x" * 
 _INTEGERS = (0, 1, 2, 3, 5, 8, 64, 65, 999, 1000, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 _FLOATS = (0.0, 0.5, 1.0, 2.0, -1.0, 1e300, -1e300, 5e-324, float("nan"), float("inf"))
 _KINDS = FieldDescriptor
-_MOST_DEPTH = 4
+_MAX_DEPTH = 4
 
 
 def odd_message(rng: random.Random, kind: type[Message]) -> Message:
@@ -86,11 +86,11 @@ def _set(rng: random.Random, message: Message, field: FieldDescriptor, depth: in
         for _ in range(rng.choice((0, 1, 2, 5, 20))):
             if field.message_type is None:
                 values.append(_scalar(rng, field))
-            elif depth < _MOST_DEPTH:
+            elif depth < _MAX_DEPTH:
                 _fill(rng, values.add(), depth + 1)
     elif field.message_type is None:
         setattr(message, field.name, _scalar(rng, field))
-    elif depth < _MOST_DEPTH:
+    elif depth < _MAX_DEPTH:
         part = getattr(message, field.name)
         part.SetInParent()
         _fill(rng, part, depth + 1)

@@ -127,8 +127,8 @@ def embedded_store() -> Iterator[str]:
 
     The store lies in shared memory, or in a temporary folder if shared memory has too little left.
     """
-    from kvstore.stores.shm.store import LEAST_FREE_BYTES  # here, as it imports numpy
+    from kvstore.stores.shm.store import MIN_FREE_BYTES  # here, as it imports numpy
 
-    with run_folder(LEAST_FREE_BYTES) as folder:
+    with run_folder(MIN_FREE_BYTES) as folder:
         is_shared = folder.parent == SHARED_MEMORY
         yield f"shm://{folder.name.removeprefix('baton-')}" if is_shared else folder.as_uri()

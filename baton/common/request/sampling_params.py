@@ -190,7 +190,7 @@ class SamplingParams:
         self._check_types()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name, most in _MOST_ENTRIES.items():
+        for name, most in _MAX_ENTRIES.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _entries(name, value, most))
@@ -332,7 +332,7 @@ _SWITCHES = (
     *("include_stop_str_in_output", "ignore_eos", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
-_MOST_ENTRIES = {
+_MAX_ENTRIES = {
     "stop": MAX_STOPS,
     "stop_token_ids": MAX_STOPS,
     "bad_words": _MAX_BAD_WORDS,

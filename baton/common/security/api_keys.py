@@ -9,7 +9,7 @@ from baton.common.errors import ConfigurationError
 __all__ = ["hash_of_key", "key_entry", "new_key"]
 
 _PREFIX = "sk-baton-"
-_LEAST_KEY_CHARS = 8
+_MIN_KEY_CHARS = 8
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -42,8 +42,8 @@ def key_entry(text: str, where: str, *, takes_keys: bool) -> str:
             "prints them"
         )
     is_printable = text.isascii() and text.isprintable() and " " not in text
-    if len(text) < _LEAST_KEY_CHARS or not is_printable:
+    if len(text) < _MIN_KEY_CHARS or not is_printable:
         raise ConfigurationError(
-            f"{where} must have keys of {_LEAST_KEY_CHARS} printable ASCII characters or more"
+            f"{where} must have keys of {_MIN_KEY_CHARS} printable ASCII characters or more"
         )
     return hash_of_key(text)

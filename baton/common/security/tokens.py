@@ -11,7 +11,7 @@ from baton.common.security.watched_files import WatchedFiles
 
 __all__ = ["bearer", "carries_token", "checked_token", "watched_tokens"]
 
-_LEAST_CHARS = 16
+_MIN_CHARS = 16
 
 
 def bearer(token: str) -> str:
@@ -67,8 +67,8 @@ def checked_token(token: str, where: str) -> str:
     Raises:
         ConfigurationError: it is too short, or has other characters than a header may have.
     """
-    if len(token) < _LEAST_CHARS or not (token.isascii() and token.isprintable()):
+    if len(token) < _MIN_CHARS or not (token.isascii() and token.isprintable()):
         raise ConfigurationError(
-            f"{where}: a token needs {_LEAST_CHARS} printable ASCII characters or more"
+            f"{where}: a token needs {_MIN_CHARS} printable ASCII characters or more"
         )
     return token

@@ -21,7 +21,7 @@ __all__ = ["RowRules", "RuledRows"]
 _PADDING = -1
 _WORD_BITS = 32
 _NO_PENALTIES = (1.0, 0.0, 0.0)  # a row of `RuleTable.penalties`
-_LEAST_WIDTH = 8  # of the table's lists, so that they seldom grow
+_MIN_WIDTH = 8  # of the table's lists, so that they seldom grow
 _NO_RULES = LogitRules(num_prompt=0)
 
 
@@ -279,7 +279,7 @@ def _widened(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 def _rounded_up(size: int) -> int:
     """Returns a power of two of at least `size`; 0 for 0."""
-    return max(_LEAST_WIDTH, 1 << (size - 1).bit_length()) if size else 0
+    return max(_MIN_WIDTH, 1 << (size - 1).bit_length()) if size else 0
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -31,8 +31,8 @@ __all__ = ["share_weights"]
 
 _ALIGNMENT = 64
 _DIGEST_BYTES = 16
-_LONGEST_WAIT_S = 600.0
-_MOST_OF_FREE = 2
+_MAX_WAIT_S = 600.0
+_MAX_FREE_FRACTION = 2
 """The file takes at most the free bytes of its file system divided by this."""
 
 _logger = logging.getLogger("baton.engine")
@@ -125,7 +125,7 @@ def _locked(path: Path) -> Iterator[None]:
         StoreUnavailableError: the lock cannot be made, or was not free for too long.
     """
     with os_errors_as_unavailable():
-        lock = FileLock(path.with_suffix(".lock"), _LONGEST_WAIT_S)
+        lock = FileLock(path.with_suffix(".lock"), _MAX_WAIT_S)
     with closing(lock), ExitStack() as held:
         try:
             held.enter_context(lock.locked(deadline_s=0))
@@ -201,7 +201,7 @@ def _new_pages(draft: Path, num_bytes: int) -> mmap.mmap:
     """
     draft.unlink(missing_ok=True)  # of a process that was killed
     status = os.statvfs(draft.parent)
-    if num_bytes * _MOST_OF_FREE > status.f_bavail * status.f_frsize:
+    if num_bytes * _MAX_FREE_FRACTION > status.f_bavail * status.f_frsize:
         raise OSError(f"{draft.parent} has too little room for {num_bytes >> 20} MiB")
     with open(draft, "w+b", opener=_open_private) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)

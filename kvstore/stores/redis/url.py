@@ -36,7 +36,7 @@ _REFUSED_OPTIONS = {
     "ssl_cert_reqs": "certificates are always checked; ca_file names the authority of your own",
 }
 _DEFAULT_PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
-_DEFAULT_CONNECTIONS, _MOST_CONNECTIONS = 16, 1024
+_DEFAULT_CONNECTIONS, _MAX_CONNECTIONS = 16, 1024
 _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d+))?", re.ASCII)
 
 
@@ -166,6 +166,6 @@ def _given(parts: StoreUrl, names: Mapping[str, str]) -> dict[str, str]:
 
 def _max_connections(parts: StoreUrl) -> int:
     text = parts.options.get("max_connections", str(_DEFAULT_CONNECTIONS))
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_CONNECTIONS:
-        raise parts.error(f"max_connections is {text!r}; it must be 1 to {_MOST_CONNECTIONS}")
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_CONNECTIONS:
+        raise parts.error(f"max_connections is {text!r}; it must be 1 to {_MAX_CONNECTIONS}")
     return int(text)

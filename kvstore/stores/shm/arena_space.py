@@ -30,7 +30,7 @@ _SPARE_SHARE = 8  # spare memory is at most one part in so many of the bound
 # Longest time from finding an object to the end of its copy, unless the reader is stopped.
 _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # returned to the system by one call, which others wait for
-_LEAST_AHEAD_BYTES = 512 << 10  # for less, waking a thread does not pay
+_MIN_AHEAD_BYTES = 512 << 10  # for less, waking a thread does not pay
 _AHEAD_MARGIN = 8
 _TABLE_BYTES = 2 * mmap.PAGESIZE  # the next extent's cells may span two pages
 
@@ -129,7 +129,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         processes put several times as much meanwhile.
         """
         num_bytes, header = sum(map(whole_pages, sizes)), self._header
-        if num_bytes < _LEAST_AHEAD_BYTES:
+        if num_bytes < _MIN_AHEAD_BYTES:
             return []
         if header.spare_bytes + 2 * num_bytes > self._max_spare_bytes:
             return []

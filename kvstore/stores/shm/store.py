@@ -15,9 +15,9 @@ from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, bound_in_memory
 
-__all__ = ["LEAST_FREE_BYTES", "ShmStore"]
+__all__ = ["MIN_FREE_BYTES", "ShmStore"]
 
-LEAST_FREE_BYTES = 16 << 20
+MIN_FREE_BYTES = 16 << 20
 """What /dev/shm must have left for a new store whose URL names no `max_bytes`: it takes half."""
 
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
@@ -145,10 +145,10 @@ def _open_arena(folder: Path, limits: StoreLimits, counters: StoreCounters) -> A
 
 def _check_free_memory() -> None:
     free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
-    if free_bytes < LEAST_FREE_BYTES:
+    if free_bytes < MIN_FREE_BYTES:
         raise StoreUnavailableError(
             f"{_SHARED_MEMORY} has {free_bytes / 2**20:.1f} MiB left, and a store without "
-            f"max_bytes needs {LEAST_FREE_BYTES / 2**20:.0f} MiB. Start the container with a "
+            f"max_bytes needs {MIN_FREE_BYTES / 2**20:.0f} MiB. Start the container with a "
             "larger --shm-size (Docker's default is 64m), add max_bytes=SIZE to the URL, or use "
             "another connector, such as file:///path or grpc://"
         )

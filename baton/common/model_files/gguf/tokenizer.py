@@ -19,7 +19,7 @@ __all__ = ["build_tokenizer", "tokenizer_config_json"]
 _KEYS = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPACE = "\u2581"
-_MOST_PIECE_CHARS = 1024
+_MAX_PIECE_CHARS = 1024
 """The longest piece of SentencePiece's kind; the cost of its merges grows as its length squared."""
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
@@ -191,10 +191,10 @@ def _sentencepiece_bpe(header: GgufHeader, vocabulary: dict[str, int]) -> tokeni
         if kind not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     }
     longest = max(pieces, key=len, default="")
-    if len(longest) > _MOST_PIECE_CHARS:
+    if len(longest) > _MAX_PIECE_CHARS:
         raise header.refuse(
             f"{_KEYS}tokens has {longest[:20]!r}... of {len(longest)} characters; "
-            f"a token must have at most {_MOST_PIECE_CHARS}"
+            f"a token must have at most {_MAX_PIECE_CHARS}"
         )
     model = models.BPE(
         vocabulary,
