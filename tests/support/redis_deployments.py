@@ -80,7 +80,7 @@ def ask(server: RedisServer, *command: Any) -> Any:
 
 def acl_rules(who: str) -> list[str]:
     """Returns the rules of the ACL that docs/connectors.md lists for workers or for another."""
-    (rules,) = re.findall(rf"^- {who}[^:\n]*: `(.*?)`", _DOCS.read_text(), re.MULTILINE)
+    (rules,) = re.findall(rf"^- {who}[^:\n]*: `([^`]*)`", _DOCS.read_text(), re.MULTILINE)
     return str(rules).split()
 
 
