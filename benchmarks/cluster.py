@@ -1,7 +1,6 @@
 """Clusters of real server processes for benchmarks, started as `baton serve` starts them."""
 
 import asyncio
-import socket
 import time
 import urllib.request
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +20,7 @@ from rpc.metrics_config import MetricsConfig
 from worker.processes.run_folder import embedded_store, sharing_machine
 from worker.processes.supervisor import SupervisedProcess
 
-__all__ = ["Answer", "ServedCluster", "free_ports", "running_cluster", "served_cluster"]
+__all__ = ["Answer", "ServedCluster", "running_cluster", "served_cluster"]
 
 _METRICS_TIMEOUT_S = 10.0
 
@@ -140,15 +139,6 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
             yield plan
         finally:
             await stop_in_order(processes)
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different TCP ports that no process of this machine listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def _read_text(url: str) -> str:

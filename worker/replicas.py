@@ -21,7 +21,7 @@ from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from worker.process_spec import worker_spec
 from worker.processes.output import log_writer
-from worker.processes.ports import bound_ports, local_address
+from worker.processes.ports import free_port, local_address
 from worker.processes.ray_nodes import RayNodes, RemoteProcess
 from worker.processes.restarts import RestartPolicy
 from worker.processes.spawn import ProcessSpec
@@ -30,7 +30,6 @@ from worker.replica_set import MakeReplica, Replica
 
 __all__ = [
     "RemoteReplica",
-    "free_port",
     "remote_replica_spec",
     "replica_spec",
     "replicas_here",
@@ -111,17 +110,6 @@ def replicas_on_ray(
 
 def _restart_policy(server: ServerConfig) -> RestartPolicy:
     return RestartPolicy(stop_grace_s=server.drain_timeout_s + _STOP_GRACE_S)
-
-
-def free_port(host: str, taken: Collection[str]) -> int:
-    """Returns a free port of this host.
-
-    Args:
-        host: the address to listen on.
-        taken: `:port` of each port to leave out: a worker may not have bound its own yet.
-    """
-    ports = bound_ports([(host, 0, "--port")] * (len(taken) + 1))  # one of them is not taken
-    return next(port for port in ports if f":{port}" not in taken)
 
 
 def replica_spec(

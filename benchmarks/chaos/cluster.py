@@ -13,12 +13,12 @@ from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, Server, plan_cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from benchmarks.chaos.events import Event
-from benchmarks.cluster import free_ports
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.channels import open_channel
 from rpc.metrics_config import MetricsConfig
 from rpc.probe import wait_until_serving
+from worker.processes.ports import free_port
 from worker.processes.restarts import RestartPolicy
 from worker.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
 from worker.processes.spawn import ProcessSpec
@@ -156,7 +156,7 @@ async def running_chaos_cluster(
         if engine.kv_connector == "shm://":
             engine = replace(engine, kv_connector=stack.enter_context(embedded_store()))
         if engine.kv_connector == "redis://":
-            (port,) = free_ports(1)
+            port = free_port("127.0.0.1")
             engine = replace(engine, kv_connector=f"redis://127.0.0.1:{port}/0")
             spec = ProcessSpec("redis", "benchmarks.chaos.redis_process", (str(port), str(folder)))
             processes["redis"] = SupervisedProcess(spec, write, _RESTARTS)

@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from baton.common.errors import ConfigurationError
-from benchmarks.cluster import free_ports
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 from kvstore.url import MULTI_SCHEME, scheme_of
+from worker.processes.ports import free_port
 
 __all__ = ["Backend", "machine_backends", "named_backend"]
 
@@ -139,7 +139,7 @@ def _running_redis(executable: str) -> Iterator[str]:
     Raises:
         RuntimeError: the server does not start.
     """
-    (port,) = free_ports(1)
+    port = free_port("127.0.0.1")
     command = [executable, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     process = subprocess.Popen(
         [*command, "--appendonly", "no", "--loglevel", "warning"], stdout=subprocess.DEVNULL

@@ -196,8 +196,9 @@ class GrammarCompiler:
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
         """Compiles with each choice of backend in turn until one has neither run out of time
-        nor of memory; together they have the time of one grammar. If all have, it compiles
-        without the schemas that are hints, at first without the large ones.
+        nor of memory; together they have the time of one grammar. If all have, or if one refuses
+        a grammar with schemas that are hints, it compiles without these, at first without the
+        large ones.
         """
         vocabulary = self._loaded_vocabulary()
         field = outputs.client_field
@@ -205,7 +206,8 @@ class GrammarCompiler:
         problem = ""
         tries: list[tuple[str, int | None, float]]
         tries = [(choice, None, timeout_s) for choice in self._choices]
-        if any(part.is_hint for part in outputs.parts):
+        has_hints = any(part.is_hint for part in outputs.parts)
+        if has_hints:
             sizes = (_LARGE_HINT_CHARS, 0)
             tries += [(self._choices[0], num_chars, timeout_s / 4) for num_chars in sizes]
         for choice, max_hint_chars, limit_s in tries:
@@ -215,6 +217,10 @@ class GrammarCompiler:
                 problem = f"took more than {self._limits.timeout_s:g} s to compile"
             except JobLostError:
                 problem = "needs too much memory, or nests too deeply, to compile"
+            except InvalidArgumentError:
+                if not has_hints or max_hint_chars == 0:
+                    raise
+                problem = "is too complex"  # perhaps for its hints
             else:
                 grammar = self._loaded_backend(report["backend"], vocabulary).load(data)
                 return Constraint(grammar, vocabulary, field, marks_of(outputs, vocabulary))

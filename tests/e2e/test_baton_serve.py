@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.probe import wait_until_serving
 from tests.support.certificates import Authority, write_files
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.ports import reserved_port
 from worker.processes.run_folder import SHARED_MEMORY
 
 BATON = Path(sys.executable).with_name("baton")
@@ -251,8 +251,7 @@ def turns_folder_of_workers(served: Served) -> Path:
 @pytest.mark.slow
 async def test_a_cluster_serves_while_its_output_is_not_read(unread_pipe):
     path = tiny_checkpoint("llama")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     flags = ("--model", str(path), "--dtype", "float32", "--prefill", "0", "--log-level", "info")
     grpc_only = ("--port", "none", "--grpc-port", str(port))
     async with running_serve(*flags, *grpc_only, output=unread_pipe) as served:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import time
 import urllib.error
 import urllib.parse
@@ -21,6 +20,7 @@ from engine.metrics.export import VLLM_METRICS
 from kvstore.guard.metrics import METRICS as TRANSFERS
 from router.observe.metrics import METRICS as ROUTER
 from rpc.process_metrics import METRICS as PROCESS
+from tests.support.ports import reserved_port
 from tests.support.serve_process import ServedCluster, read_until, running, running_serve
 
 pytestmark = [
@@ -73,11 +73,6 @@ def config_of(cluster: ServedCluster) -> dict[str, Any]:
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return bound.getsockname()[1]
-
-
 def generate(cluster: ServedCluster, number: int) -> None:
     body = {
         "prompt": f"Request {number % 4}: return a list of items that are numbers " * 3,
@@ -108,7 +103,7 @@ def wait_for_scrapes(scraped: Scraped, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory) -> Iterator[Scraped]:
-    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    folder, port = tmp_path_factory.mktemp("prometheus"), reserved_port()
     with running_serve("--max-local-prefill-tokens", 0) as cluster:
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(config_of(cluster)))

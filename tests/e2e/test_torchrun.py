@@ -13,9 +13,9 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.common.request.sampling_params import SamplingParams
-from benchmarks.cluster import free_ports
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import REPOSITORY, WORKER_CALL, ServerProcess
+from tests.support.ports import reserved_ports
 from tests.support.two_hosts import other_host, why_unavailable
 
 pytestmark = [
@@ -78,7 +78,7 @@ def torchrun(
 async def test_streams_outlive_a_rank_on_another_host(tmp_path: Path) -> None:
     model, prompt = tiny_checkpoint("llama"), prompt_of(40)
     expected = reference_greedy(model, prompt, NUM_TOKENS)
-    rendezvous, port = free_ports(2)
+    rendezvous, port = reserved_ports(2)
     with other_host() as (here, namespace), ExitStack() as started:
         there = here.removesuffix("1") + "2"
         flags = (f"--model={model}", f"--port={port}")

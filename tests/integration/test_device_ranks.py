@@ -141,7 +141,7 @@ def test_a_stage_that_does_not_compute_ends_the_engine(
     threads: RankThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = threading.Event()
-    with closing(_core(1, 3, step_timeout_s=0.5)) as core:
+    with closing(_core(1, 3, step_timeout_s=2.0)) as core:
         run_all(core, all_kinds()[:1])
         monkeypatch.setattr(threads.others[0], "receive_hidden", lambda hidden: wakes.wait())
         with pytest.raises(RanksLostError, match="not answered in time"):

@@ -230,7 +230,7 @@ def test_a_read_that_hangs_keeps_its_job_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_threads, "_PATIENCE", 0)
-    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.5)
     rig = make_rig(memory_store)
     rig.save(range(8))
     held = HeldReads(memory_store, monkeypatch)
@@ -273,7 +273,7 @@ def test_a_read_that_ends_after_the_others_were_dropped_wakes_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_threads, "_PATIENCE", 0)
-    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(io_threads, "_MIN_PATIENCE_S", 0.5)
     rig, wakes = make_rig(memory_store), threading.Semaphore(0)
     rig.save(range(NUM_BLOCKS))
     held = HeldReads(memory_store, monkeypatch)

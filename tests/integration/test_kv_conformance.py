@@ -15,8 +15,9 @@ from tests.support.conformance_suite import (
     run_failing_suites,
     run_suite,
 )
+from tests.support.ports import reserved_port
 from tests.support.redis_deployments import make_certificate, running_cluster, running_sentinels
-from tests.support.redis_server import free_port, running_redis_server
+from tests.support.redis_server import running_redis_server
 
 _REPOSITORY = Path(__file__).parents[2]
 _FAILING_TESTS = {
@@ -61,7 +62,7 @@ def _redis(folder):
 
 @contextmanager
 def _redis_with_tls_and_password(folder):
-    certificate, port = make_certificate(folder), free_port()
+    certificate, port = make_certificate(folder), reserved_port()
     with running_redis_server(*certificate.server_arguments(port), "--requirepass", "p@ss"):
         yield f"rediss://:p%40ss@127.0.0.1:{port}/3?ca_file={certificate.path}"
 

@@ -14,8 +14,8 @@ from rpc.metrics_config import MetricsConfig
 from rpc.probe import check_health
 from rpc.server_config import ServerConfig, join_host_port
 from tests.support.fake_workers import FakeDecode, running_workers
+from tests.support.ports import reserved_port
 from tests.support.running_router import running_router
-from worker.processes.ports import bound_ports
 
 LOOPBACKS = ["127.0.0.1", "::1"]
 
@@ -61,7 +61,7 @@ async def serves_grpc(host: str, port: int) -> bool:
     ],
 )
 async def test_all_servers_answer_at_the_same_addresses(host, expected):
-    (metrics_port,) = bound_ports([(host, 0, "--metrics-port")])
+    metrics_port = reserved_port()
     servers = {
         "grpc": ServerConfig(host=host),
         "http": HttpConfig(host=host),

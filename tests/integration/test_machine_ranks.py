@@ -15,7 +15,6 @@ from torch.distributed import TCPStore
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from benchmarks.cluster import free_ports
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime.ranks import hosts
@@ -23,6 +22,7 @@ from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import place_of
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.ports import reserved_port
 from tests.support.rank_engines import wait_until_ended
 from tests.support.rank_hosts import NUM_TOKENS, TOKEN, first_rank, other_rank, requests
 from tests.support.real_engines import run_all, tokens_of
@@ -43,7 +43,7 @@ def two_machines(
     "here" and "there".
     """
     path = tiny_checkpoint("llama_four_layers")
-    (port,) = free_ports(1)
+    port = reserved_port()
     flags = {**SIZES, **flags}
     with (
         other_rank(path, port, namespace, **flags) as command,
@@ -134,7 +134,7 @@ def test_a_frozen_rank_ends_with_its_command() -> None:
 def test_a_rank_that_does_not_start_ends_its_command(
     node_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (port,) = free_ports(1)
+    port = reserved_port()
     config = EngineConfig(
         model="m", **SIZES, nnodes=2, node_rank=node_rank, master_port=port, device="cpu"
     )

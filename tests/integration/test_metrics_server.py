@@ -85,12 +85,11 @@ def test_metrics_are_served_at_a_free_port_and_no_longer_once_closed(caplog):
 
 
 def test_a_client_that_sends_nothing_is_disconnected(monkeypatch, capsys):
-    monkeypatch.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 0.1)
-    with (
-        _open(_config("--metrics-port", "0"), CollectorRegistry()) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=10) as client,
-    ):
-        assert client.recv(1) == b""
+    with _open(_config("--metrics-port", "0"), CollectorRegistry()) as port:
+        with monkeypatch.context() as patient:
+            patient.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 0.1)
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                assert client.recv(1) == b""
         assert _read(port) == ""
     assert capsys.readouterr().err == ""
 

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvstore.peer.service import PeerServicer
 from kvstore.peer.transport import TransferError
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
+from tests.support.ports import reserved_port
 
 MakeRig = Callable[..., PeerRig]
 WAYS = ("grpc", "pull", "unreadable")
@@ -390,21 +392,19 @@ def test_blocks_of_a_lost_lease_are_missing_without_a_call(make_rig: MakeRig) ->
 
 
 def test_a_restarted_peer_at_the_same_address_is_another_generation(make_rig: MakeRig) -> None:
-    first, decode = make_rig(), make_rig()
-    first.publish([1, 2])
-    old = first.handoff(2)
-    assert decode.load(old, [4, 5]).num_blocks == 2
-    port = first.worker.address.endpoint.rpartition(":")[2]
-    first.worker.close()
-    second = PeerRig(f"grpc://127.0.0.1:{port}", pool=random_pool(64, LAYOUT, seed=1))
-    try:
+    decode, url = make_rig(), f"grpc://127.0.0.1:{reserved_port()}"
+    first = PeerRig(url)
+    with closing(first.worker):
+        first.publish([1, 2])
+        old = first.handoff(2)
+        assert decode.load(old, [4, 5]).num_blocks == 2
+    second = PeerRig(url, pool=random_pool(64, LAYOUT, seed=1))
+    with closing(second.worker):
         second.publish([1, 2])
 
         assert decode.load(old, [6, 7]) == LoadResult(1, 0, "missing")
         assert decode.load(second.handoff(2), [6, 7]).num_blocks == 2
         assert torch.equal(decode.pool[6:8], second.pool[1:3])
-    finally:
-        second.worker.close()
 
 
 def test_another_form_is_refused_with_both_sides_named(

@@ -10,6 +10,7 @@ import torch
 from kvstore.layout import KvLayout
 from tests.support.peer_process import LendingProcess
 from tests.support.peer_rig import PeerRig
+from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.alone
 
@@ -154,12 +155,13 @@ def test_loads_from_a_stopped_peer_fail_in_time_and_succeed_once_it_continues(
 def test_a_restarted_peer_at_the_same_address_lends_only_new_blocks(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:
-    first = lend(seed=1)
+    port = reserved_port()
+    first = lend(seed=1, port=port)
     first.ask("publish", range(16))
     old = first.ask("handoff", 16)
     assert decode.load(old, range(16)).num_blocks == 16
     first.kill()
-    second = lend(seed=2, port=first.endpoint.rpartition(":")[2])
+    second = lend(seed=2, port=port)
     second.ask("publish", range(16))
     before = decode.pool.clone()
 

@@ -138,7 +138,7 @@ def test_a_pipeline_ends_when_a_stage_does(rank: int) -> None:
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_stage_that_does_not_answer_ends_the_pipeline(rank: int) -> None:
-    with closing(three_stages(step_timeout_s=0.5)) as core:
+    with closing(three_stages(step_timeout_s=2.0)) as core:
         run_all(core, all_kinds()[:1])
         pids = pids_of(core)
         os.kill(pids[rank - 1], signal.SIGSTOP)

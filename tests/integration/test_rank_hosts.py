@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from benchmarks.cluster import free_ports
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime.ranks import meeting
@@ -23,6 +22,7 @@ from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
 from kvstore.peer.holders import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.ports import reserved_port
 from tests.support.prefill_core import core_of
 from tests.support.rank_hosts import (
     NUM_TOKENS,
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def test_tokens_are_those_of_one_rank() -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     with other_rank(path, port), closing(first_rank(path, port)) as core:
         found = run_all(core, requests())
     one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
@@ -60,7 +60,7 @@ def test_stages_of_several_hosts_have_the_tokens_of_one_rank(
     variant: str, width: int, num_stages: int
 ) -> None:
     path = tiny_checkpoint(variant)
-    (port,) = free_ports(1)
+    port = reserved_port()
     size = width * num_stages
     sizes = {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages, "nnodes": size}
     flags = {**sizes, "async_scheduling": True}
@@ -82,7 +82,7 @@ def test_stages_of_several_hosts_have_the_tokens_of_one_rank(
 
 def test_a_rank_that_ends_ends_the_group() -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     with other_rank(path, port) as process, closing(first_rank(path, port)) as core:
         run_all(core, requests()[:1])
         process.kill()
@@ -95,7 +95,7 @@ def test_a_rank_that_ends_ends_the_group() -> None:
 )
 def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     url = connector.format(tmp_path=tmp_path)
     flags = {"kv_connector": url, "kv_transfer_head_slices": 2}
     one = {**SETTINGS, **flags, "tensor_parallel_size": 1, "kv_load_failure_policy": "fail"}
@@ -129,7 +129,7 @@ def test_a_rank_with_other_flags_is_refused(
     flags: dict[str, object], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     theirs = tiny_checkpoint(str(flags.pop("model", "llama")))
     with other_rank(theirs, port, **flags) as process:
         with pytest.raises(ConfigurationError, match="a rank of --tensor-parallel-size has ended"):
@@ -140,7 +140,7 @@ def test_a_rank_with_other_flags_is_refused(
 
 def test_the_other_process_fails_if_rank_0_does() -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     with other_rank(path, port) as process, closing(first_rank(path, port)) as core:
         run_all(core, requests()[:1])
         core._runner._ranks.abort()
@@ -152,7 +152,7 @@ def test_the_other_process_fails_if_rank_0_does() -> None:
 def test_a_host_that_is_cut_off_ends_the_group() -> None:
     path = tiny_checkpoint("llama")
     with other_host() as (here, there):
-        (port,) = free_ports(1)
+        port = reserved_port()
         limits = {"step_timeout_s": 3.0, "master_addr": here}
         with (
             other_rank(path, port, namespace=there, **limits) as process,
@@ -174,7 +174,7 @@ def test_a_host_that_is_cut_off_ends_the_group() -> None:
 def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
     path = tiny_checkpoint("llama")
     with other_host() as (here, there):
-        port, kv_port = free_ports(2)
+        port, kv_port = reserved_port(), reserved_port()
         options = "?timeout_s=20"
         hosts = {"master_addr": here, "kv_transfer_head_slices": 2}
         lent = {**hosts, "kv_connector": f"{scheme}://0.0.0.0:{kv_port}{options}&advertise={here}"}
@@ -206,7 +206,7 @@ def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
 
 def test_the_other_process_ends_with_rank_0_and_not_by_sigterm() -> None:
     path = tiny_checkpoint("llama")
-    (port,) = free_ports(1)
+    port = reserved_port()
     with other_rank(path, port) as process:
         with closing(first_rank(path, port)) as core:
             process.send_signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ def test_the_other_process_ends_with_rank_0_and_not_by_sigterm() -> None:
 def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """They get no message, and the group waits for its own ranks."""
     monkeypatch.setattr(meeting, "_MEETING_S", 20.0)
-    (port,) = free_ports(1)
+    port = reserved_port()
     config = EngineConfig(model="m", tensor_parallel_size=2)
 
     def meet(rank: int, token: str = TOKEN) -> HostRanks:
@@ -245,7 +245,7 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
 
 def test_a_stage_may_take_long_to_read_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_UNSENT_MS", 200)
-    (port,) = free_ports(1)
+    port = reserved_port()
     config = EngineConfig(model="m", pipeline_parallel_size=2)
     large = bytes(30_000_000)  # more than the buffers of both sides
 
@@ -267,7 +267,7 @@ def test_rank_0_does_not_wait_for_ranks_that_will_not_come() -> None:
         def _check_others(self) -> None:
             raise ConfigurationError("the others have ended")
 
-    (port,) = free_ports(1)
+    port = reserved_port()
     config = EngineConfig(model="m", tensor_parallel_size=2)
     with pytest.raises(ConfigurationError, match="the others have ended"):
         LonelyRanks(RankPlace(0, 2, "127.0.0.1", port), config, ClusterSecurity(token=TOKEN))

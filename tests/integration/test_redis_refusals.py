@@ -13,8 +13,9 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis import allowances
 from kvstore.stores.redis.objects import object_name
+from tests.support.ports import reserved_port
 from tests.support.redis_deployments import acl_rules, ask, make_certificate
-from tests.support.redis_server import await_true, free_port, running_redis_server
+from tests.support.redis_server import await_true, running_redis_server
 
 _slow = pytest.mark.slow
 _SMALL, _LARGE = 100_000, 5_000_000
@@ -40,7 +41,7 @@ _NO_WRITES = {
         lambda server: ask(server, "CONFIG", "SET", "min-replicas-to-write", 0),
     ),
     "READONLY": (
-        lambda server, _: ask(server, "REPLICAOF", "127.0.0.1", free_port()),
+        lambda server, _: ask(server, "REPLICAOF", "127.0.0.1", reserved_port()),
         lambda server: ask(server, "REPLICAOF", "NO", "ONE"),
     ),
     "NOPERM": (
@@ -276,7 +277,7 @@ def test_an_error_names_the_server_and_what_to_do(arguments, url, texts):
 
 
 def test_a_plain_call_to_a_tls_port_says_so(tmp_path):
-    certificate, port = make_certificate(tmp_path), free_port()
+    certificate, port = make_certificate(tmp_path), reserved_port()
     for clients in (False, True):
         arguments = certificate.server_arguments(port, clients=clients)
         with (

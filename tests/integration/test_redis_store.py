@@ -13,8 +13,9 @@ from kvstore.conformance.objects import as_object, blank, filled, random_keys, r
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis.objects import object_name
+from tests.support.ports import reserved_port
 from tests.support.redis_deployments import ask, make_certificate
-from tests.support.redis_server import free_port, running_redis_server
+from tests.support.redis_server import running_redis_server
 
 pytestmark = pytest.mark.alone
 
@@ -137,7 +138,7 @@ def test_a_replica_is_read_and_left_for_the_next_call(redis_server, store):
     """What it holds is good, but a name may lead to another server by then."""
     (key,) = random_keys(1)
     store.put([key], [filled(1, 100)])
-    ask(redis_server, "REPLICAOF", "127.0.0.1", free_port())
+    ask(redis_server, "REPLICAOF", "127.0.0.1", reserved_port())
     before = ask(redis_server, "INFO")["total_connections_received"]
     assert read(store, key, 100) == filled(1, 100).to_bytes()
     for call in (lambda: store.put([key], [filled(2, 100)]), lambda: store.delete([key])):
@@ -199,7 +200,7 @@ def test_keys_carry_the_prefix_and_an_expiry(redis_server, store):
 @pytest.fixture
 def tls_server(tmp_path):
     """Yields a certificate and the URL of a server that requires it, a password and TLS."""
-    certificate, port = make_certificate(tmp_path), free_port()
+    certificate, port = make_certificate(tmp_path), reserved_port()
     arguments = certificate.server_arguments(port, clients=True)
     with running_redis_server(*arguments, "--requirepass", "p@ss"):
         yield certificate, f"rediss://:p%40ss@127.0.0.1:{port}/0?timeout_s=10"
@@ -221,7 +222,7 @@ def test_tls_is_used_and_both_sides_are_checked(tls_server):
 
 
 def test_the_certificate_authority_of_the_environment_is_trusted(tmp_path, monkeypatch):
-    certificate, port = make_certificate(tmp_path), free_port()
+    certificate, port = make_certificate(tmp_path), reserved_port()
     monkeypatch.setenv("SSL_CERT_FILE", certificate.path)
     with (
         running_redis_server(*certificate.server_arguments(port)),

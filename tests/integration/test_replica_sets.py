@@ -65,7 +65,7 @@ async def test_a_lost_set_keeps_its_workers_and_their_addresses():
         # A worker that is lost is found again at its address, though the set is not there.
         await second.stop()
         await router.until(lambda: router.candidate_ids() == ids_of(first))
-        await second.start(second.port)
+        await second.start()
         await router.until_connected(second)
 
 

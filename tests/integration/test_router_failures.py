@@ -205,7 +205,7 @@ async def test_a_stream_refused_after_its_first_token_waits_for_another_replica(
             refusing.refusal = refusal
             task = asyncio.create_task(router.generate(request(max_tokens=6)))
             await refusing.changes.until(lambda: refusing.starts)
-            await late.start(late.port)
+            await late.start()
             responses = await task
     assert token_ids_of(responses) == SCRIPT[:6]
     assert given_tokens(late.starts[0]) == {0: SCRIPT[:1]}

@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_f
 async def test_a_deadline_while_blocks_are_saved_frees_both_tiers():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True, saves=[KEYS[:2]]), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
-        call = router.stub.GenerateStream(request(max_tokens=6), timeout=0.5)
+        call = router.stub.GenerateStream(request(max_tokens=6), timeout=1.5)
         await first_message(call)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

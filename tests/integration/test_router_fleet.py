@@ -87,7 +87,7 @@ async def test_a_replica_that_differs_is_refused_with_an_error_log_and_never_use
     async with running_workers(decode, stranger):
         await stranger.stop()
         async with running_router(decode, prefill=(stranger.address,)) as router:
-            await stranger.start(stranger.port)  # the first to connect sets the model
+            await stranger.start()  # the first to connect sets the model
             await router_log.until("REFUSED")
             await router.generate(request(max_tokens=3))
     assert not stranger.requests
@@ -164,7 +164,7 @@ async def test_a_prefill_replica_that_differs_never_excludes_decode(is_prefill_f
         targets = {"prefill": (prefill.address,), "decode": (decode.address,)}
         await second.stop()
         async with running_router(first, **targets) as router:
-            await second.start(second.port)
+            await second.start()
             await router_log.until("REFUSED")
             await router.until_connected(decode)
             responses = await router.generate(request(max_tokens=3))

@@ -44,8 +44,7 @@ async def test_a_stream_moves_off_a_replica_that_leaves_the_tier(changed, has_ha
 
 
 async def test_a_stream_stays_on_a_replica_that_drains_until_another_is_there():
-    draining, other = FakeDecode(SCRIPT, pause_after=3), await FakeDecode(SCRIPT).start()
-    await other.stop()
+    draining, other = FakeDecode(SCRIPT, pause_after=3), FakeDecode(SCRIPT)
     async with running_workers(draining):
         targets = (draining.address, other.address)
         async with running_router(decode=targets) as router:
@@ -57,7 +56,7 @@ async def test_a_stream_stays_on_a_replica_that_drains_until_another_is_there():
             draining.resume(pause_after=5)
             await draining.changes.until(lambda: draining.num_sent == 5)
             assert draining.moves == []
-            await other.start(other.port)
+            await other.start()
             assert token_ids_of(await task) == SCRIPT[:8]
             assert given_tokens(other.starts[0]) == {0: SCRIPT[:5]}
             await other.stop()

@@ -25,12 +25,11 @@ async def waiting(router, count=1):
 
 
 async def test_a_request_waits_for_the_first_replica_of_a_cluster():
-    decode = await FakeDecode(SCRIPT).start()
-    await decode.stop()
+    decode = FakeDecode(SCRIPT)
     async with running_router(decode=(decode.address,), prefill=()) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
         await waiting(router)
-        await decode.start(decode.port)
+        await decode.start()
         messages = await task
         await decode.stop()
     assert token_ids_of(messages) == SCRIPT[:6]
@@ -98,8 +97,7 @@ async def test_full_replicas_end_in_resource_exhausted_after_the_wait():
 
 
 async def test_a_request_that_a_draining_replica_refuses_waits_for_another():
-    draining, other = FakeDecode(SCRIPT), await FakeDecode(SCRIPT).start()
-    await other.stop()
+    draining, other = FakeDecode(SCRIPT), FakeDecode(SCRIPT)
     async with running_workers(draining):
         targets = (draining.address, other.address)
         async with running_router(decode=targets) as router:
@@ -107,15 +105,13 @@ async def test_a_request_that_a_draining_replica_refuses_waits_for_another():
             draining.refusal = UnavailableError("drains")
             task = asyncio.create_task(router.generate(request(max_tokens=5)))
             await waiting(router)
-            await other.start(other.port)
+            await other.start()
             assert token_ids_of(await task) == SCRIPT[:5]
             await other.stop()
 
 
 async def test_streams_that_lost_their_replica_go_before_new_requests():
     old, new = FakeDecode(SCRIPT, pause_after=3), FakeDecode(SCRIPT, max_num_requests=1)
-    await new.start()
-    await new.stop()
     async with running_workers(old):
         targets = (old.address, new.address)
         async with running_router(decode=targets) as router:
@@ -128,7 +124,7 @@ async def test_streams_that_lost_their_replica_go_before_new_requests():
             await waiting(router)
             await old.stop()
             await waiting(router, 2)
-            await new.start(new.port)
+            await new.start()
             assert token_ids_of(await begun) == SCRIPT[:6]
             assert token_ids_of(await fresh) == SCRIPT[:6]
             await new.stop()
@@ -136,8 +132,7 @@ async def test_streams_that_lost_their_replica_go_before_new_requests():
 
 
 async def test_without_prefill_a_prompt_waits_fails_or_is_computed_by_decode():
-    prefill, decode = await FakePrefill(SCRIPT).start(), FakeDecode(SCRIPT)
-    await prefill.stop()
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     targets = {"prefill": (prefill.address,)}
     async with running_workers(decode):
         targets["decode"] = (decode.address,)
@@ -154,7 +149,7 @@ async def test_without_prefill_a_prompt_waits_fails_or_is_computed_by_decode():
             await router.until_connected(decode)
             task = asyncio.create_task(router.generate(request(max_tokens=5)))
             await waiting(router)
-            await prefill.start(prefill.port)
+            await prefill.start()
             assert token_ids_of(await task) == SCRIPT[:5]
             assert len(prefill.requests) == 1
             await prefill.stop()

@@ -188,7 +188,7 @@ def test_signals_that_drain_a_worker_do_not_end_its_ranks() -> None:
 
 
 def test_a_rank_that_does_not_answer_ends_the_group() -> None:
-    with closing(two_ranks(step_timeout_s=0.5)) as core:
+    with closing(two_ranks(step_timeout_s=2.0)) as core:
         run_all(core, all_kinds()[:1])
         (pid,) = pids_of(core)
         os.kill(pid, signal.SIGSTOP)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)
 
 GENERATE = "/baton.v1.GenerationService/Generate"
 STREAM = "/baton.v1.GenerationService/GenerateStream"
-SEND_TIMEOUT_S = 1.0
+SEND_TIMEOUT_S = 2.0
 """Other ways of leaving take milliseconds, also on a busy machine."""
 GAUGES = ("baton_router_running_requests", "baton_router_waiting_requests")
 KILLED_CLIENT = """

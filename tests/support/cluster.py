@@ -17,6 +17,7 @@ import grpc
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.probe import wait_until_serving
+from tests.support.ports import reserved_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -71,7 +72,7 @@ class ServerProcess:
     ) -> None:
         self._module, self._name, self._folder, self._place = module, name, folder, place
         self.flags = list(flags)
-        self._port = 0
+        self._port = reserved_port()
         self._log_path = folder / f"{name}.log"
         self.start()
 
@@ -100,7 +101,6 @@ class ServerProcess:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{self._name} did not start:\n{self.log()}")
             await asyncio.sleep(0.02)
-        self._port = int(self._port_file.read_text())
 
     async def wait_serving(self) -> None:
         await self.wait_listening()

@@ -1,7 +1,7 @@
 """Runs the services of `docker-compose.yml` as processes of this machine, by their own commands.
 
 Each service gets one process. Container names and ports become 127.0.0.1 and
-free ports; mounted folders become folders of this machine. Nothing else of a
+ports of this machine; mounted folders become folders of this machine. Nothing else of a
 command changes. Redis gets its password from here, as its entry point needs a
 container.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+
+from tests.support.ports import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER_PORTS = {"redis": 6379, "prefill": 50051, "decode": 50051, "router": 50051}
@@ -61,7 +62,8 @@ class ComposeProcesses:
         self._folder = folder
         self._redis_configuration = folder / "redis.conf"
         self._services = load_compose(environment)
-        self.addresses = {name: f"127.0.0.1:{port}" for name, port in _free_ports()}
+        names = (*CONTAINER_PORTS, ROUTER_HTTP)
+        self.addresses = {name: f"127.0.0.1:{reserved_port()}" for name in names}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -143,12 +145,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_ports() -> list[tuple[str, int]]:
-    names = (*CONTAINER_PORTS, ROUTER_HTTP)
-    bound = [(name, socket.create_server(("127.0.0.1", 0))) for name in names]
-    ports = [(name, server.getsockname()[1]) for name, server in bound]
-    for _, server in bound:
-        server.close()
-    return ports

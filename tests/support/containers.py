@@ -4,13 +4,14 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
+
+from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 # Programs of the distribution first: others of their names may lack the engine.
@@ -91,7 +92,7 @@ class ComposeProject:
         overrides = folder / f"{self._name}.yml"
         changes = f"user: {OTHER_USER}" if ranks else ""
         if two_routers:
-            ports = (f"127.0.0.1:{port}" for port in _free_ports(len(_PORTS)))
+            ports = (f"127.0.0.1:{port}" for port in reserved_ports(len(_PORTS)))
             self._environment |= dict(zip(_PORTS, ports, strict=True))
             changes = f"healthcheck: {{interval: {_HEALTH_INTERVAL}}}"
             services = (*_SERVICES, ROUTER_2)
@@ -217,14 +218,6 @@ class ComposeProject:
     def _list(self, *filters: str) -> list[str]:
         project = f"--filter=label=com.docker.compose.project={self._name}"
         return run_program("docker", "ps", "--quiet", project, *filters).stdout.split()
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as bound:
-        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-        for server in servers:
-            bound.enter_context(server)
-        return [int(server.getsockname()[1]) for server in servers]
 
 
 def run_program(

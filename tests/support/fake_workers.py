@@ -38,6 +38,7 @@ from tests.support.fake_candidates import (
     is_ranked,
     num_candidates,
 )
+from tests.support.ports import reserved_port
 
 MODEL = "scripted"
 NAMESPACE = bytes(range(32))
@@ -122,23 +123,25 @@ class FakeWorker:
         self.num_loads = 0
         self.running: dict[str, Any] = {}
         self._server: RpcServer | None = None
-        self.port = 0
+        self.port = reserved_port()
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    async def start(self, port: int = 0) -> "FakeWorker":
+    async def start(self, port: int | None = None) -> "FakeWorker":
+        """Listens at its port, again after `stop`, or at the port that another worker had."""
+        if port is not None:
+            self.port = port
         names = [self.service_name, "baton.v1.WorkerService"]
         access = cluster_access(self.security, self.host)
-        self._server = RpcServer(ServerConfig(host=self.host, port=port), names, access)
+        self._server = RpcServer(ServerConfig(host=self.host, port=self.port), names, access)
         self._server.add_servicer(
             worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._worker_servicer()
         )
         self._add_servicer(self._server)
         await self._server.listen()
         self._server.set_serving(True)
-        self.port = self._server.port
         return self
 
     async def stop(self) -> None:

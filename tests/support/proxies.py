@@ -3,7 +3,6 @@
 import asyncio
 import re
 import shutil
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from rpc.probe import wait_until_serving
 from tests.support.cluster import REPOSITORY
+from tests.support.ports import reserved_port
 
 __all__ = ["PROXIES", "require_proxy", "running_proxy"]
 
@@ -55,11 +55,6 @@ def require_proxy(name: str) -> str:
     return program
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @asynccontextmanager
 async def running_proxy(
     name: str, folder: Path, grpc_address: str, http_port: str
@@ -72,7 +67,7 @@ async def running_proxy(
     program = require_proxy(name)
     file, command = _COMMANDS[name]
     host, _, port = grpc_address.partition(":")
-    own_port = _free_port()
+    own_port = reserved_port()
     ports = {"50050": str(own_port), "50051": port, "8000": http_port}
     text = _PORT.sub(lambda match: ports[match[0]], (_CONFIGS / file).read_text())
     config = folder / file

@@ -11,7 +11,8 @@ from typing import Any
 
 from redis import Redis, RedisError
 
-from tests.support.redis_server import RedisServer, await_true, free_port, running_redis_server
+from tests.support.ports import reserved_port
+from tests.support.redis_server import RedisServer, await_true, running_redis_server
 
 __all__ = [
     "Certificate",
@@ -79,7 +80,7 @@ def ask(server: RedisServer, *command: Any) -> Any:
 
 def acl_rules(who: str) -> list[str]:
     """Returns the rules of the ACL that docs/connectors.md lists for workers or for another."""
-    (rules,) = re.findall(rf"^- {who}[^:\n]*: `(.*?)`", _DOCS.read_text(), re.MULTILINE)
+    (rules,) = re.findall(rf"^- {who}[^:\n]*: `([^`]*)`", _DOCS.read_text(), re.MULTILINE)
     return str(rules).split()
 
 
@@ -117,7 +118,7 @@ def running_cluster(
     with ExitStack() as stack:
         servers, bus_ports = [], []
         for index in range(num_servers + num_replicas):
-            bus_ports.append(free_port())
+            bus_ports.append(reserved_port())
             # fmt: off
             server = running_redis_server(
                 "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf",

@@ -1,8 +1,7 @@
-"""A real redis-server for tests: on a free port, without persistence, stoppable and pausable."""
+"""A real redis-server for tests: on its own port, without persistence, stoppable and pausable."""
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ from redis import AuthenticationError, Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-__all__ = ["RedisServer", "await_true", "free_port", "running_redis_server"]
+from tests.support.ports import reserved_port
+
+__all__ = ["RedisServer", "await_true", "running_redis_server"]
 
 _DEADLINE_S = 20.0
 _STOP_DEADLINE_S = 10.0
@@ -36,7 +37,7 @@ class RedisServer:
         executable = shutil.which("redis-server")
         if executable is None:
             pytest.fail("redis-server is not on PATH; on Debian: apt-get install redis-server")
-        self.port = free_port()
+        self.port = reserved_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [
             executable, *filter(None, [config]), "--port", str(self.port), "--bind", "127.0.0.1",
@@ -117,10 +118,3 @@ def running_redis_server(*arguments: str, config: str = "") -> Iterator[RedisSer
         yield server
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    """Returns a port of 127.0.0.1 that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -10,6 +10,7 @@ from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import FakeDecode
+from tests.support.ports import reserved_port
 from worker.replica_set import Replica, ReplicaSet, ReplicaSetServicer
 
 SERVICE_NAME = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
@@ -94,7 +95,7 @@ class FakeSet:
     def __init__(self, script: list[int], security: ClusterSecurity | None = None) -> None:
         self.made: list[FakeReplica] = []
         self.workers: list[FakeDecode] = []
-        self.port = 0
+        self.port = reserved_port()
         self._script = script
         self._security = security or ClusterSecurity()
         self._server: RpcServer | None = None
@@ -121,7 +122,6 @@ class FakeSet:
         await self.replicas.scale(num_replicas)
         await self._server.listen()
         self._server.set_serving(True)
-        self.port = self._server.port
 
     async def stop_server(self) -> None:
         """Ends the server; its workers stay."""

@@ -9,7 +9,8 @@ from typing import IO
 
 from tests.support.cluster import Cluster, ServerProcess, get_load
 from tests.support.kv_urls import fresh_shm_name
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.ports import reserved_port
+from tests.support.redis_server import RedisServer
 from tests.support.tcp_proxy import TcpProxy, running_proxy
 
 __all__ = ["HELD_S", "LEASE_S", "Route", "open_route"]
@@ -149,6 +150,6 @@ async def open_route(
             yield route
             route.release()
     else:
-        port = free_port()
+        port = reserved_port()
         async with running_proxy(("127.0.0.1", port), _OTHER_HOST, port) as path:
             yield _PeerRoute(name, options, port, path)

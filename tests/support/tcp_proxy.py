@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from tests.support.ports import reserved_port
+
 __all__ = ["TcpProxy", "running_proxy"]
 
 _CHUNK_BYTES = 1 << 16
@@ -20,15 +22,18 @@ class TcpProxy:
     Args:
         target: `host` and `port` of the server.
         host: address to listen on.
-        port: port to listen on; 0 for a free one, which it keeps.
+        port: port to listen on; by default one of its own.
 
     Attributes:
         port: port that it listens on.
         is_holding: set while bytes or connections are held back.
     """
 
-    def __init__(self, target: tuple[str, int], host: str = "127.0.0.1", port: int = 0) -> None:
-        self._target, self._host, self.port = target, host, port
+    def __init__(
+        self, target: tuple[str, int], host: str = "127.0.0.1", port: int | None = None
+    ) -> None:
+        self._target, self._host = target, host
+        self.port = reserved_port() if port is None else port
         self._server: asyncio.Server | None = None
         self._open = asyncio.Event()
         self._open.set()
@@ -40,7 +45,6 @@ class TcpProxy:
     async def start(self) -> None:
         """Listens; after `cut`, at the same address again."""
         self._server = await asyncio.start_server(self._accept, self._host, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     def hold(self) -> None:
         """Holds back all bytes from now on; accepts connections but answers nothing."""
@@ -123,7 +127,7 @@ class TcpProxy:
 
 @asynccontextmanager
 async def running_proxy(
-    target: tuple[str, int], host: str = "127.0.0.1", port: int = 0
+    target: tuple[str, int], host: str = "127.0.0.1", port: int | None = None
 ) -> AsyncIterator[TcpProxy]:
     """Runs a listening proxy until the block ends. See `TcpProxy` for the arguments."""
     proxy = TcpProxy(target, host, port)

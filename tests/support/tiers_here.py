@@ -17,6 +17,7 @@ from rpc.server import RpcServer, Service
 from rpc.server_config import ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.ports import reserved_port
 from tests.support.running_router import RunningRouter, router_config_of, tokenizer
 from worker.server import SERVICE_NAMES as WORKER_SERVICES
 from worker.server import add_services
@@ -38,7 +39,7 @@ class WorkerHere:
         self._tracing = tracing or TracingConfig()
         self._server: RpcServer
         self._tier: Service
-        self.port = 0
+        self.port = reserved_port()
 
     @property
     def address(self) -> str:
@@ -56,7 +57,6 @@ class WorkerHere:
         )
         self._server = RpcServer(ServerConfig(port=self.port), WORKER_SERVICES)
         await self._server.listen()
-        self.port = self._server.port
         engine = await AsyncEngine.start(config)
         engine.role = Role[self.role.upper()]
         self._tier = add_services(engine, self._server, self._tracing)

@@ -10,7 +10,6 @@ whose driver has ended.
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +28,7 @@ from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 from worker.processes.child import end_with_parent
+from worker.processes.ports import free_port
 from worker.processes.spawn import ProcessSpec, spawn_here
 
 __all__ = [
@@ -65,8 +65,7 @@ class ServerActor:
         if not ray.get_gpu_ids():  # then Ray hides no GPU, not even those that others reserved
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         host = ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port(host)
         arguments = ("--host", host, "--port", str(port), *spec.arguments)
         self._process = await spawn_here(replace(spec, arguments=arguments))
         return f"{host}:{port}", self._process.pid

@@ -1,6 +1,5 @@
 """Ranks on Ray without Ray: what is reserved, and what is refused."""
 
-import socket
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +10,7 @@ from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.ray_ranks import RayRanks, check_reach, rank_resources
+from tests.support.ports import reserved_port
 
 CPU_RANK = {"model": "m", "device": "cpu", "tensor_parallel_size": 2}
 
@@ -61,8 +61,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch):
     module = ModuleType("ray")
     module.is_initialized = lambda: False
     monkeypatch.setitem(sys.modules, "ray", module)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = "{}:{}".format(*server.getsockname())
+    address = f"127.0.0.1:{reserved_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigurationError, match=f"RAY_ADDRESS is {address}: Connection refused"):
         ray_cluster.join_cluster()

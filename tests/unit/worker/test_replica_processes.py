@@ -26,7 +26,6 @@ from worker.processes.spawn import ProcessSpec
 from worker.replica_set import MAX_REPLICAS
 from worker.replicas import (
     RemoteReplica,
-    free_port,
     remote_replica_spec,
     replica_spec,
     tls_of_caller,
@@ -141,15 +140,6 @@ def test_metrics_ports_that_are_free_or_off_stay_so(port):
     given = parse("m", f"--metrics-port={port}", "--port=7000")
     own = parse(*replica_spec(given, "decode", engine_config_from_args(given), 3, 7123).arguments)
     assert config_from_args(MetricsConfig, own) == config_from_args(MetricsConfig, given)
-
-
-def test_a_free_port_may_belong_to_a_worker_that_has_not_bound_it_yet(monkeypatch):
-    monkeypatch.setattr(
-        "worker.replicas.bound_ports",
-        lambda wanted: [7000 + index for index, _ in enumerate(wanted)],
-    )
-    assert free_port("127.0.0.1", []) == 7000
-    assert free_port("127.0.0.1", [":7000", ":7001"]) == 7002
 
 
 @pytest.mark.parametrize("asks_for_certificates", [True, False])

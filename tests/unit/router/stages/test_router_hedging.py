@@ -154,15 +154,21 @@ async def test_a_twentieth_of_the_calls_is_hedged_at_a_time_and_at_least_one(
     hedging = Hedging(AFTER_S)
     scenes = [Scene(hedging) for _ in range(num_running)]
 
-    async def count_hedged():
-        await asyncio.sleep(20 * AFTER_S)  # every call has been due several times
+    def hedged():
         return [scene for scene in scenes if scene.num_asked]
 
-    begun = await count_hedged()
-    assert len(begun) == num_hedged
+    async def check_hedged(number):
+        async with asyncio.timeout(10):
+            while len(hedged()) < number:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(AFTER_S)
+        await asyncio.sleep(20 * AFTER_S)  # every call has been due several times
+        assert len(hedged()) == number
+
+    await check_hedged(num_hedged)
+    begun = hedged()
     begun[0].first.ended.set_result(None)
     await begun[0].task
-    assert len(await count_hedged()) == num_hedged + (num_running != 40)
+    await check_hedged(num_hedged + (num_running != 40))
     for scene in scenes:
         scene.task.cancel()
     await asyncio.gather(*(scene.task for scene in scenes), return_exceptions=True)

@@ -1,13 +1,15 @@
-"""Free ports: what a machine that has none says."""
+"""Free ports: who may take them, and what a machine that has none says."""
 
 import errno
 import os
 import socket
+import sys
 
 import pytest
 
 from baton.common.errors import ConfigurationError
-from worker.processes.ports import bound_ports
+from worker.processes import ports
+from worker.processes.ports import bound_ports, free_port
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,27 @@ def test_a_port_in_use_and_a_bad_host_name_their_flags():
             bound_ports([("127.0.0.1", port, "--metrics-port")])
     with pytest.raises(ConfigurationError, match="not a valid host name; choose another --host"):
         bound_ports([("\u00fc" * 64, 0, "--port")])
+
+
+def test_a_free_port_may_belong_to_a_worker_that_has_not_bound_it_yet(monkeypatch):
+    monkeypatch.setattr(
+        ports, "bound_ports", lambda wanted: [7000 + index for index, _ in enumerate(wanted)]
+    )
+    assert free_port("127.0.0.1", []) == 7000
+    assert free_port("127.0.0.1", [":7000", ":7001"]) == 7002
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems differ in TIME_WAIT")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_only_a_server_that_asks_for_a_free_port_by_its_number_gets_it(host):
+    (port,) = bound_ports([(host, 0, "--port")])
+    with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+        other.bind(("127.0.0.1", port))  # as for any other use
+    with socket.create_server(("127.0.0.1", port)) as server:
+        assert server.getsockname()[1] == port
+    assert bound_ports([(host, port, "--port")]) == [port]
+
+
+def test_a_port_that_cannot_be_connected_to_is_free_all_the_same(monkeypatch):
+    monkeypatch.setattr(ports, "_CONNECT_TIMEOUT_S", 0.0)  # the connection is not waited for
+    assert free_port("127.0.0.1") > 0
