@@ -201,7 +201,7 @@ class ProcessedText:
 
 @dataclass(frozen=True, slots=True)
 class DraftWork:
-    """What a draft model, or heads that guess tokens, do for a sequence after a step.
+    """The work of a draft model, or of draft heads, for a sequence after a step.
 
     Attributes:
         first: position of the first of `token_ids`; the model has run the tokens before them in

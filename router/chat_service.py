@@ -125,7 +125,7 @@ class _Answers:
         self.params = self._params()
 
     def chunk(self, message: _Response) -> ChatChunk:
-        """What a message adds to its candidate."""
+        """Returns the addition of a message to its candidate."""
         output = self._outputs.get(message.index)
         if output is None:
             output = self._outputs[message.index] = self._new_output()

@@ -48,7 +48,7 @@ __all__ = ["Model", "Models", "RouterFiles"]
 
 @dataclass(frozen=True, slots=True)
 class RouterFiles:
-    """What the router reads of a checkpoint.
+    """The parts of a checkpoint that the router reads.
 
     Attributes:
         tokenizer: the model's tokenizer.

@@ -227,7 +227,7 @@ def _http_server(
 def access_of(
     config: RouterConfig, security: RouterSecurity, count_call: CountCall | None = None
 ) -> ServerAccess:
-    """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
+    """Returns the callers that the router's gRPC server admits, and its limits before parsing."""
     return replace(
         security.grpc_access(config.grpc.host),
         count_call=count_call,

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedText:
-    """What the served model computed over texts, for each position but the last.
+    """The served model's results over texts, for each position but the last.
 
     `begins` is the first position that a head may attend to from each position. The served
     model itself attended to the whole text.
@@ -77,7 +77,7 @@ def run_served(
 
 
 class DraftHead(nn.Module, ABC):
-    """What all heads have in common; `vocabulary` is the served id of each draft id."""
+    """Base of all heads; `vocabulary` is the served id of each draft id."""
 
     vocabulary: torch.Tensor  # [draft vocabulary]
 

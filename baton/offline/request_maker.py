@@ -26,7 +26,7 @@ __all__ = ["OfflineFiles", "RequestMaker"]
 
 @dataclass(frozen=True, slots=True)
 class OfflineFiles:
-    """What is read from a checkpoint besides the model.
+    """The parts of a checkpoint that are read besides the model.
 
     Attributes:
         tokenizer: the tokenizer.
@@ -51,7 +51,7 @@ class OfflineFiles:
 
 
 class RequestMaker:
-    """What requests of one model have in common: its tokenizer, defaults and limits.
+    """Makes requests of one model, with its tokenizer, defaults and limits.
 
     Args:
         files: of the checkpoint.

@@ -107,7 +107,7 @@ class ReasoningPart:
 
 
 class Guide:
-    """What may follow one sequence. `Guide.of` makes one at the start of the generated text.
+    """The tokens that may follow one sequence. `Guide.of` makes it at the start of generated text.
 
     Attributes:
         mask: `ScheduledChunk.mask` of the next token.

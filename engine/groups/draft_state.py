@@ -55,7 +55,7 @@ class TokenHistory:
 
 @dataclass(slots=True)
 class DraftState:
-    """What is known of one sequence.
+    """Draft state of one sequence.
 
     Attributes:
         history: its tokens, after those of its prediction.

@@ -155,7 +155,7 @@ _token_ids_of = attrgetter("token_ids")
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank other than 0 has used since it started.
+    """Time and memory that a rank other than 0 has used since it started.
 
     Attributes:
         rank: its number.

@@ -26,7 +26,7 @@ __all__ = ["Eagle3Head", "EagleHead"]
 
 
 class _Head(CausalModel):
-    """What both heads have in common.
+    """Base of both heads.
 
     `model(inputs, positions, kv)` takes `[num_tokens, 2 * hidden_size]` in place of token ids: per
     position the embedding of the next token, and a state. It returns the head's own states.

@@ -54,7 +54,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step does, as far as it is decided.
+    """The work of a step, as far as it is decided.
 
     Attributes:
         step: the batch's number.

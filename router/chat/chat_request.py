@@ -60,7 +60,7 @@ class ChatUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChatChunk:
-    """What one candidate's next tokens add to its answer.
+    """The addition of one candidate's next tokens to its answer.
 
     Attributes:
         index: the candidate's number, from 0.

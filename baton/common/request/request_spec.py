@@ -28,7 +28,7 @@ _UNIQUE_ID = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
 
 
 class ReasoningStart(Enum):
-    """Where a generated text begins, relative to its reasoning part.
+    """The start of a generated text, relative to its reasoning part.
 
     Attributes:
         BY_PROMPT: as the last mark in the prompt says; before the part if there is none.

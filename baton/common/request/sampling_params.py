@@ -48,7 +48,7 @@ AS_MANY_AS_FIT = _MAX_UINT32
 
 
 class RequestOutputKind(Enum):
-    """What `AsyncLLM.generate` yields."""
+    """The kinds of results that `AsyncLLM.generate` yields."""
 
     CUMULATIVE = 0
     """Results with everything so far."""

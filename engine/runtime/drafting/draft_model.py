@@ -83,7 +83,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _LastRun:
-    """What the model ran last for a row.
+    """The last run of the model for a row.
 
     Attributes:
         position: of the first of `tokens`; -1 if there are none.
