@@ -47,7 +47,7 @@ class OfflineRequest:
         ]
         self._prompt_logprobs: list[Logprobs | None] | None = None
         self._cached_tokens = 0
-        self._num_accepted = self._num_rejected = 0  # of guesses
+        self._num_accepted = self._num_rejected = 0  # of draft tokens
         self._stages = StageTimings()
         self._first_token_at: float | None = None
         self._ended_at = 0.0

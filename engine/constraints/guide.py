@@ -203,10 +203,11 @@ class Guide:
         return self._retokenizer.forced_tokens(self._matcher, token_ids)
 
     def follow(self, drafts: Sequence[int], token_ids: Sequence[int]) -> list[bytes | None]:
-        """Returns the masks after guesses, as far as these may follow and are drawn one by one.
+        """Returns the masks after draft tokens, as far as these may follow and are drawn one by
+        one.
 
         Args:
-            drafts: guesses of the next tokens.
+            drafts: draft tokens.
             token_ids: the sequence, prompt included; all generated tokens were accepted.
 
         Raises:

@@ -160,7 +160,7 @@ class Guides:
 def masks_after(
     sequence: Sequence, guide: Guide, drafts: tuple[int, ...]
 ) -> tuple[bytes | None, ...]:
-    """Returns the masks after guesses of a sequence's tokens, as far as these may follow; none
+    """Returns the masks after draft tokens of a sequence's tokens, as far as these may follow; none
     if that fails: the error, if it is one of the tokens, occurs again when they are drawn.
     """
     try:

@@ -128,7 +128,7 @@ class SamplingParams:
             mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
             applies.
         prediction: a text that the output will probably repeat. Workers with
-            `--speculative-config` take guesses from it, which changes no token; others ignore
+            `--speculative-config` take draft tokens from it, which changes no token; others ignore
             it. At most as many tokens as the model's context has. Empty: none.
         output_kind: what `AsyncLLM.generate` yields. Nothing else reads it.
 

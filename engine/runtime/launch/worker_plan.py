@@ -69,7 +69,7 @@ def plan_memory(
         loaded: the model.
         layout: of a block of the KV cache.
         num_local: number of the engine's ranks on this machine.
-        drafter_bytes: what guessing tokens will allocate, however many blocks there are.
+        drafter_bytes: what drafting tokens will allocate, however many blocks there are.
         is_on_cpu: whether the model and its KV cache are in this memory.
     """
     limit = read_memory().limit
