@@ -186,7 +186,7 @@ class _Answers:
         """The parser of an answer that must have a form.
 
         The form holds from the first token on, unless the prompt leaves a reasoning part open, or
-        the text itself opens one, with marks that the replicas know. The parser divides the text
+        the text itself opens one, with tags that the replicas know. The parser divides the text
         as they do: none of the form is reasoning.
         """
         if self._model.reasoning_marks is None:

@@ -77,7 +77,7 @@ class RouterService(Service):
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
-        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
+        ConfigurationError: a target is malformed, or the tags of the reasoning part are bad.
     """
 
     def __init__(

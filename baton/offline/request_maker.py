@@ -31,7 +31,7 @@ class OfflineFiles:
     Attributes:
         tokenizer: the tokenizer.
         default_params: the fields of `SamplingParams` that the checkpoint states.
-        marks: the marks of the reasoning part; None: there is none.
+        marks: the tags of the reasoning part; None: there is none.
     """
 
     tokenizer: Tokenizer
@@ -98,7 +98,7 @@ class RequestMaker:
 
         Raises:
             InvalidArgumentError: the tokenizer cannot read a text.
-            FailedPreconditionError: the request limits the reasoning part, whose marks are not
+            FailedPreconditionError: the request limits the reasoning part, whose tags are not
                 set.
         """
         token_ids = self._token_ids(prompt, params)

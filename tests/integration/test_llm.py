@@ -193,7 +193,7 @@ def test_bad_words_are_recorded_as_tokens(llm):
 
 def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkeypatch):
     limited = replace(GREEDY, thinking_token_budget=3)
-    with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no marks"):
+    with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no tags"):
         llm.generate("abc", limited, use_tqdm=False)
     marks = encode_marks(llm.get_tokenizer(), "<t>", "</t>")
     monkeypatch.setattr(llm._requests, "_marks", marks)

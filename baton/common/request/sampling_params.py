@@ -123,7 +123,7 @@ class SamplingParams:
         structured_outputs: the form that the text must have; a mapping of the fields is
             converted. None: any.
         thinking_token_budget: the most tokens of the reasoning part; then only the tokens
-            of its end mark can be drawn. None and -1: no limit.
+            of its end tag can be drawn. None and -1: no limit.
         extra_args: JSON values for logits processors (`--logits-processors`), by name; a
             mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
             applies.
