@@ -27,7 +27,7 @@ _METRICS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got for one prompt.
+    """The answer that a client got for one prompt.
 
     Attributes:
         tokens: the generated tokens.

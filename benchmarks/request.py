@@ -108,7 +108,7 @@ class LostRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EndpointDescription:
-    """What an endpoint serves.
+    """Description of an endpoint.
 
     Attributes:
         model: the name that requests give.

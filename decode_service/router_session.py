@@ -163,7 +163,7 @@ class RouterSession:
         self._forget_moved(request_id)
 
     def _forget_moved(self, request_id: str) -> None:
-        """Drops a moved request that the router has not been told of, and ends its lease."""
+        """Drops a moved request that no message has reported to the router, and ends its lease."""
         handoff = self._moved.pop(request_id, None)
         if handoff is not None:
             self._engine.release_handoff(handoff.handoff_id)

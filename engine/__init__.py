@@ -1,1 +1,1 @@
-"""What both tiers share: configuration, requests, block pool, scheduler, runtime, models."""
+"""The engine of both tiers: configuration, requests, block pool, scheduler, runtime, models."""

@@ -6,7 +6,7 @@ its size grows with the changes and not with the number of running sequences:
 
 - a `ScheduledChunk` runs tokens that the scheduler knows: a part of a prompt,
   or the tokens that a sequence needs to continue. It sets the row's position
-  and, if it draws one token, the row's `DrawParams`. Guesses of the tokens that
+  and, if it draws one token, the row's `DrawParams`. Draft tokens that
   follow ("drafts") may come after them, to draw several tokens in one step;
 - a row in `decode_rows` runs the token that it drew last, and draws the next.
   The scheduler need not know that token yet: batch k + 1 may be built and
@@ -201,14 +201,14 @@ class ProcessedText:
 
 @dataclass(frozen=True, slots=True)
 class DraftWork:
-    """What a draft model, or heads that guess tokens, do for a sequence after a step.
+    """The work of a draft model, or of draft heads, for a sequence after a step.
 
     Attributes:
         first: position of the first of `token_ids`; the model has run the tokens before them in
             this row.
         token_ids: tokens before those of the chunk that it runs; empty for heads, which run only
             tokens whose states the step computes.
-        num_proposals: number of guesses of the tokens after the drawn ones; the row's tables cover
+        num_proposals: number of draft tokens after the drawn ones; the row's tables cover
             so many positions after the chunk. 0 if `token_ids` end before the chunk: later steps
             run the tokens between them.
         cache_salt: only sequences with the same salt may share KV.
@@ -235,9 +235,9 @@ class ScheduledChunk:
             candidate: candidates of one prompt draw from the same logits. Empty
             if nothing is drawn. The noise position is
             `start_position + len(token_ids)`.
-        num_drafts: number of the last `token_ids` that are guesses, less than all. Then `draws`
-            has one entry, which draws the token after each known or guessed token in turn, as
-            long as the guesses are equal to what is drawn. The row must not decode afterwards.
+        num_drafts: number of the last `token_ids` that are draft tokens, less than all. Then
+            `draws` has one entry, which draws the token after each known or draft token in turn, as
+            long as the draft tokens are equal to what is drawn. The row must not decode afterwards.
         num_top: report this many most likely next tokens instead (beam search).
         wants_logprobs: report the drawn tokens' log-probabilities too, for
             ranking, here and while the row decodes.
@@ -252,8 +252,8 @@ class ScheduledChunk:
         mask: the tokens that may be drawn after `token_ids`, without drafts: bit i % 32 of
             little-endian 32-bit word i // 32 for token i. None: all. The row must not decode
             afterwards.
-        draft_masks: one mask for each of the guesses, of the tokens that may be drawn after it.
-            Empty: all.
+        draft_masks: one mask for each of the draft tokens, of the tokens that may be drawn after
+            it. Empty: all.
         processed: the sequence with `token_ids`, if logits processors change the logits after
             them. The row must not decode afterwards.
         draft_work: what a draft model does after the step. The row must not decode afterwards.
@@ -282,7 +282,7 @@ class ScheduledChunk:
 
     @property
     def num_drafted_tokens(self) -> int:
-        """Known tokens that a draft model runs; less those that it has guessed."""
+        """Known tokens that a draft model runs; less those that it has drafted."""
         if self.draft_work is None:
             return 0
         num_known = self.num_tokens - self.num_drafts if self.draft_work.num_proposals else 0
@@ -368,7 +368,7 @@ class ScheduledBatch:
 
     @property
     def num_proposals(self) -> int:
-        """Number of guesses that a draft model makes one after the other."""
+        """Number of draft tokens that a draft model makes one after the other."""
         works = [chunk.draft_work for chunk in self.chunks if chunk.draft_work is not None]
         return max([work.num_proposals for work in works], default=0)
 
@@ -411,7 +411,7 @@ class ChunkOutput:
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.
-        proposals: guesses of the tokens after `token_ids`, at most as many as the chunk asks for.
+        proposals: draft tokens after `token_ids`, at most as many as the chunk asks for.
     """
 
     token_ids: tuple[int, ...]

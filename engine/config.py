@@ -169,7 +169,7 @@ class EngineConfig:
     enforce_eager: bool = flag(False, "run decode steps without CUDA graphs")
     speculative_config: SpeculativeConfig | None = flag(
         None,
-        "guess tokens and check several in one step, as a JSON object: method (ngram, suffix, "
+        "draft tokens and check several in one step, as a JSON object: method (ngram, suffix, "
         "draft_model, medusa, eagle, eagle3), model, num_speculative_tokens, prompt_lookup_min, "
         "prompt_lookup_max",
         parse=str,

@@ -250,8 +250,8 @@ class EngineCore:
         return self.scheduler.move(request_id)
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache, and forgets the answers that guesses come from; returns how
-        many blocks the cache held.
+        """Empties the prefix cache, and forgets the answers that draft tokens come from; returns
+        how many blocks the cache held.
 
         A KV store keeps its blocks.
         """

@@ -121,8 +121,9 @@ class StageTimings:
 class EngineOutput:
     """New tokens of one candidate, or its end. At most one per candidate and step.
 
-    Outputs are never changed. The class is not frozen, because one output is made
-    per token and a frozen dataclass takes six times as long to make.
+    Only the step that makes an output changes it: nothing does after its delivery. The class is
+    not frozen, because one output is made per token and a frozen dataclass takes six times as
+    long to make.
 
     Attributes:
         request_id: the request's id.
@@ -149,8 +150,8 @@ class EngineOutput:
             every block: decode must then compute the prompt itself.
         saved: full blocks of the prompt that decode can load already and that no
             earlier output listed. Such an output has no other content.
-        accepted_drafts: guesses of `token_ids` that were right, with `--speculative-config`.
-        rejected_drafts: guesses that were wrong.
+        accepted_drafts: draft tokens among `token_ids`, with `--speculative-config`.
+        rejected_drafts: draft tokens that were wrong.
     """
 
     request_id: str
@@ -172,7 +173,7 @@ class EngineOutput:
 
     @property
     def stages(self) -> tuple[tuple[str, float, float], ...]:
-        """Those of its timings."""
+        """Stages of the request, from its timings."""
         return () if self.timings is None else self.timings.stages
 
     @property

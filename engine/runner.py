@@ -47,8 +47,8 @@ class StepCosts:
         prompt_token_s: seconds to compute one more token of a prompt.
         swapped_block_s: seconds to copy one block out of the pool, or back in.
         draft_token_s: seconds in which a draft model runs one more known token; 0 without one.
-        proposal_s: seconds in which it guesses one token of one short sequence; 0 without one.
-        max_proposals: the most tokens that it guesses for a sequence after a step.
+        proposal_s: seconds in which it drafts one token of one short sequence; 0 without one.
+        max_proposals: the most tokens that it drafts for a sequence after a step.
     """
 
     prompt_token_s: float

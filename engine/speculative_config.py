@@ -28,7 +28,7 @@ _MAX_WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How an engine guesses tokens. The keys are vLLM's, as far as it has them.
+    """How an engine drafts tokens. The keys are vLLM's, as far as it has them.
 
     Attributes:
         method: "ngram" looks the latest tokens up in the request itself, "suffix" also in earlier
@@ -36,8 +36,8 @@ class SpeculativeConfig:
             "eagle" and "eagle3" from heads over the served model's hidden states.
         model: the smaller model or the heads: a checkpoint folder or a name; for a model also a
             GGUF file.
-        num_speculative_tokens: the most guesses in one step.
-        prompt_lookup_min: the fewest equal tokens before a guess.
+        num_speculative_tokens: the most draft tokens in one step.
+        prompt_lookup_min: the fewest equal tokens before a draft token.
         prompt_lookup_max: the most tokens that are compared.
         max_cached_tokens: tokens of earlier answers that "suffix" keeps.
 
@@ -56,7 +56,7 @@ class SpeculativeConfig:
         if self.method not in _METHODS:
             raise _bad_key("method", self.method, f"one of {', '.join(_METHODS)}")
         if self.has_model and not (isinstance(self.model, str) and self.model):
-            raise _bad_key("model", self.model, "a model that guesses for the served one")
+            raise _bad_key("model", self.model, "a model that drafts for the served one")
         if self.model is not None and not self.has_model:
             raise _bad_key("model", self.model, f"absent with the method {self.method}")
         limits = {
@@ -72,12 +72,12 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model or heads make the guesses."""
+        """Whether a model or heads make the draft tokens."""
         return self.method in MODEL_METHODS
 
     @property
     def reads_states(self) -> bool:
-        """Whether guesses are made from hidden states of the served model."""
+        """Whether draft tokens are made from hidden states of the served model."""
         return self.method in _HEADS
 
     @override

@@ -79,7 +79,7 @@ class EngineWorker:
         return load_to_proto(self._engine.load(), self._engine.kv_backends)
 
     def counters(self) -> worker_pb2.WorkerCounters:
-        """What the engine has done since its start."""
+        """The engine's counters since its start."""
         return counters_to_proto(self._engine.metrics, self._engine.kv_metrics)
 
     def kv_backends(self) -> Sequence[worker_pb2.KvBackendStatus]:

@@ -103,7 +103,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SavedSlices:
-    """What one rank of an engine saves of each block.
+    """The slices of each block that one rank of an engine saves.
 
     Attributes:
         params: `KvConnectorScheduler.params` of the rank's process.
@@ -443,7 +443,7 @@ class _NullWorker(KvConnectorWorker):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorCapabilities:
-    """What a connector can do. The connector declares it, and the conformance suite tests it.
+    """Capabilities of a connector. It declares them, and the conformance suite tests them.
 
     Attributes:
         shared_between_processes: processes of one host that open the same URL can load what one
@@ -467,7 +467,7 @@ class ConnectorFactory(Protocol):
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
-        """What its connectors can do. A plain attribute fulfils this."""
+        """The capabilities of its connectors. A plain attribute fulfils this."""
 
     def open(self, url: str) -> Connector:
         """Opens both halves. Must not fail because a server or peer is unreachable.

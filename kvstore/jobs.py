@@ -138,7 +138,7 @@ class SaveResult:
 
 @dataclass(slots=True)
 class ConnectorWork:
-    """What the worker half must start now. The scheduler half fills one per step.
+    """Work that the worker half must start now. The scheduler half fills one per step.
 
     Attributes:
         lookups: look-ups to answer.
@@ -175,7 +175,7 @@ _lists_of = attrgetter(*ConnectorWork.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class TransferResults:
-    """What has ended since the last poll.
+    """Transfers that have ended since the last poll.
 
     Attributes:
         lookups: answers to look-ups.

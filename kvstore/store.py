@@ -126,7 +126,7 @@ class GetStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreCapabilities:
-    """What a kind of store can do.
+    """Capabilities of a kind of store.
 
     Attributes:
         shared_between_processes: processes of one host that open the same URL
@@ -270,8 +270,8 @@ class KvStore(ABC):
         """
 
     def identity(self) -> str:
-        """Returns what tells this store apart from others of its kind: all processes that see the
-        same objects get the same text, which the first of them writes into the store.
+        """Returns a text that identifies this store among others of its kind: all processes that
+        see the same objects get the same text, which the first of them writes into the store.
 
         Empty if that is unknown, for example because the store is empty and cannot be written to.
 
@@ -281,11 +281,11 @@ class KvStore(ABC):
         return ""
 
     def probe_servers(self) -> float | None:
-        """Asks those servers of several that did not answer whether they do again. From the first
-        call on, no other method does, so that nobody waits for them.
+        """Asks the servers that did not answer whether they do again. From the first call on, no
+        other method asks them, so that no caller waits for them.
 
         Returns:
-            Seconds until it is to be called again; None if all servers answer.
+            Seconds until the next call is due; None if all servers answer.
         """
         return None
 
@@ -296,7 +296,7 @@ class KvStore(ABC):
 
     @property
     def diagnosis(self) -> StoreDiagnosis:
-        """What `baton doctor` asks beside the other methods."""
+        """Findings for `baton doctor` that no other method returns."""
         return StoreDiagnosis()
 
     @abstractmethod

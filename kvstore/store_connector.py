@@ -307,7 +307,7 @@ class StoreFactory:
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
-        """What the store can do, as a connector."""
+        """Capabilities of the store as a connector."""
         store = self.store_class.capabilities
         return ConnectorCapabilities(
             shared_between_processes=store.shared_between_processes,

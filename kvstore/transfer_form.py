@@ -26,7 +26,7 @@ __all__ = ["WHOLE", "BlockSlicing", "PoolShare", "RangeError", "TransferForm", "
 
 @dataclass(frozen=True, slots=True)
 class TransferForm:
-    """What both sides of a transfer agree on.
+    """The form of blocks that both sides of a transfer agree on.
 
     Attributes:
         block_size: tokens of a transfer block; divides the block size of every pool.

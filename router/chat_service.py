@@ -125,7 +125,7 @@ class _Answers:
         self.params = self._params()
 
     def chunk(self, message: _Response) -> ChatChunk:
-        """What a message adds to its candidate."""
+        """Returns the addition of a message to its candidate."""
         output = self._outputs.get(message.index)
         if output is None:
             output = self._outputs[message.index] = self._new_output()
@@ -186,7 +186,7 @@ class _Answers:
         """The parser of an answer that must have a form.
 
         The form holds from the first token on, unless the prompt leaves a reasoning part open, or
-        the text itself opens one, with marks that the replicas know. The parser divides the text
+        the text itself opens one, with tags that the replicas know. The parser divides the text
         as they do: none of the form is reasoning.
         """
         if self._model.reasoning_marks is None:

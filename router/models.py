@@ -48,7 +48,7 @@ __all__ = ["Model", "Models", "RouterFiles"]
 
 @dataclass(frozen=True, slots=True)
 class RouterFiles:
-    """What the router reads of a checkpoint.
+    """The parts of a checkpoint that the router reads.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -103,11 +103,11 @@ class Model:
         chat_template: its chat template; None if it has none.
         tool_parser: reads tool calls in its answers; None if its format is not known.
         reasoning_parser: reads the reasoning part of its answers; None if they have none.
-        reasoning_marks: the marks of that part; None if they are not known.
+        reasoning_marks: the tags of that part; None if they are not known.
         fleet: its replicas.
 
     Raises:
-        ConfigurationError: a target is malformed, a parser is unknown, or the marks of the
+        ConfigurationError: a target is malformed, a parser is unknown, or the tags of the
             reasoning part are bad.
     """
 
@@ -223,7 +223,7 @@ class Model:
 
     def reasoning_start(self, conversation: Conversation, prompt: str) -> ReasoningStart:
         """Returns where the answer to a chat begins. Only the end of the prompt decides it, which
-        the template and the final message write: other messages may contain the marks as plain
+        the template and the final message write: other messages may contain the tags as plain
         text.
         """
         start, end = self._mark_texts
@@ -345,7 +345,7 @@ class Model:
             raise self._deadline_error(timeout_s) from None  # a worker may notice it first
 
     def _find_mark_texts(self) -> tuple[str | None, str | None]:
-        """The marks that flags state, or those of the reasoning parser."""
+        """The tags that flags state, or those of the reasoning parser."""
         start, end = self.config.reasoning_start_str, self.config.reasoning_end_str
         parser = self.reasoning_parser
         if start is end is None and parser and issubclass(parser, MarkedReasoningParser):

@@ -73,7 +73,7 @@ class RouterSecurity:
 
     def _authorize_operator(self, host: str, *, verifies_certificates: bool) -> Authorize:
         """Returns an `Authorize` for ClusterService. Operators have the cluster's token. Without
-        one, they have a certificate of the cluster, which the port can tell from a client's if
+        one, they have a certificate of the cluster, which the port distinguishes from a client's if
         both have the same CA; or they are on the same machine, where clients need no key either.
         """
         if self.cluster.has_token:

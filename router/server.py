@@ -77,7 +77,7 @@ class RouterService(Service):
         http: the HTTP server; None if the config has no port for it.
 
     Raises:
-        ConfigurationError: a target is malformed, or the marks of the reasoning part are bad.
+        ConfigurationError: a target is malformed, or the tags of the reasoning part are bad.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ def _http_server(
 def access_of(
     config: RouterConfig, security: RouterSecurity, count_call: CountCall | None = None
 ) -> ServerAccess:
-    """Who may call the router's gRPC server, and what a call may cost before it is parsed."""
+    """Returns the callers that the router's gRPC server admits, and its limits before parsing."""
     return replace(
         security.grpc_access(config.grpc.host),
         count_call=count_call,

@@ -17,7 +17,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallContext:
-    """The context of a call, with an end to writes that nobody reads.
+    """The context of a call, with a time limit on writes that the client does not read.
 
     A write waits while the client reads none of the messages before it. All methods but `write`
     are those of grpc.aio's context.
@@ -74,8 +74,8 @@ class CallContext:
         """Called before the first message."""
         self._timer = self._loop.call_later(timeout_s, self._check, timeout_s)
         if message.ByteSize() > _MAX_JOINED_BYTES:
-            # If nobody read the message, its call could have no status: grpc.aio would send the
-            # metadata before the message once more.
+            # If the client did not read the message, its call could have no status: grpc.aio would
+            # send the metadata before the message once more.
             await self._context.send_initial_metadata(())
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["authorize_cluster", "cluster_access", "open_cluster_channel"]
 
 
 def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:
-    """Who may call a worker: the processes of its cluster.
+    """Returns the callers that a worker admits: the processes of its cluster.
 
     Args:
         security: what they show.

@@ -45,7 +45,7 @@ _MAX_CHARS = 2**16
 
 @dataclass(slots=True)
 class CallInfo:
-    """What is known of the call that a task serves.
+    """Known facts of the call that a task serves.
 
     Attributes:
         request_id: the request's id; empty until it is known.

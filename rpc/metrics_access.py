@@ -13,14 +13,14 @@ CHALLENGE = 'Bearer realm="metrics"'
 
 
 class MetricsAccess:
-    """Who may read the metrics of a process: those with the token of `--metrics-token-file`, or
+    """Admits readers of a process's metrics: those with the token of `--metrics-token-file`, or
     without that flag with the cluster's token. Without any token all may read them.
 
     Args:
         config: names the token's file.
         cluster: has the cluster's token.
-        has_clients: whether the process's clients need a key. Then, without any token, no one may
-            read the metrics.
+        has_clients: whether the process's clients need a key. Then, without any token, the
+            metrics cannot be read.
 
     Raises:
         ConfigurationError: the file cannot be read, or is bad; names the flag.

@@ -22,7 +22,7 @@ class Places:
     """Bounds the calls at the same time.
 
     If all places are taken, a new call gets that of the oldest one whose request has not come: such
-    calls are many only if nobody means to send one.
+    calls are many only if no client means to send one.
 
     Args:
         most: how many; None for no limit.

@@ -1,4 +1,4 @@
-"""`write_port_file`: tells other processes the port on which a server listens."""
+"""`write_port_file`: the port on which a server listens, for other processes."""
 
 import os
 from pathlib import Path

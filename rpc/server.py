@@ -237,7 +237,7 @@ class RpcServer:
         return self._interceptor.num_calls
 
     async def refuse_new(self) -> None:
-        """Closes the port and tells the clients to make further calls elsewhere (GOAWAY). Calls
+        """Closes the port and asks the clients to make further calls elsewhere (GOAWAY). Calls
         under way continue.
         """
         self.begin_stop()

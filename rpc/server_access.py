@@ -14,7 +14,7 @@ _MAX_OPTION = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ConnectionAge:
-    """How long a connection may last. At its age the server tells the client to make its next
+    """The time that a connection may last. At its age the server asks the client to make its next
     calls on another one, for which the client looks up the server's name again.
 
     Attributes:
@@ -40,7 +40,7 @@ def _milliseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAccess:
-    """Who may call a server, and how its port is encrypted.
+    """The callers that a server admits, its limits, and the encryption of its port.
 
     Attributes:
         authorize: finds out who calls; None lets all callers in.

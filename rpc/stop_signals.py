@@ -7,7 +7,7 @@ from collections.abc import Sequence
 __all__ = ["STOP_SIGNALS", "StopSignals", "stop_signals_in_use"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Those of supervisors, of Ctrl-C, and of a terminal that closes."""
+"""Signals of supervisors, of Ctrl-C, and of a terminal that closes."""
 
 
 def stop_signals_in_use() -> Sequence[signal.Signals]:

@@ -54,7 +54,7 @@ def _end_on_signal() -> None:
 
 
 async def _beat(limit_s: float) -> None:
-    """Runs the watchdog's process, and tells it again and again that the event loop runs."""
+    """Runs the watchdog's process, and reports to it again and again that the event loop runs."""
     process: asyncio.subprocess.Process | None = None
     try:
         while True:

@@ -46,7 +46,7 @@ def _is_stopped(pid: int) -> bool:
 def _end(pid: int, limit_s: float) -> None:
     """Lets a process log its stacks and end, or kills it.
 
-    Returns without that if both have hung in writes to a log that nobody read, and go on now. The
+    Returns without that if both have hung in writes to a log without a reader, and go on now. The
     parent then starts another watchdog.
     """
     sys.stderr.write(f"The event loop of process {pid} has not run for {limit_s:g} s; ending it\n")

@@ -1,4 +1,4 @@
-"""Measures how many guesses of a draft head the served model would accept."""
+"""Measures how many draft tokens of a draft head the served model would accept."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ class Continuations:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often guesses were right; `rates[k]` counts only cases where all earlier were right."""
+    """Rates of right draft tokens; `rates[k]` counts only cases where all earlier were right."""
 
     rates: list[float]
-    mean_length: float  # right guesses in a row
+    mean_length: float  # right draft tokens in a row
     num_rounds: int
 
 
@@ -65,10 +65,10 @@ def measure_acceptance(
     if not whole_text:
         begins[:, texts.prompt_length - 1 :] = texts.prompt_length - 1
     text = run_served(served, texts.token_ids, begins)
-    guesses = [
-        head.vocabulary[logits.argmax(-1)][:, :-1] for logits in head.guess(text, NUM_PLACES)
+    draft_tokens = [
+        head.vocabulary[logits.argmax(-1)][:, :-1] for logits in head.draft(text, NUM_PLACES)
     ]
-    is_right = torch.stack([guess == texts.token_ids[:, 2:] for guess in guesses], -1)
+    is_right = torch.stack([draft == texts.token_ids[:, 2:] for draft in draft_tokens], -1)
     lengths = [
         length
         for row, end in zip(is_right, texts.lengths(), strict=True)
@@ -83,14 +83,14 @@ def measure_acceptance(
 
 
 def _accepted_lengths(is_right: torch.Tensor, position: int, end: int) -> Iterator[int]:
-    """Yields the number of accepted guesses of each round, as in serving.
+    """Yields the number of accepted draft tokens of each round, as in serving.
 
     After each round the served model itself adds a token, so the next begins one further.
 
     Args:
-        is_right: whether the guess at each place is right [positions, places].
+        is_right: whether the draft token at each place is right [positions, places].
         position: the last known position of the first round.
-        end: the number of tokens; rounds whose guesses would reach it are left out.
+        end: the number of tokens; rounds whose draft tokens would reach it are left out.
     """
     while position + NUM_PLACES + 1 < end:
         length = 0

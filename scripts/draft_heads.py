@@ -1,11 +1,11 @@
-"""Heads that guess the next tokens of a served model from its hidden states.
+"""Heads that draft the next tokens of a served model from its hidden states.
 
 Three kinds: Medusa (Cai et al. 2024, arXiv:2401.10774), EAGLE (Li et al. 2024,
 arXiv:2401.15077) and EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 
-All guess over whole texts at once. The guess at place k and position t predicts the token at
+All draft over whole texts at once. The draft token at place k and position t predicts the token at
 t + 2. It was made from the served model's hidden states up to t - k, and from the tokens up to
-t + 1, as if the k guesses before it had been right.
+t + 1, as if the k draft tokens before it had been right.
 """
 
 import json
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedText:
-    """What the served model computed over texts, for each position but the last.
+    """The served model's results over texts, for each position but the last.
 
     `begins` is the first position that a head may attend to from each position. The served
     model itself attended to the whole text.
@@ -77,12 +77,12 @@ def run_served(
 
 
 class DraftHead(nn.Module, ABC):
-    """What all heads have in common; `vocabulary` is the served id of each draft id."""
+    """Base of all heads; `vocabulary` is the served id of each draft id."""
 
     vocabulary: torch.Tensor  # [draft vocabulary]
 
     @abstractmethod
-    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+    def draft(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         """Returns the logits at the first places: each [texts, positions, draft vocabulary]."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Medusa(DraftHead):
             nn.init.zeros_(parameter)
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+    def draft(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_places]
         return [
             lm_head(block(shifted(text.hidden, place)))
@@ -148,7 +148,7 @@ class Medusa(DraftHead):
 
 
 class _AutoregressiveHead(DraftHead):
-    """A head of one layer that reads its own outputs for all but the first guess."""
+    """A head of one layer that reads its own outputs for all but the first draft token."""
 
     def __init__(self, served: LlamaForCausalLM) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Eagle(_AutoregressiveHead):
         nn.init.normal_(self.fc.weight[:, :size], std=1 / (embedding_scale.item() * size**0.5))
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+    def draft(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         states = self._unroll(text, text.hidden, self._layer, num_places)
         return [functional.linear(state, self.output_weight) for state in states]
 
@@ -229,7 +229,7 @@ class Eagle3(_AutoregressiveHead):
         self.lm_head = _copied(served.lm_head.weight[vocabulary])
 
     @override
-    def guess(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
+    def draft(self, text: ServedText, num_places: int) -> list[torch.Tensor]:
         aux_hidden = torch.cat([text.layer_inputs[i] for i in self.aux_layer_ids], -1)
         states = self._unroll(text, self.fc(aux_hidden), self._layer, num_places)
         return [self.lm_head(self.norm(state)) for state in states]

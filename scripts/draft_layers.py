@@ -1,4 +1,4 @@
-"""The Llama layer of EAGLE's heads, which guesses several tokens over whole texts at once."""
+"""The Llama layer of EAGLE's heads, which drafts several tokens over whole texts at once."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class UnrolledAttention(nn.Module):
     A head attends to states of two kinds: the served model's, up to its last known position,
     and its own from there on. At place k, position t has its last known position at t - k. So
     its query meets the keys of place 0 up to t - k, and one key of each later place i: the one
-    at t - k + i. This is exactly what the head sees when it guesses one token after another.
+    at t - k + i. This is exactly what the head sees when it drafts one token after another.
     """
 
     def __init__(self, config: LlamaConfig, input_size: int) -> None:

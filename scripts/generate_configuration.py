@@ -23,7 +23,7 @@ from baton.common.flags.sources import variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
-NAMES = ROOT / "baton" / "variable_names.py"
+NAMES = ROOT / "baton" / "common" / "flags" / "variable_names.py"
 
 _SHARED_GROUPS = {
     "server": "Server flags",
@@ -201,7 +201,7 @@ VARIABLES = (
 
 def render() -> str:
     """Returns the text of the page."""
-    parsers = dict(_command_parsers())
+    parsers = dict(command_parsers())
     sections = [_INTRODUCTION, "## Commands\n", *_command_list()]
     for name, parser in parsers.items():
         sections += _own_section(name, parser)
@@ -211,7 +211,7 @@ def render() -> str:
     return "\n".join(sections) + "\n"
 
 
-def _command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yields every command, and every subcommand of `bench`, with its parser."""
     for name in cli.COMMANDS:
         parser = _subparsers(cli.build_parser(name))[name]
@@ -231,7 +231,7 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def flag_variables() -> set[str]:
     """Returns the environment variables that are flags of some command."""
-    parsers = [parser for _, parser in _command_parsers()]
+    parsers = [parser for _, parser in command_parsers()]
     names = {option for parser in parsers for option in parser._option_string_actions}
     return {variable_of(name[2:]) for name in names if name.startswith("--")}
 
@@ -253,7 +253,7 @@ def _settable_variables() -> set[str]:
     """Returns the environment variables that some command takes a flag's value from."""
     return {
         variable_of(name)
-        for _, parser in _command_parsers()
+        for _, parser in command_parsers()
         for name, action in parser._settable().items()  # type: ignore[attr-defined]
         if action.help != argparse.SUPPRESS
     }

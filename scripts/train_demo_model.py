@@ -97,7 +97,7 @@ without a download. It is made for trying the software; its texts are often wron
     "draft": """\
 # Draft model for the Baton demo model
 
-A smaller Llama that guesses the next tokens of the demo model.""",
+A smaller Llama that drafts the next tokens of the demo model.""",
 }
 _SHAPES = {
     "demo": {

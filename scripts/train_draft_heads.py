@@ -1,10 +1,10 @@
-"""Trains heads that guess the next tokens of a served model from its hidden states.
+"""Trains heads that draft the next tokens of a served model from its hidden states.
 
     python scripts/train_draft_heads.py --method eagle3 --output FOLDER
     python scripts/train_draft_heads.py --method medusa --model CHECKPOINT_FOLDER --output FOLDER
 
 Writes a checkpoint folder: the head's configuration and float32 weights, and a model card that
-records the versions, the corpus digest, the loss curve and how many guesses are accepted.
+records the versions, the corpus digest, the loss curve and how many draft tokens are accepted.
 
 The served model is a Hugging Face checkpoint of Llama's shape; without `--model` it is the bundled
 demo model. It stays as it is: the head learns its distribution of the next tokens. The texts
@@ -48,7 +48,7 @@ __all__ = ["main"]
 _DEMO_MODEL = Path(__file__).parents[1] / "baton" / "demo_model"
 _WINDOW_LENGTH = 256
 _BATCH_SIZE = 2
-# After 400 steps, EAGLE has 1.24 guesses in a row accepted; with windows of the corpus, 1.00.
+# After 400 steps, EAGLE has 1.24 draft tokens in a row accepted; with windows of the corpus, 1.00.
 _NUM_OWN_TEXTS = 1024
 _TEXTS_PER_BATCH = 128
 _PROMPT_LENGTHS = (4, 64)
@@ -67,7 +67,7 @@ language: en
 ---
 # Draft heads for the {served}
 
-They guess the next tokens that the served model will choose, from its hidden states.
+They draft the next tokens that the served model will choose, from its hidden states.
 
 - Method: {paper}.
 - {num_parameters:,} parameters, stored in float32.
@@ -88,11 +88,11 @@ continuations of held-out documents.
 | ---: | ---: | ---: |
 {curve}
 
-## Accepted guesses
+## Accepted draft tokens
 The served model continued {num_texts} held-out documents greedily, after {prompt_length} tokens
-each, by up to {continuation_length} tokens. The heads guessed {num_places} tokens in each round. A
+each, by up to {continuation_length} tokens. The heads drafted {num_places} tokens in each round. A
 place's share counts the rounds in which all earlier places were right. The last column is the
-mean number of right guesses in a row, without the token that the served model adds.
+mean number of right draft tokens in a row, without the token that the served model adds.
 
 | the head sees | rounds | place 1 | place 2 | place 3 | place 4 | accepted |
 | :--- | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -153,7 +153,7 @@ def loss_of(head: DraftHead, text: ServedText) -> torch.Tensor:
         targets = targets[..., head.vocabulary]
     positions = torch.arange(text.begins.shape[1])
     loss = torch.zeros(())
-    for place, logits in enumerate(head.guess(text, NUM_PLACES)):
+    for place, logits in enumerate(head.draft(text, NUM_PLACES)):
         is_known = positions - text.begins >= place
         losses = -(targets * logits.float().log_softmax(-1)).sum(-1)
         loss = loss + _LATER_PLACE_WEIGHT**place * losses[is_known].mean()
@@ -219,7 +219,7 @@ def write_checkpoint(folder: Path, head: DraftHead, card: str) -> None:
 
 
 def acceptance_rows(head: DraftHead, served: LlamaForCausalLM, texts: Continuations) -> str:
-    """Returns the card's table of accepted guesses."""
+    """Returns the card's table of accepted draft tokens."""
     views = {"positions from the last prompt token on": False, "the whole text": True}
     if isinstance(head, Medusa):
         views = {"one position": False}
@@ -273,7 +273,7 @@ def model_card(
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
-        description="Train heads that guess the next tokens of a served model."
+        description="Train heads that draft the next tokens of a served model."
     )
     parser.add_argument("--method", choices=sorted(_PAPERS), required=True, help="kind of heads")
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
@@ -283,7 +283,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
-        help="most frequent tokens that eagle3 can guess (half of the vocabulary)",
+        help="most frequent tokens that eagle3 can draft (half of the vocabulary)",
     )
     parser.add_argument("--steps", type=int, default=1500, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")

@@ -125,7 +125,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("thinking-token-budget", _INTEGER, "maximum number of tokens of the reasoning part"),
     ("extra-args", {"metavar": "JSON"}, "a JSON object with values for logits processors"),
-    ("prediction", _FILE, "the text of this file will probably be repeated; speeds up guessing"),
+    ("prediction", _FILE, "the text of this file will probably be repeated; speeds up drafting"),
     ("skip-special-tokens", _SWITCH, "leave special tokens out of the text"),
     ("spaces-between-special-tokens", _SWITCH, "keep spaces between special tokens"),
     ("detokenize", _SWITCH, "print text, not only the counts of tokens"),

@@ -1,4 +1,4 @@
-"""What a server process needs of the limits of its container, and its share of them.
+"""The needs of a server process within the limits of its container, and its share of them.
 
 A container limits memory and tasks (a process is one task for each of its threads). A process above
 the first limit is killed, and beyond the second one it gets no threads, in the middle of its
@@ -55,7 +55,7 @@ _GRPC_THREADS = range(4, 17)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a process needs before its model, its KV cache and the threads that compute.
+    """The needs of a process apart from its model, its KV cache and the threads that compute.
 
     Attributes:
         num_bytes: memory.

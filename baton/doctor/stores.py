@@ -48,7 +48,7 @@ def check_store(url: str) -> Iterator[Finding]:
 
 
 class _Trial:
-    """What the calls on one store showed.
+    """Findings of the calls on one store.
 
     Attributes:
         problems: what does not work.

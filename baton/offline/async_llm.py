@@ -95,7 +95,7 @@ class AsyncLLM:
             InvalidArgumentError: the model cannot take the prompt or a parameter, or a request
                 of this id is running.
             FailedPreconditionError: another event loop uses this object, or the request limits
-                the reasoning part, whose marks are not set.
+                the reasoning part, whose tags are not set.
             ResourceExhaustedError: the queue is full, or the request needs more KV blocks than
                 the pool has.
             DeadlineExceededError: `timeout_s` passed.

@@ -86,7 +86,7 @@ class LLM:
         Raises:
             InvalidArgumentError: the model cannot take a prompt or a parameter;
                 raised before anything is computed.
-            FailedPreconditionError: a request limits the reasoning part, whose marks are not
+            FailedPreconditionError: a request limits the reasoning part, whose tags are not
                 set; raised before anything is computed.
             TypeError: a mapping has a field that `SamplingParams` does not have.
         """

@@ -47,7 +47,7 @@ class OfflineRequest:
         ]
         self._prompt_logprobs: list[Logprobs | None] | None = None
         self._cached_tokens = 0
-        self._num_accepted = self._num_rejected = 0  # of guesses
+        self._num_accepted = self._num_rejected = 0  # of draft tokens
         self._stages = StageTimings()
         self._first_token_at: float | None = None
         self._ended_at = 0.0
@@ -101,7 +101,7 @@ class OfflineRequest:
         return self._result([candidate.result(self._details) for candidate in self._candidates])
 
     def new_result(self) -> RequestOutput | None:
-        """What is new since the last call: candidates with new tokens or text, or that have
+        """The news since the last call: candidates with new tokens or text, or that have
         ended, with these tokens and this text alone. None: nothing is new.
         """
         fresh = [candidate for candidate in self._candidates if candidate.is_fresh]
@@ -230,7 +230,7 @@ class _Candidate:
         return self._since((0, 0), details)
 
     def new_result(self, details: _Details) -> CompletionOutput:
-        """What is new since the last call."""
+        """The news since the last call."""
         start, self._num_returned = self._num_returned, (self.num_tokens, len(self._texts))
         self.is_fresh = False
         return self._since(start, details)

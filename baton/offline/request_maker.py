@@ -26,12 +26,12 @@ __all__ = ["OfflineFiles", "RequestMaker"]
 
 @dataclass(frozen=True, slots=True)
 class OfflineFiles:
-    """What is read from a checkpoint besides the model.
+    """The parts of a checkpoint that are read besides the model.
 
     Attributes:
         tokenizer: the tokenizer.
         default_params: the fields of `SamplingParams` that the checkpoint states.
-        marks: the marks of the reasoning part; None: there is none.
+        marks: the tags of the reasoning part; None: there is none.
     """
 
     tokenizer: Tokenizer
@@ -51,7 +51,7 @@ class OfflineFiles:
 
 
 class RequestMaker:
-    """What requests of one model have in common: its tokenizer, defaults and limits.
+    """Makes requests of one model, with its tokenizer, defaults and limits.
 
     Args:
         files: of the checkpoint.
@@ -98,7 +98,7 @@ class RequestMaker:
 
         Raises:
             InvalidArgumentError: the tokenizer cannot read a text.
-            FailedPreconditionError: the request limits the reasoning part, whose marks are not
+            FailedPreconditionError: the request limits the reasoning part, whose tags are not
                 set.
         """
         token_ids = self._token_ids(prompt, params)

@@ -140,7 +140,7 @@ class Server:
 
     @property
     def metrics_url(self) -> str:
-        """Where it serves metrics; empty if it has no port for them."""
+        """The URL of its metrics; empty if it has no port for them."""
         return f"{self._scheme}://{self.metrics_address}/metrics" if self.metrics_address else ""
 
     @property

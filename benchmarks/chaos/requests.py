@@ -48,7 +48,7 @@ class ChaosRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What the client of one request got.
+    """The result of one request at its client.
 
     Attributes:
         request: the request.

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Growth:
-    """What a process used over time.
+    """Resources that a process used over time.
 
     Attributes:
         times_s: when it was looked at.

@@ -16,7 +16,7 @@ __all__ = ["Floors", "measure_floors"]
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What limits an engine's figures.
+    """The machine's limits on an engine's figures.
 
     Attributes:
         machine: the machine's names, and its ceilings, as measured now.

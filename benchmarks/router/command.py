@@ -54,7 +54,7 @@ _SMOKE_LOADS = (_Load("smoke", 4, 2, 5, 5.0),)
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one server did under one load.
+    """Figures of one server under one load.
 
     Attributes:
         server: "grpc" or "http", of a router or of a bare server.

@@ -30,7 +30,7 @@ _PIPELINE_BYTES = 8 << 20
 
 
 class RefusedError(Exception):
-    """What was moved is not what should have been, so there is no figure."""
+    """The moved bytes or tokens are wrong, so there is no figure."""
 
 
 def block_keys(run_id: str, count: int) -> list[bytes]:

@@ -33,7 +33,7 @@ _LOADED_BYTES = "baton_kv_bytes_total load"
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one prompt took.
+    """Times and sizes of one prompt.
 
     Attributes:
         answer: what the client got.

@@ -19,18 +19,18 @@ __all__ = ["Guide", "ReasoningPart"]
 class ReasoningPart:
     """The position of a generated text relative to its reasoning part.
 
-    Unless `marks.start` says where the text begins, the prompt's last mark does: the part is open
+    Unless `marks.start` says where the text begins, the prompt's last tag does: the part is open
     if that is the one that starts it, and over if that is the one that ends it. Before the part,
-    it exists only if the generated text begins with the start mark.
+    it exists only if the generated text begins with the start tag.
 
     Args:
-        marks: the marks.
-        budget: the most tokens before the end mark; None for no limit.
+        marks: the tags.
+        budget: the most tokens before the end tag; None for no limit.
         prompt: the prompt's tokens.
 
     Attributes:
         is_over: whether the part has ended, or does not exist.
-        opening: the tokens that would complete the start mark, if the generated text is still a
+        opening: the tokens that would complete the start tag, if the generated text is still a
             beginning of it; else empty.
     """
 
@@ -42,19 +42,19 @@ class ReasoningPart:
             start = _start_by_prompt(marks, prompt)
         self.is_over = start is ReasoningStart.AFTER
         self.opening = marks.start_token_ids if start is ReasoningStart.BEFORE else ()
-        self._latest: list[int] = []  # tokens of the open part, at most as many as the end mark
+        self._latest: list[int] = []  # tokens of the open part, at most as many as the end tag
         self._num_tokens = 0
         self._is_closing = False
 
     @property
     def opened(self) -> tuple[int, ...]:
-        """The tokens of an incomplete start mark that were generated."""
+        """The tokens of an incomplete start tag that were generated."""
         start = self._marks.start_token_ids
         return start[: len(start) - len(self.opening)] if self.opening else ()
 
     @property
     def required_token(self) -> int | None:
-        """The token that must come next, of the end mark, as the budget is used up or the part is
+        """The token that must come next, of the end tag, as the budget is used up or the part is
         closed; else None.
         """
         if self.is_over or self.opening:
@@ -63,13 +63,13 @@ class ReasoningPart:
         return self._next_of_end if is_used_up or self._is_closing else None
 
     def close(self) -> int:
-        """Makes the end mark come next; returns its first token. The part must be open."""
+        """Makes the end tag come next; returns its first token. The part must be open."""
         self._is_closing = True
         return self._next_of_end
 
     @property
     def _next_of_end(self) -> int:
-        """The token that completes the end mark, or brings it nearest to that."""
+        """The token that completes the end tag, or brings it nearest to that."""
         end = self._marks.end_token_ids
         width = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
         return end[width]
@@ -79,7 +79,7 @@ class ReasoningPart:
 
         Returns:
             The generated tokens if this one shows that the text begins otherwise than with the
-            start mark, so that they are constrained text; else none.
+            start tag, so that they are constrained text; else none.
         """
         if self.opening:
             if token_id == self.opening[0]:
@@ -107,7 +107,7 @@ class ReasoningPart:
 
 
 class Guide:
-    """What may follow one sequence. `Guide.of` makes one at the start of the generated text.
+    """The tokens that may follow one sequence. `Guide.of` makes it at the start of generated text.
 
     Attributes:
         mask: `ScheduledChunk.mask` of the next token.
@@ -185,7 +185,7 @@ class Guide:
 
         Returns:
             The token that takes the place of the stop token that was drawn: the first of the end
-            mark, whose other tokens follow. None if the text may end.
+            tag, whose other tokens follow. None if the text may end.
         """
         part, matcher = self._reasoning, self._matcher
         if part is None or part.opening or matcher is None or matcher.may_stop:
@@ -203,10 +203,11 @@ class Guide:
         return self._retokenizer.forced_tokens(self._matcher, token_ids)
 
     def follow(self, drafts: Sequence[int], token_ids: Sequence[int]) -> list[bytes | None]:
-        """Returns the masks after guesses, as far as these may follow and are drawn one by one.
+        """Returns the masks after draft tokens, as far as these may follow and are drawn one by
+        one.
 
         Args:
-            drafts: guesses of the next tokens.
+            drafts: draft tokens.
             token_ids: the sequence, prompt included; all generated tokens were accepted.
 
         Raises:
@@ -294,18 +295,18 @@ class Guide:
 
 
 def _start_by_prompt(marks: ReasoningMarks, prompt: Sequence[int]) -> ReasoningStart:
-    """Returns where a text after the prompt begins, by the last mark in the prompt."""
+    """Returns where a text after the prompt begins, by the last tag in the prompt."""
     started = _last_index(prompt, marks.start_token_ids)
     ended = _last_index(prompt, marks.end_token_ids)
-    if started == ended:  # there is no mark
+    if started == ended:  # there is no tag
         return ReasoningStart.BEFORE
     return ReasoningStart.INSIDE if started > ended else ReasoningStart.AFTER
 
 
-def _last_index(token_ids: Sequence[int], mark: tuple[int, ...]) -> int:
-    """Returns where the last occurrence of a mark begins; -1 if there is none."""
-    width = len(mark)
+def _last_index(token_ids: Sequence[int], tag: tuple[int, ...]) -> int:
+    """Returns where the last occurrence of a tag begins; -1 if there is none."""
+    width = len(tag)
     for start in range(len(token_ids) - width, -1, -1):
-        if token_ids[start] == mark[0] and tuple(token_ids[start : start + width]) == mark:
+        if token_ids[start] == tag[0] and tuple(token_ids[start : start + width]) == tag:
             return start
     return -1

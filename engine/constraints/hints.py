@@ -1,4 +1,4 @@
-"""Schemas that are hints: what a backend does not enforce of them is left out.
+"""Schemas that are hints, without the parts that a backend does not enforce.
 
 The parameters of tools are hints unless the tool is `strict`. A relaxed schema accepts all that the
 schema accepts, as far as the backend can tell.

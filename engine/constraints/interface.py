@@ -1,4 +1,4 @@
-"""What a backend provides: `Backend`, the `Grammar` that it compiles, and positions in it."""
+"""The interface of a backend: `Backend`, the `Grammar` that it compiles, and positions in it."""
 
 from typing import Any, Protocol
 

@@ -1,4 +1,4 @@
-"""`DraftState`: what is known of one sequence's guesses. Pure."""
+"""`DraftState`: what is known of one sequence's draft tokens. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,14 +55,15 @@ class TokenHistory:
 
 @dataclass(slots=True)
 class DraftState:
-    """What is known of one sequence.
+    """Draft state of one sequence.
 
     Attributes:
         history: its tokens, after those of its prediction.
-        num_checked: guesses that were compared with what was drawn, the newest ones count more.
+        num_checked: draft tokens that were compared with what was drawn, the newest ones count
+            more.
         num_right: those of them that were equal to it.
         num_steps_without: steps since the last one with drafts.
-        proposals: guesses of a draft model.
+        proposals: draft tokens of a draft model.
         proposed_at: number of tokens of the sequence that they follow.
         num_drafted: leading tokens that the draft model has run in the sequence's present row.
     """

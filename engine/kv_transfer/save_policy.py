@@ -11,7 +11,7 @@ __all__ = ["SavePolicy"]
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """What an engine saves.
+    """Rules of which blocks an engine saves, and when.
 
     Attributes:
         prompts: whether it saves blocks of prompts, as they are computed, that it does not hand

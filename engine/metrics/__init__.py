@@ -1,1 +1,1 @@
-"""What one engine counts, exports to Prometheus and logs."""
+"""Counts of one engine, their export to Prometheus, and its log."""

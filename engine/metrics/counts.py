@@ -76,12 +76,12 @@ _COUNTED: dict[str, MetricInfo] = {
     ),
     "baton_engine_draft_tokens": MetricInfo(
         "counter",
-        "Guessed tokens that a step has checked.",
+        "Draft tokens that a step has checked.",
         {"result": ("accepted", "rejected")},
     ),
     "baton_engine_accepted_drafts": MetricInfo(
         "histogram",
-        "Guesses of a sequence that were right in one step.",
+        "Draft tokens of a sequence that were right in one step.",
         buckets=tuple(map(float, (*range(9), 16, 32, 64))),
     ),
     "baton_engine_failed_steps": MetricInfo("counter", "Steps that raised an error."),
@@ -155,7 +155,7 @@ _token_ids_of = attrgetter("token_ids")
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank other than 0 has used since it started.
+    """Time and memory that a rank other than 0 has used since it started.
 
     Attributes:
         rank: its number.

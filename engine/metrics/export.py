@@ -21,7 +21,7 @@ class EngineDescription:
 
 
 class EngineExport:
-    """What an engine has counted, and its load.
+    """The counts of an engine, and its load.
 
     Args:
         metrics: the counts.

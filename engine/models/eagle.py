@@ -1,9 +1,9 @@
-"""EAGLE heads: one layer that guesses tokens from the served model's hidden states.
+"""EAGLE heads: one layer that drafts tokens from the served model's hidden states.
 
 EAGLE (arXiv:2401.15077) reads the served model's final states and uses its output head; EAGLE-3
 (arXiv:2503.01840) reads the states of three layers and has an output head of its own, often for
 a part of the vocabulary. Both read, at each position, a state and the embedding of the token after
-it, and guess the token after that one. Their own state takes the place of the served model's where
+it, and draft the token after that one. Their own state takes the place of the served model's where
 that is not known yet.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Eagle3Head", "EagleHead"]
 
 
 class _Head(CausalModel):
-    """What both heads have in common.
+    """Base of both heads.
 
     `model(inputs, positions, kv)` takes `[num_tokens, 2 * hidden_size]` in place of token ids: per
     position the embedding of the next token, and a state. It returns the head's own states.
@@ -95,7 +95,7 @@ class Eagle3Head(_Head):
     """The head of EAGLE-3.
 
     Args:
-        config: its shape, with one layer, untied embeddings and as many tokens as it can guess.
+        config: its shape, with one layer, untied embeddings and as many tokens as it can draft.
         norms_residual: whether the normalized state is also what the layer adds to.
     """
 

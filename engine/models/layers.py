@@ -42,7 +42,7 @@ OUTPUT_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """Memory for the hidden states of some of a step's tokens, from which heads guess tokens.
+    """Memory for the hidden states of some of a step's tokens, from which heads draft tokens.
 
     Attributes:
         layers: numbers of the layers whose inputs are kept; the number of layers of the model

@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv:2401.10774), each of which guesses the token at one later place."""
+"""Medusa heads (arXiv:2401.10774), each of which drafts the token at one later place."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class MedusaConfig:
         hidden_size: width of the served model's states.
         num_heads: number of heads.
         num_layers: number of residual layers of a head.
-        num_tokens: number of tokens that a head can guess.
+        num_tokens: number of tokens that a head can draft.
         has_bias: whether the residual layers have biases.
     """
 
@@ -51,7 +51,7 @@ class MedusaHeads(nn.Module):
 
         Args:
             states: `[n, hidden_size]`; states from which the served model draws a token.
-            index: number of the head, which guesses the token `index` + 1 places after that one.
+            index: number of the head, which drafts the token `index` + 1 places after that one.
         """
         head = self.lm_heads[index]
         assert isinstance(head, Linear)

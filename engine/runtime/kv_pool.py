@@ -148,7 +148,7 @@ def decide_num_blocks(
         spec: computes how many blocks a sequence needs.
         max_model_len: length of the longest request, in tokens.
         free_bytes: memory left of the engine's share of the GPU, or `default_cpu_bytes`.
-        draft_block_bytes: bytes that guessing tokens needs for each block.
+        draft_block_bytes: bytes that drafting tokens needs for each block.
         is_on_cpu: whether the pool is in the machine's memory.
         plan: of this memory, which a container limits; None without a limit.
 

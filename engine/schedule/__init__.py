@@ -1,1 +1,1 @@
-"""What a step computes: queues, admission, outputs. Pure."""
+"""The work of a step: queues, admission, outputs. Pure."""

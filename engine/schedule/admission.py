@@ -41,7 +41,7 @@ class Admission:
         branches: rows of sequences.
         decoding: the sequences that decode.
         costs: measured costs of computing and of swapping.
-        drafts: guesses of tokens; None without speculation.
+        drafts: draft tokens; None without speculation.
         clock: monotonic seconds.
 
     Attributes:
@@ -130,18 +130,18 @@ class Admission:
         if drafts is None or not ends or not may_draft(sequence):
             plan.add_chunk(sequence, num_tokens)
             return
-        guesses: tuple[int, ...] = ()
+        draft_tokens: tuple[int, ...] = ()
         if sequence.num_scheduled >= sequence.group.num_prompt:
             room = min(plan.budget - plan.num_reserved, self._config.max_chunk)
-            guesses = drafts.draft(sequence, room - num_tokens)
-        num_proposals = drafts.num_proposals(sequence, len(guesses))
-        num_writable = self._make_room(sequence, end, len(guesses) + num_proposals, plan)
-        guesses = guesses[:num_writable]
-        num_proposals = min(num_proposals, num_writable - len(guesses))
+            draft_tokens = drafts.draft(sequence, room - num_tokens)
+        num_proposals = drafts.num_proposals(sequence, len(draft_tokens))
+        num_writable = self._make_room(sequence, end, len(draft_tokens) + num_proposals, plan)
+        draft_tokens = draft_tokens[:num_writable]
+        num_proposals = min(num_proposals, num_writable - len(draft_tokens))
         budget = max(0, plan.draft_budget - num_tokens)
         work = drafts.work(sequence, num_proposals, budget)
-        may_decode = not (guesses or work or drafts.should_wait(sequence))
-        plan.add_chunk(sequence, num_tokens, guesses, may_decode=may_decode, draft_work=work)
+        may_decode = not (draft_tokens or work or drafts.should_wait(sequence))
+        plan.add_chunk(sequence, num_tokens, draft_tokens, may_decode=may_decode, draft_work=work)
 
     def _make_room(self, sequence: Sequence, end: int, num_tokens: int, plan: StepPlan) -> int:
         """Makes positions from `end` on writable, as many of `num_tokens` as possible without

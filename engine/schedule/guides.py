@@ -115,7 +115,7 @@ class Guides:
         """Moves a sequence's guide past the token that it has drawn.
 
         A stop token within the reasoning part is no end as long as the text behind it is owed. The
-        part's end mark takes its place: models that do not reason end their text there.
+        part's end tag takes its place: models that do not reason end their text there.
 
         Returns:
             The tokens to send: that token, and those appended before and after it without a draw.
@@ -160,7 +160,7 @@ class Guides:
 def masks_after(
     sequence: Sequence, guide: Guide, drafts: tuple[int, ...]
 ) -> tuple[bytes | None, ...]:
-    """Returns the masks after guesses of a sequence's tokens, as far as these may follow; none
+    """Returns the masks after draft tokens of a sequence's tokens, as far as these may follow; none
     if that fails: the error, if it is one of the tokens, occurs again when they are drawn.
     """
     try:

@@ -34,7 +34,7 @@ class OutputProcessor:
         branches: forks and ends sequences.
         transfers: loads, saves and handoffs.
         guides: what may follow sequences.
-        drafts: guesses of tokens; None without speculation.
+        drafts: draft tokens; None without speculation.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
         metrics: counts requests and the time between tokens.
         clock: monotonic seconds.

@@ -72,12 +72,12 @@ class GroupQueues:
 
     @property
     def num_loading(self) -> int:
-        """Of the waiting requests, those that wait for a load."""
+        """Waiting requests that wait for a KV load."""
         return self._num_loading
 
     @property
     def num_swapped(self) -> int:
-        """Of the waiting requests, those whose KV is on the host."""
+        """Waiting requests with their KV on the host."""
         return sum(group.swapped is not None for group in self._waiting)
 
     @property

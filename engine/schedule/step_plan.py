@@ -54,7 +54,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step does, as far as it is decided.
+    """The work of a step, as far as it is decided.
 
     Attributes:
         step: the batch's number.
@@ -114,7 +114,7 @@ class StepPlan:
         Args:
             sequence: the sequence.
             num_tokens: number of known tokens.
-            drafts: guesses of the tokens after the last chunk.
+            drafts: draft tokens after the last chunk.
             may_decode: whether the sequence may decode after its last chunk.
             draft_work: what a draft model does after the step.
         """

@@ -1,1 +1,1 @@
-"""Speculation: guesses of a sequence's next tokens, which a step checks together. Pure."""
+"""Speculation: drafts of a sequence's next tokens, which a step checks together. Pure."""

@@ -1,14 +1,15 @@
-"""`Drafts`: decides how many guesses of their next tokens ("drafts") sequences get. Pure.
+"""`Drafts`: decides how many draft tokens sequences get. Pure.
 
-A sequence with drafts runs a chunk in each step: its last token and the guesses. The step draws a
-token after each, with the noise of its position, and keeps them as long as the guesses are equal:
-the tokens are those of a sequence without drafts. `engine.batch.ScheduledChunk` has the details.
-Guesses come from look-ups, or from a draft model or heads, which the runner runs after a step for
-the next one.
+A sequence with drafts runs a chunk in each step: its last token and the draft tokens. The step
+draws a token after each, with the noise of its position, and keeps them as long as the draft tokens
+are equal: the tokens are those of a sequence without drafts. `engine.batch.ScheduledChunk` has the
+details. Draft tokens come from look-ups, or from a draft model or heads, which the runner runs
+after a step for the next one.
 
-How many guesses pay depends on the sequence, whose guesses are right with some probability p, and
-on the step, whose time grows with its tokens. The guess at place j adds a token with probability
-p**j. So many are made as draw the most tokens per second, by the measured times of steps.
+How many draft tokens pay depends on the sequence, whose draft tokens are right with some
+probability p, and on the step, whose time grows with its tokens. The draft token at place j adds a
+token with probability p**j. So many are made as draw the most tokens per second, by the measured
+times of steps.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,13 @@ __all__ = ["Drafts", "may_draft"]
 _KEPT_SHARE = 0.9  # of what was counted before, at each step with drafts
 _FORGOTTEN_SHARE = 0.1  # of what was counted, at each block without drafts
 _FORGETTING_STEPS = 16  # without drafts, of a sequence that cannot decode
-_MAX_STEPS_WITHOUT = 8  # in which a sequence waits for a guess before it decodes
+_MAX_STEPS_WITHOUT = 8  # in which a sequence waits for a draft token before it decodes
 # The most extra time of these steps together, as a share of a step that decodes.
 _WAITING_SHARE = 0.4
 _MIN_S = 1e-9
-_FIRST_CHECKED = 2.0  # a new sequence's rate counts as if so many of its guesses had been checked
-_FIRST_SHARE, _MIN_SHARE = 0.75, 0.5  # of right guesses: a new engine's, and the least assumed
-_SHARE_RATE = 0.01  # weight of a guess in the engine's share of right guesses
+_FIRST_CHECKED = 2.0  # so many draft tokens count as checked at the start of a sequence
+_FIRST_SHARE, _MIN_SHARE = 0.75, 0.5  # of right draft tokens: a new engine's, and the least assumed
+_SHARE_RATE = 0.01  # weight of a draft token in the engine's share of right draft tokens
 _MIN_GAIN = 1.05  # expected, as estimates are uncertain
 _TIME_RATE = 0.1  # weight of a step in the mean time
 _TRYING_RATE = 0.001  # by which steps without drafts bring the time of those with drafts nearer
@@ -41,7 +42,7 @@ _MAX_TIMED_TOKENS = 256  # steps with longer prompts say little about steps with
 
 
 class _Plan(NamedTuple):
-    """How many guesses of a sequence draw the most tokens per second.
+    """How many draft tokens of a sequence draw the most tokens per second.
 
     Attributes:
         num_drafts: their number; 0 if decoding draws more.
@@ -69,7 +70,7 @@ class Drafts:
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
-        assert config.speculative_config is not None, "the engine guesses"
+        assert config.speculative_config is not None, "the engine drafts tokens"
         self._most = min(config.max_drafts, costs.max_proposals)
         self._block_size = config.block_size
         # Tokens that a sequence draws by decoding in the time of one with drafts, which runs again
@@ -82,7 +83,7 @@ class Drafts:
         # all sequences decode, and of one with drafts. None before the first.
         self._decoding_s: float | None = None
         self._drafting_s: float | None = None
-        self._right_share = _FIRST_SHARE  # of guesses; what is assumed of a new sequence
+        self._right_share = _FIRST_SHARE  # of draft tokens; what is assumed of a new sequence
         self._metrics = metrics
         self._clock = clock
         self._num_rows = 1
@@ -115,11 +116,11 @@ class Drafts:
                 self._drafting_s = _mean(self._drafting_s, self._decoding_s, _TRYING_RATE)
 
     def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        """Returns the guesses to check in this step.
+        """Returns the draft tokens to check in this step.
 
         Args:
             sequence: a sequence whose next step runs its last token.
-            limit: the most guesses.
+            limit: the most draft tokens.
         """
         state = self._state_of(sequence)
         state.num_steps_without += 1
@@ -127,10 +128,10 @@ class Drafts:
             self._forget(state)  # a sequence with a grammar never decodes
         room = sequence.limit - len(sequence.token_ids) - 1  # one token is drawn in any case
         limit = min(limit, room, self._plan(state).num_drafts)
-        return tuple(self._guesses(sequence, limit)) if limit > 0 else ()
+        return tuple(self._drafts(sequence, limit)) if limit > 0 else ()
 
     def num_proposals(self, sequence: Sequence, num_drafts: int) -> int:
-        """Returns how many tokens a draft model should guess after this step.
+        """Returns how many tokens a draft model should draft after this step.
 
         Args:
             sequence: a sequence whose step runs its last token.
@@ -155,7 +156,7 @@ class Drafts:
 
         Args:
             sequence: as in `num_proposals`.
-            num_proposals: number of tokens that it should guess.
+            num_proposals: number of tokens that it should draft.
             budget: the most known tokens that it may run.
         """
         if not num_proposals:
@@ -181,7 +182,7 @@ class Drafts:
         Args:
             sequence: a sequence that goes on.
             work: what `work` has returned for the step.
-            proposals: guesses of the tokens after the first `num_tokens`.
+            proposals: draft tokens after the first `num_tokens`.
             num_tokens: number of tokens of the sequence after the step's draws.
         """
         state = self._state_of(sequence)
@@ -211,13 +212,13 @@ class Drafts:
         self._forget(state)
         if not may_draft(sequence) or not self._plan(state).num_drafts:
             return False
-        begins = self._proposer is None or bool(self._guesses(sequence, 1))
+        begins = self._proposer is None or bool(self._drafts(sequence, 1))
         if begins:
             state.num_steps_without = 0
         return begins
 
     def checked(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
-        """Notes how many of a step's guesses were right, from the first one on."""
+        """Notes how many of a step's draft tokens were right, from the first one on."""
         state = self._state_of(sequence)
         num_checked = min(num_drafts, num_right + 1)
         state.num_steps_without = 0
@@ -230,7 +231,7 @@ class Drafts:
         self._metrics.drafted(num_drafts, num_right)
 
     def sequence_ended(self, sequence: Sequence) -> None:
-        """Keeps a sequence that has ended for guesses of later ones."""
+        """Keeps a sequence that has ended for draft tokens of later ones."""
         if self._proposer is not None and not _is_private(sequence):
             self._proposer.keep_answer(sequence.token_ids, sequence.group.num_prompt)
 
@@ -239,8 +240,8 @@ class Drafts:
         if self._proposer is not None:
             self._proposer.forget_answers()
 
-    def _guesses(self, sequence: Sequence, limit: int) -> list[int]:
-        """Returns at most `limit` guesses: what the prediction says, what the draft model has
+    def _drafts(self, sequence: Sequence, limit: int) -> list[int]:
+        """Returns at most `limit` draft tokens: what the prediction says, what the draft model has
         proposed, or what a look-up finds.
         """
         state = self._state_of(sequence)
@@ -254,7 +255,7 @@ class Drafts:
         return self._proposer.propose(tokens, limit, is_private=_is_private(sequence))
 
     def _forget(self, state: DraftState) -> None:
-        """Brings the rate of right guesses nearer to that of a new sequence."""
+        """Brings the rate of right draft tokens nearer to that of a new sequence."""
         state.num_checked += _FORGOTTEN_SHARE * (_FIRST_CHECKED - state.num_checked)
         first_right = _FIRST_CHECKED * self._right_share
         state.num_right += _FORGOTTEN_SHARE * (first_right - state.num_right)
@@ -271,11 +272,11 @@ class Drafts:
         return self._decoding_s is not None or self._drafting_s is not None
 
     def _plan(self, state: DraftState) -> _Plan:
-        """Plans guesses for a step with as many sequences as the last one."""
+        """Plans draft tokens for a step with as many sequences as the last one."""
         place_s, decoding_s, drafting_s = 0.0, 1.0, 1.0  # if no step has been measured
         if self._is_timed:
             tokens_s = self._num_rows * self._costs.prompt_token_s
-            place_s = tokens_s + self._costs.proposal_s  # of one guess of each sequence
+            place_s = tokens_s + self._costs.proposal_s  # of one draft token of each sequence
             times = [each for each in (self._decoding_s, self._drafting_s) if each is not None]
             drafting_s = times[-1] + tokens_s
             # If it was measured long ago it may seem longer, which it cannot be.

@@ -1,4 +1,4 @@
-"""Guesses from text that repeats: the tokens that once followed a sequence's latest ones.
+"""Draft tokens from text that repeats: the tokens that once followed a sequence's latest ones.
 
 Prompt lookup decoding (Saxena 2023) searches the sequence itself; suffix decoding (Oliaro et al.
 2024) searches earlier answers too. Here the longest match counts, and the latest of several.
@@ -22,15 +22,15 @@ _BITS_PER_TOKEN = 21  # three tokens fill an int64; larger vocabularies do not e
 
 
 class Proposer(ABC):
-    """Guesses the tokens that follow a sequence."""
+    """Drafts the tokens that follow a sequence."""
 
     @abstractmethod
     def propose(self, tokens: np.ndarray, limit: int, *, is_private: bool) -> list[int]:
-        """Returns the guesses, the next token first; empty if there are none.
+        """Returns the draft tokens, the next token first; empty if there are none.
 
         Args:
             tokens: `[n]` int32; the sequence, after its prediction and `SEPARATOR` if it has one.
-            limit: the most guesses.
+            limit: the most draft tokens.
             is_private: whether nothing of other requests may be used for this one.
         """
 
@@ -60,7 +60,7 @@ class _Match(NamedTuple):
 
 class SequenceLookup(Proposer):
     """Searches the sequence itself and its prediction, so that texts that repeat the prompt, the
-    prediction or themselves are guessed.
+    prediction or themselves are drafted.
 
     Args:
         config: the widths.
@@ -162,7 +162,7 @@ class AnswerLookup(Proposer):
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:
-    """Returns the proposer of a method; None if the runner makes the guesses."""
+    """Returns the proposer of a method; None if the runner makes the draft tokens."""
     if config.has_model:
         return None
     return SequenceLookup(config) if config.method == "ngram" else AnswerLookup(config)

@@ -25,7 +25,10 @@ def short_lived(open_kv_store: StoreOpener) -> KvStore:
 
 
 def _put_and_await_expiry(store: KvStore) -> bytes:
-    """Puts objects and looks at another one each time, as a look touches; the first one gone."""
+    """Polls a different object each time, because `contains_prefix` renews its TTL.
+
+    Returns the first expired key.
+    """
     keys = random_keys(_NUM_PROBES)
     store.put(keys, [filled(1, 100)] * _NUM_PROBES)
     for key in keys:
@@ -35,15 +38,18 @@ def _put_and_await_expiry(store: KvStore) -> bytes:
     pytest.fail(f"alive {_GRACE_S:g} s after its TTL")
 
 
-def _outlive_their_ttl(store: KvStore, are_alive_then_touch: Callable[[list[bytes]], bool]) -> bool:
-    """Puts and touches for two TTLs; False where the machine paused for longer than a TTL."""
+def _outlive_their_ttl(store: KvStore, check_and_touch: Callable[[list[bytes]], bool]) -> bool:
+    """Keeps objects alive for two TTLs.
+
+    Returns False if the test itself was paused too long to tell.
+    """
     keys = random_keys(_NUM_TOUCHED)
     started_s = touched_s = time.monotonic()
     store.put(keys, [filled(1, 100)] * _NUM_TOUCHED)
     while time.monotonic() < started_s + 2 * _TTL_S:
         time.sleep(_TTL_S / _TOUCHES_PER_TTL)
         next_touched_s = time.monotonic()
-        were_alive = are_alive_then_touch(keys)
+        were_alive = check_and_touch(keys)
         if time.monotonic() > touched_s + _TTL_S - _CLOCK_TOLERANCE_S:
             return False
         assert were_alive, "gone before its TTL"
@@ -51,9 +57,9 @@ def _outlive_their_ttl(store: KvStore, are_alive_then_touch: Callable[[list[byte
     return True
 
 
-def _assert_touches(store: KvStore, are_alive_then_touch: Callable[[list[bytes]], bool]) -> None:
-    """Puts objects of a hundred ones, which outlive their TTL by what is done to their keys."""
-    if not any(_outlive_their_ttl(store, are_alive_then_touch) for _ in range(_NUM_ATTEMPTS)):
+def _assert_touches(store: KvStore, check_and_touch: Callable[[list[bytes]], bool]) -> None:
+    """Asserts that `check_and_touch` keeps objects alive."""
+    if not any(_outlive_their_ttl(store, check_and_touch) for _ in range(_NUM_ATTEMPTS)):
         pytest.fail("this machine pauses too long to tell")
 
 
@@ -88,8 +94,8 @@ def test_a_hit_touches(short_lived: KvStore) -> None:
 
 def test_the_hits_of_one_batch_touch(short_lived: KvStore) -> None:
     def read_all(keys: list[bytes]) -> bool:
-        there = [blank(100) for _ in keys]
-        return short_lived.get_into(keys, there) == [GetStatus.HIT] * len(keys)
+        objects = [blank(100) for _ in keys]
+        return short_lived.get_into(keys, objects) == [GetStatus.HIT] * len(keys)
 
     _assert_touches(short_lived, read_all)
 
@@ -100,7 +106,7 @@ def test_a_look_up_touches_all_that_it_counts(short_lived: KvStore) -> None:
 
 def test_putting_an_existing_object_touches(short_lived: KvStore) -> None:
     def put_again_and_read_one(keys: list[bytes]) -> bool:
-        """Reads each object once and never again, so that it is the puts that keep it."""
+        """Reads each object once, so that only the puts can keep it alive."""
         short_lived.put(keys, [filled(2, 100)] * len(keys))
         return read(short_lived, keys.pop(), 100) == filled(1, 100).to_bytes()
 

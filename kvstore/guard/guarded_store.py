@@ -54,11 +54,11 @@ class GuardedStore:
     # Calls.
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.contains_prefix`."""
+        """Returns how many leading keys the store holds, unless the breaker of reads is open."""
         return self._read(lambda: self.store.contains_prefix(keys))
 
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
-        """See `KvStore.get_into`."""
+        """Reads objects from the store, unless the breaker of reads is open."""
         try:
             return self._read(lambda: self.store.get_into(keys, objects))
         except NotAskedError:
@@ -68,7 +68,7 @@ class GuardedStore:
             raise
 
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
-        """See `KvStore.put`."""
+        """Puts objects into the store, unless the breaker of puts is open."""
         try:
             self._puts.call(lambda: self.store.put(keys, objects))
         except NotAskedError:
@@ -79,7 +79,7 @@ class GuardedStore:
             raise
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.delete`."""
+        """Deletes objects from the store, unless the breaker of deletions is open."""
         try:
             return self._deletions.call(lambda: self.store.delete(keys))
         except NotAskedError:

@@ -11,12 +11,12 @@ class BackendStatus:
 
     Attributes:
         name: the backend's URL without secrets, or a peer's address.
-        identity: tells stores apart: processes that have the same store see the same one. Empty
+        identity: of the store: processes that have the same store see the same one. Empty
             while it is unknown, and for peers.
         can_load: whether blocks can be loaded.
         can_save: whether blocks can be saved.
         problem: why not; empty if both are true.
-        is_store: whether processes meet in it. A peer lends blocks to whoever has a handoff.
+        is_store: whether processes meet in it. A peer lends blocks to any holder of a handoff.
     """
 
     name: str

@@ -122,7 +122,7 @@ class JobState:
 
         Args:
             num_objects: most objects of a piece.
-            num_slices: 1, or the number of layer slices if each piece shall consist of one slice
+            num_slices: 1, or the number of layer slices if each piece must consist of one slice
                 only; then blocks must have one slice of heads.
 
         Returns:

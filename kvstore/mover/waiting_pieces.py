@@ -15,7 +15,7 @@ __all__ = ["AheadPieces", "DoubtfulPieces"]
 
 @dataclass(slots=True)
 class _Step:
-    """What waits for one step; each piece with the number of layers that it needs."""
+    """Pieces and jobs that wait for one step; pieces with the number of layers that they need."""
 
     pieces: list[tuple[int, Piece]] = field(default_factory=list)
     jobs: list[JobState] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the halves of a connector over several members exchange and keep. Pure.
+"""Messages between the halves of a connector over several members, and its jobs. Pure.
 
 `MultiWork` and `MultiResults` go between the halves. `MemberParams` are what a handoff carries
 for each member. `Lookup`, `Load` and `Save` are the states of jobs, each of which becomes jobs

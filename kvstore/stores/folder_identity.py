@@ -1,4 +1,4 @@
-"""`folder_identity`: a random text in a folder, which tells stores in folders apart."""
+"""`folder_identity`: a random text in a folder, which identifies the store there."""
 
 import errno
 import secrets
@@ -41,7 +41,7 @@ def _read(folder: Path) -> str:
 
 
 def _write(folder: Path) -> None:
-    """Writes an identity unless there is one, so that nobody reads a part of it.
+    """Writes an identity unless there is one, so that no process reads a part of it.
 
     Raises:
         OSError: the folder cannot be written to, or another process was first.

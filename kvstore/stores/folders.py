@@ -50,7 +50,7 @@ def why_not_private(folder: Path, *, shares_group: bool = False) -> str:
     """Returns why another user can have put something into a folder; empty if none can.
 
     The question is to be asked after the folder was made, since another user may make it before.
-    A yes stays true: nobody else can replace a folder of this user in a place such as /dev/shm.
+    The answer stays true: no other user can replace a folder of this user in, say, /dev/shm.
 
     Args:
         folder: the folder, which exists; a link to one is not private.

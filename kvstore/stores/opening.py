@@ -67,11 +67,11 @@ class OpenedOnDemand(Generic[_Opened]):
 
     @property
     def current(self) -> _Opened | None:
-        """What is open; None if nothing is."""
+        """The open object; None if none is open."""
         return self._opened
 
     def get(self) -> _Opened:
-        """Returns what is open, after opening it if nothing is.
+        """Returns the open object, and opens it first if needed.
 
         Raises:
             StoreUnavailableError: the store is closed, or another thread takes long to open it.

@@ -48,7 +48,7 @@ class ChatRequest:
 class ChatUsage:
     """Token counts. `reasoning_tokens` of the completion's tokens are of its reasoning part.
 
-    `predicted` has the guesses of workers that were right, and those that were wrong.
+    `predicted` has the draft tokens of workers that were right, and those that were wrong.
     """
 
     prompt_tokens: int
@@ -60,7 +60,7 @@ class ChatUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChatChunk:
-    """What one candidate's next tokens add to its answer.
+    """The addition of one candidate's next tokens to its answer.
 
     Attributes:
         index: the candidate's number, from 0.

@@ -26,7 +26,7 @@ class ReasoningParser(ABC):
             model's answers do.
 
     Attributes:
-        needs_special_tokens: whether the marks are special tokens, which the text lacks unless
+        needs_special_tokens: whether the tags are special tokens, which the text lacks unless
             the request is run with `skip_special_tokens=False`.
     """
 
@@ -40,7 +40,7 @@ class ReasoningParser(ABC):
     def is_open_after(cls, prompt: str) -> bool | None:
         """Returns whether a prompt leaves the reasoning part open: the parser's `starts_inside`.
 
-        A chat template may write the mark that opens the part, or both marks.
+        A chat template may write the tag that opens the part, or both tags.
 
         Returns:
             None if the prompt does not decide it.
@@ -50,7 +50,7 @@ class ReasoningParser(ABC):
     def push(self, text: str) -> ChatDelta:
         """Returns the reasoning and content in further text.
 
-        Text that may be a part of a mark is held back. The deltas of all pushes, put together,
+        Text that may be a part of a tag is held back. The deltas of all pushes, put together,
         must not depend on how the text is cut into pieces.
         """
 
@@ -60,15 +60,15 @@ class ReasoningParser(ABC):
 
 
 class MarkedReasoningParser(ReasoningParser):
-    """A reasoning part between two marks, at the beginning of the answer.
+    """A reasoning part between two tags, at the beginning of the answer.
 
-    A start mark is read even if the part is open already. A part without an end mark goes on to
+    A start tag is read even if the part is open already. A part without an end tag goes on to
     the end of the text.
 
     Attributes:
-        start: the mark before the part.
-        end: the mark after it.
-        opens_itself: whether answers begin inside of the part without a start mark.
+        start: the tag before the part.
+        end: the tag after it.
+        opens_itself: whether answers begin inside of the part without a start tag.
     """
 
     start: ClassVar[str]
@@ -84,7 +84,7 @@ class MarkedReasoningParser(ReasoningParser):
 
     @classmethod
     def is_open_after(cls, prompt: str) -> bool | None:
-        """Looks at the prompt's end only: earlier messages may mention the marks."""
+        """Looks at the prompt's end only: earlier messages may mention the tags."""
         last = prompt.rstrip()
         if last.endswith(cls.end):
             return False
@@ -122,7 +122,7 @@ class MarkedReasoningParser(ReasoningParser):
 
 
 class DeepSeekR1ReasoningParser(MarkedReasoningParser):
-    """`<think>` and `</think>`; without marks the whole text is reasoning."""
+    """`<think>` and `</think>`; without tags the whole text is reasoning."""
 
     start = "<think>"
     end = "</think>"
@@ -130,7 +130,7 @@ class DeepSeekR1ReasoningParser(MarkedReasoningParser):
 
 
 class Qwen3ReasoningParser(MarkedReasoningParser):
-    """`<think>` and `</think>`; without marks the whole text is content."""
+    """`<think>` and `</think>`; without tags the whole text is content."""
 
     start = "<think>"
     end = "</think>"

@@ -155,7 +155,7 @@ class ChatTemplate:
 def ends_in_reasoning(prompt: str, start_str: str, end_str: str, prefill: str = "") -> bool:
     """Whether a prompt ends inside of a reasoning part, so that the answer begins with reasoning.
 
-    Only the prompt's end counts: the messages before it may contain the marks as plain text.
+    Only the prompt's end counts: the messages before it may contain the tags as plain text.
 
     Args:
         prompt: a rendered prompt.

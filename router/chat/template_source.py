@@ -30,7 +30,7 @@ class TemplateText:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """What a model states about its chat format.
+    """The chat format that a model states.
 
     Attributes:
         templates: its templates by name; empty if it has none. The names that are used are

@@ -106,7 +106,7 @@ class ServedModelConfig:
     )
     reasoning_parser: str | None = flag(
         None,
-        "format in which the model writes its reasoning, such as qwen3; it states the marks of "
+        "format in which the model writes its reasoning, such as qwen3; it states the tags of "
         "--reasoning-start-str and --reasoning-end-str",
         metavar="NAME",
         is_main=True,

@@ -74,7 +74,7 @@ class TenantsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPolicy:
-    """What a tenant may do: an entry of the file of tenants, whose keys are the fields' names.
+    """The permissions of a tenant: an entry of the file of tenants, with the fields' names as keys.
 
     Attributes:
         name: the tenant's; `*` for all that have no entry.

@@ -113,7 +113,7 @@ class Fleet:
 
     @property
     def no_prefill_policy(self) -> str:
-        """What happens to a prompt that no prefill replica computes, one of `NO_PREFILL_POLICIES`.
+        """The treatment of prompts that no prefill replica computes: one of `NO_PREFILL_POLICIES`.
         It is local in a cluster without a prefill tier, not even one of replicas that are lost.
         """
         has_tier = self._has_prefill_targets or bool(self.prefill.candidates)
@@ -213,7 +213,7 @@ class Fleet:
                 replica.connection.wake()  # its requests may move now
 
     def _capacities(self) -> tuple[frozenset[Capacity], frozenset[Capacity]]:
-        """What the needs of waiting requests depend on."""
+        """The capacities of both tiers, on which the needs of waiting requests depend."""
         return self.prefill.capacities, self.decode.capacities
 
     def _connected(self) -> Sequence[Replica]:

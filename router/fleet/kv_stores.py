@@ -13,7 +13,7 @@ _LOGGER = logging.getLogger("baton.router")
 
 
 class _Replica(Protocol):
-    """What is compared; `router.fleet.replica.Replica` has it."""
+    """The compared attributes of `router.fleet.replica.Replica`."""
 
     @property
     def address(self) -> str:

@@ -19,7 +19,7 @@ LogprobsOf = Callable[[ChatChunk], Sequence[dict[str, Any]]]
 
 
 class PartKind(Enum):
-    """What a part is."""
+    """Kinds of parts."""
 
     REASONING = "reasoning"
     TEXT = "text"

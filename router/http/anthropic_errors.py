@@ -27,7 +27,7 @@ class ThreadUnsupportedError(InvalidArgumentError):
 
 
 class AnthropicErrorInfo(BaseModel):
-    """What went wrong."""
+    """The type and the message of an error."""
 
     type: str
     message: str

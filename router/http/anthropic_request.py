@@ -38,7 +38,7 @@ class MessagesBody(AnswerBody):
     Attributes:
         messages: the conversation. If the last message is the assistant's, the answer
             continues it.
-        thinking: `budget_tokens` limits the reasoning of models whose marks are known.
+        thinking: `budget_tokens` limits the reasoning of models whose tags are known.
         output_config: `format`: a JSON schema of the answer; `effort` is given to the template.
         output_format: the older name of `output_config.format`.
         metadata: ignored.
@@ -63,7 +63,7 @@ def read_messages_request(
     Args:
         body: the body.
         request_id: names the request.
-        can_limit_thinking: whether the marks of the model's reasoning part are known.
+        can_limit_thinking: whether the tags of the model's reasoning part are known.
 
     Raises:
         InvalidArgumentError: a field is malformed, or states a feature that Baton lacks; names

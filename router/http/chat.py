@@ -159,7 +159,7 @@ class ChatJob:
             )
 
     def _prompt_fields(self) -> dict[str, Any]:
-        """The tokens of the prompt, if the answer is to have them."""
+        """The tokens of the prompt, if the answer includes them."""
         if not self._body.return_token_ids or self._prompt_ids is None:
             return {}
         return {"prompt_token_ids": list(self._prompt_ids)}
@@ -173,7 +173,7 @@ class ChatJob:
         }
 
     def _chunk_end(self) -> str:
-        """What comes after the choice in a chunk."""
+        """Returns the text after the choice in a chunk."""
         if not self._body.includes_usage:
             return "]}\n\n"
         if not self._body.counts_continuously or self._prompt_ids is None:
@@ -271,7 +271,7 @@ def _empty_delta(chunk: ChatChunk) -> dict[str, Any]:
 
 
 def _before_choice(head: Mapping[str, Any]) -> str:
-    """What comes before the choice in a chunk."""
+    """Returns the text before the choice in a chunk."""
     return f'data: {text_json(head)[:-1]},"choices":['
 
 

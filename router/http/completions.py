@@ -164,7 +164,7 @@ class CompletionJob:
         await emit(end + DONE)
 
     def _chunk_frame(self) -> tuple[str, str]:
-        """What comes before and after the choice in each chunk."""
+        """The text before and after the choice in each chunk."""
         usage = ',"usage":null' if self._body.includes_usage else ""
         return f'data: {text_json(self._head)[:-1]},"choices":[', f"]{usage}}}\n\n"
 
@@ -180,13 +180,13 @@ class CompletionJob:
         return f'{{"index":{index},"text":{text},{end[1:]}'
 
     async def _part_of(self, message: _Response) -> dict[str, Any]:
-        """What a message adds to its choice; a thread makes many log-probabilities."""
+        """Returns a message's addition to its choice; a thread makes many log-probabilities."""
         num_bytes = num_logprob_bytes(message.logprobs) + num_logprob_bytes(message.prompt_logprobs)
         self.num_logprob_bytes += num_bytes
         return await convert_input(num_bytes, self._part, message)
 
     def _part(self, message: _Response) -> dict[str, Any]:
-        """What a message adds to its choice."""
+        """Returns the addition of a message to its choice."""
         key = message.prompt_index, message.index
         self._first_messages.setdefault(message.prompt_index, message)
         if message.HasField("usage"):

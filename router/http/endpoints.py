@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from router.http.errors import ErrorBody, openai_error
 
 __all__ = [
+    "AUTHENTICATED_STATUSES",
     "COMPLETION_FIELDS",
     "ERROR_RESPONSES",
-    "OF_CLIENTS",
-    "WITHOUT_BODY",
+    "STATUSES_WITHOUT_BODY",
     "EndpointGroup",
     "declared_responses",
     "json_object",
@@ -71,10 +71,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 """The errors of the endpoints that take a body, for the OpenAPI document."""
 COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
 """Fields of OpenAI's completions and answers to chats."""
-WITHOUT_BODY = (500, 503)
-"""The statuses of errors of the endpoints that take none."""
-OF_CLIENTS = (401, 429, *WITHOUT_BODY)
-"""The same for those that only clients of the router may call."""
+STATUSES_WITHOUT_BODY = (500, 503)
+"""Error statuses of endpoints without a body."""
+AUTHENTICATED_STATUSES = (401, 429, *STATUSES_WITHOUT_BODY)
+"""Error statuses of endpoints without a body that need an API key."""
 
 
 def declared_responses(

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from baton.common.version import __version__
 from router.http.context import context_of
 from router.http.endpoints import (
-    OF_CLIENTS,
-    WITHOUT_BODY,
+    AUTHENTICATED_STATUSES,
+    STATUSES_WITHOUT_BODY,
     EndpointGroup,
     declared_responses,
     json_object,
@@ -26,7 +26,8 @@ ENDPOINTS = EndpointGroup(_ROUTER)
 
 
 @_ROUTER.get(
-    "/health", responses=declared_responses("The process lives.", "status", errors=WITHOUT_BODY)
+    "/health",
+    responses=declared_responses("The process lives.", "status", errors=STATUSES_WITHOUT_BODY),
 )
 async def health() -> Response:
     """Answers while the process lives."""
@@ -42,7 +43,9 @@ async def ping() -> Response:
 @_ROUTER.get(
     "/ready",
     responses={
-        **declared_responses("Every model can be served.", *_READINESS, errors=WITHOUT_BODY),
+        **declared_responses(
+            "Every model can be served.", *_READINESS, errors=STATUSES_WITHOUT_BODY
+        ),
         503: {"description": "A model cannot be served.", "content": json_object(*_READINESS)},
     },
 )
@@ -55,7 +58,10 @@ async def ready(request: Request) -> Response:
     return json_response(body, 200 if is_ready else 503)
 
 
-@_ROUTER.get("/version", responses=declared_responses("The version.", "version", errors=OF_CLIENTS))
+@_ROUTER.get(
+    "/version",
+    responses=declared_responses("The version.", "version", errors=AUTHENTICATED_STATUSES),
+)
 async def version() -> Response:
     """Returns Baton's version."""
     return json_response({"version": __version__})

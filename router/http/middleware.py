@@ -38,7 +38,7 @@ _OPEN_PATHS = _QUIET_PATHS
 _MAX_BODIES = 16
 """How many bodies of the largest size may arrive, or wait to be parsed, at once."""
 _MAX_BODIES_OF_TENANT = 4
-"""The same of one client, if there are several."""
+"""The most of one client, if there are several."""
 _LARGE_BODY_BYTES = 64 * 1024
 _CLOSE = {"Connection": "close"}
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})

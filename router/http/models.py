@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from router.http.context import context_of, max_model_len
 from router.http.endpoints import (
+    AUTHENTICATED_STATUSES,
     ERROR_RESPONSES,
-    OF_CLIENTS,
     EndpointGroup,
     declared_responses,
     json_object,
@@ -31,7 +31,9 @@ ENDPOINTS = EndpointGroup(_ROUTER)
 
 @_ROUTER.get(
     "/v1/models",
-    responses=declared_responses("The served models.", "object", "data", errors=OF_CLIENTS),
+    responses=declared_responses(
+        "The served models.", "object", "data", errors=AUTHENTICATED_STATUSES
+    ),
 )
 async def list_models(request: Request) -> Response:
     """Lists the served models; each alias is listed too."""
@@ -47,7 +49,9 @@ async def list_models(request: Request) -> Response:
 
 @_ROUTER.get(
     "/v1/models/{model_id:path}",
-    responses=declared_responses("The model.", "id", "object", errors=(403, 404, *OF_CLIENTS)),
+    responses=declared_responses(
+        "The model.", "id", "object", errors=(403, 404, *AUTHENTICATED_STATUSES)
+    ),
 )
 async def get_model(model_id: str, request: Request) -> Response:
     """Describes one model."""
@@ -57,7 +61,9 @@ async def get_model(model_id: str, request: Request) -> Response:
 @_ROUTER.get(
     "/tokenizer_info",
     responses=declared_responses(
-        "The settings of the tokenizer.", "tokenizer_class", errors=(400, 403, 404, *OF_CLIENTS)
+        "The settings of the tokenizer.",
+        "tokenizer_class",
+        errors=(400, 403, 404, *AUTHENTICATED_STATUSES),
     ),
 )
 async def tokenizer_info(request: Request, model: str = "") -> Response:

@@ -62,7 +62,7 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
     refuse_lacking(body)
     stated = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     if body.seed is not None and body.seed < 0:
-        stated |= _of_negative_seed(stated.pop("seed"))
+        stated |= _seed_from_signed(stated.pop("seed"))
     if body.vllm_xargs is not None:
         stated["extra_args"] = body.vllm_xargs
     if body.use_beam_search:
@@ -73,8 +73,8 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
     return stated
 
 
-def _of_negative_seed(seed: int) -> dict[str, int]:
-    """OpenAI's seeds have a sign, Baton's have none. -1 states no seed, as in vLLM."""
+def _seed_from_signed(seed: int) -> dict[str, int]:
+    """Returns the seed of a request as an unsigned number. -1 states no seed, as in vLLM."""
     if seed == -1:
         return {}
     return {"seed": seed + 2**64 if seed >= -(2**63) else seed}

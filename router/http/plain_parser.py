@@ -11,7 +11,7 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class ParserEvents(Protocol):
-    """What a parser calls; also what httptools finds by name.
+    """Callbacks of a parser; httptools finds them by name.
 
     Attributes:
         headers: of the message.

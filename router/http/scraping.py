@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.context import context_of
-from router.http.endpoints import WITHOUT_BODY, EndpointGroup, declared_responses
+from router.http.endpoints import STATUSES_WITHOUT_BODY, EndpointGroup, declared_responses
 from rpc.metrics_access import CHALLENGE
 
 __all__ = ["ENDPOINTS"]
@@ -22,7 +22,7 @@ _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 @_ROUTER.get(
     "/metrics",
     responses={
-        **declared_responses("The metrics.", errors=WITHOUT_BODY),
+        **declared_responses("The metrics.", errors=STATUSES_WITHOUT_BODY),
         401: {"description": "The caller lacks the token for metrics."},
         200: {"description": "The metrics, in Prometheus' text format.", "content": _TEXT},
     },

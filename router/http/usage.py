@@ -21,8 +21,8 @@ def usage_fields(
         completion_tokens: generated tokens.
         cached_tokens: those of the prompt whose KV was found; None to leave them out.
         reasoning_tokens: generated tokens of the reasoning; None to leave them out.
-        predicted: the guesses of workers that were right, and those that were wrong; left out if
-            there were none.
+        predicted: the draft tokens of workers that were right, and those that were wrong; left out
+            if there were none.
     """
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -53,7 +53,7 @@ class UsageCount:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._num_accepted = self._num_rejected = 0  # of guesses
+        self._num_accepted = self._num_rejected = 0  # of draft tokens
 
     def add(self, usage: common_pb2.Usage) -> None:
         """Adds the counts of one prompt."""

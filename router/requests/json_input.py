@@ -36,7 +36,7 @@ _TOKEN = re.compile(rb'("(?:[^"\\]++|\\.)*+")(\s*+:)?+|[\[\]{}]', re.DOTALL)
 
 @dataclass(slots=True)
 class JsonBudget:
-    """What JSON texts may still hold, together."""
+    """The number of values that JSON texts may still hold, together."""
 
     parts: int = MAX_PARTS
     values: int = MAX_VALUES
@@ -106,8 +106,8 @@ def _short(text: str) -> str:
 def _take(budget: JsonBudget, data: bytes) -> None:
     """Takes the values of a JSON text from a budget.
 
-    Texts are told from structure by their quotes, without their escapes; what no JSON text has,
-    such as escapes outside of texts, may be counted wrongly, but the parser stops there.
+    Quotes separate texts from structure, without their escapes. The count may be wrong for what is
+    no JSON, such as escapes outside of texts, but the parser stops there.
 
     Raises:
         _TooLargeError: the text has more values.

@@ -1,4 +1,4 @@
-"""The marks of the reasoning part of a text: from the operator's texts to a request's tokens.
+"""The tags of the reasoning part of a text: from the operator's texts to a request's tokens.
 
 The router and `LLM` use it.
 """
@@ -17,7 +17,7 @@ _FLAGS = "--reasoning-start-str and --reasoning-end-str"
 def encode_marks(
     tokenizer: Tokenizer, start_str: str | None, end_str: str | None
 ) -> ReasoningMarks | None:
-    """Returns the tokens of the marks; None if both texts are None.
+    """Returns the tokens of the tags; None if both texts are None.
 
     Raises:
         ConfigurationError: one text alone is set, or a text is empty or has characters that
@@ -36,7 +36,7 @@ def encode_marks(
 def marks_for(
     params: SamplingParams, marks: ReasoningMarks | None, vocab_size: int
 ) -> ReasoningMarks | None:
-    """Returns the marks that a request needs: None if it does not depend on a reasoning part.
+    """Returns the tags that a request needs: None if it does not depend on a reasoning part.
 
     Args:
         params: the request's.
@@ -44,8 +44,8 @@ def marks_for(
         vocab_size: number of tokens that the model has logits for.
 
     Raises:
-        FailedPreconditionError: the request limits the reasoning part, and no marks are known,
-            or the model has no logits for a token of a mark.
+        FailedPreconditionError: the request limits the reasoning part, and no tags are known,
+            or the model has no logits for a token of a tag.
     """
     budget = params.thinking_token_budget
     if budget is None and params.structured_outputs is None:
@@ -53,7 +53,7 @@ def marks_for(
     if marks is None:
         if budget is not None:
             raise FailedPreconditionError(
-                f"thinking_token_budget is {budget}, but no marks of a reasoning part are "
+                f"thinking_token_budget is {budget}, but no tags of a reasoning part are "
                 f"configured; the operator must set {_FLAGS}",
                 reason=Reason.NOT_CONFIGURED,
             )

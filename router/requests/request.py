@@ -102,7 +102,7 @@ async def prepare_request(
 
     Raises:
         InvalidArgumentError: the prompt or a parameter does not fit the model.
-        FailedPreconditionError: the request limits the reasoning part, which has no marks.
+        FailedPreconditionError: the request limits the reasoning part, which has no tags.
     """
     reasoning = _reasoning(message, params, marks, limits)
     token_ids = await tokenize_prompt(
@@ -148,7 +148,7 @@ def _reasoning(
     marks: ReasoningMarks | None,
     limits: RequestLimits,
 ) -> ReasoningMarks | None:
-    """The marks of the reasoning part, and where the answer begins, if the parameters need them."""
+    """The tags of the reasoning part, and where the answer begins, if the parameters need them."""
     reasoning = marks_for(params, marks, limits.vocab_size)
     if reasoning is None:
         return None

@@ -1,1 +1,1 @@
-"""Who calls the router, and what they may do."""
+"""Callers of the router, and their permissions."""

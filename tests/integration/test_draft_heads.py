@@ -1,4 +1,4 @@
-"""Engines whose guesses come from heads over the served model's hidden states."""
+"""Engines whose draft tokens come from heads over the served model's hidden states."""
 
 import json
 import math
@@ -31,40 +31,40 @@ from tests.support.runner_kinds import use_kind
 # Torch's kernels, without a compiler, take minutes beside other tests.
 pytestmark = pytest.mark.timeout(300)
 
-_NUM_GUESSES = 4
+_NUM_DRAFTS = 4
 _ANGLES = ("inv_freq", "cos_cached", "sin_cached")
 
 Proposals = dict[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture(autouse=True)
-def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
+def _any_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as many tokens as allowed: what they cost is not known without measured steps."""
     monkeypatch.setattr(drafts.Drafts, "_plan", lambda self, _: drafts._Plan(self._most, math.inf))
 
 
 @pytest.fixture
 def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
-    """Collects the guesses after each sequence."""
+    """Collects the draft tokens after each sequence."""
     worked, collected = drafts.Drafts.worked, Proposals()
 
     def noting(
         self: drafts.Drafts,
         sequence: GroupSequence,
         work: DraftWork,
-        guesses: tuple[int, ...],
+        draft_tokens: tuple[int, ...],
         num_tokens: int,
     ) -> None:
-        collected[tuple(sequence.token_ids[:num_tokens])] = guesses
-        worked(self, sequence, work, guesses, num_tokens)
+        collected[tuple(sequence.token_ids[:num_tokens])] = draft_tokens
+        worked(self, sequence, work, draft_tokens, num_tokens)
 
     monkeypatch.setattr(drafts.Drafts, "worked", noting)
     return collected
 
 
-def _guessing(method: str, heads: Path, **flags: object) -> dict[str, object]:
-    """Returns flags of an engine whose batches have room for the guesses of all sequences."""
-    config = {"method": method, "model": str(heads), "num_speculative_tokens": _NUM_GUESSES}
+def _drafting(method: str, heads: Path, **flags: object) -> dict[str, object]:
+    """Returns flags of an engine whose batches have room for the draft tokens of all sequences."""
+    config = {"method": method, "model": str(heads), "num_speculative_tokens": _NUM_DRAFTS}
     sizes = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 160}
     return {"speculative_config": config, **sizes, **flags}
 
@@ -75,17 +75,17 @@ def _num_drafts(core: EngineCore) -> tuple[float, float]:
 
 
 def _check_right_ones(known: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the engine check other guesses than the heads': 0 to 3 right ones and a wrong one, so
-    that steps draw different numbers of tokens.
+    """Makes the engine check other draft tokens than the heads': 0 to 3 right ones and a wrong one,
+    so that steps draw different numbers of tokens.
     """
 
-    def guesses(self: drafts.Drafts, sequence: GroupSequence, limit: int) -> list[int]:
+    def draft_tokens(self: drafts.Drafts, sequence: GroupSequence, limit: int) -> list[int]:
         end = len(sequence.token_ids)
         right = list(known[end : end + end // 3 % 4])
         wrong = (known[min(end + len(right), len(known) - 1)] + 1) % VOCAB_SIZE
         return [*right, wrong][:limit] if end + 4 < len(known) else []
 
-    monkeypatch.setattr(drafts.Drafts, "_guesses", guesses)
+    monkeypatch.setattr(drafts.Drafts, "_drafts", draft_tokens)
 
 
 def _draw_with(params: DrawParams) -> Callable[[torch.Tensor, int], int]:
@@ -102,7 +102,7 @@ def _draw_with(params: DrawParams) -> Callable[[torch.Tensor, int], int]:
 @pytest.mark.parametrize("kind", ["host", "device, eager"])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 50}])
 @pytest.mark.parametrize("method", METHODS)
-def test_guesses_are_those_of_plain_torch(
+def test_draft_tokens_are_those_of_plain_torch(
     method: str,
     options: dict[str, float],
     kind: str,
@@ -128,7 +128,7 @@ def test_guesses_are_those_of_plain_torch(
         proposals.clear()
         with monkeypatch.context() as patched:
             _check_right_ones(known, patched)
-            flags = _guessing(method, heads, block_size=4, max_model_len=128)
+            flags = _drafting(method, heads, block_size=4, max_model_len=128)
             with closing(build_core(served, "both", **flags)) as core:
                 outputs = run_all(core, [request])
         assert tokens_of(outputs[request.spec.request_id]) == plain[request.spec.request_id]
@@ -136,11 +136,11 @@ def test_guesses_are_those_of_plain_torch(
         reference = ReferenceHeads(method, served, heads, window=8)
         (params,) = DrawParams.of_candidates(request.spec, [0])
         assert len(proposals) > 10
-        for sequence, guesses in proposals.items():
-            expected = reference.guesses(
-                sequence, len(prompt) - 1, len(guesses), _draw_with(params)
+        for sequence, draft_tokens in proposals.items():
+            expected = reference.draft_tokens(
+                sequence, len(prompt) - 1, len(draft_tokens), _draw_with(params)
             )
-            assert list(guesses) == expected
+            assert list(draft_tokens) == expected
         assert max(map(len, proposals.values())) == (3 if method == "medusa" else 4)
 
 
@@ -164,7 +164,7 @@ _VARIANTS = ("llama_tied_biased", "mistral_sliding", "qwen2", "qwen3_mostly_slid
 def test_heads_change_no_token(method: str, variant: str, overlapped: bool, tmp_path: Path) -> None:
     served, plain = tiny_checkpoint(variant), _plain_tokens(variant)
     heads = random_heads(method, served, tmp_path / "heads")
-    flags = _guessing(method, heads, async_scheduling=overlapped, block_size=8)
+    flags = _drafting(method, heads, async_scheduling=overlapped, block_size=8)
     with closing(build_core(served, "both", **flags)) as core:
         for _ in range(2):  # the second time prompts are found in the prefix cache
             outputs = run_all(core, all_kinds())
@@ -176,7 +176,7 @@ def test_heads_change_no_token(method: str, variant: str, overlapped: bool, tmp_
 def test_preempted_and_pausing_sequences_keep_their_tokens(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses are made in every other block, and sequences are preempted for others."""
+    """Draft tokens are made in every other block, and sequences are preempted for others."""
     propose = drafts.Drafts.num_proposals
     monkeypatch.setattr(
         drafts.Drafts,
@@ -185,7 +185,7 @@ def test_preempted_and_pausing_sequences_keep_their_tokens(
     )
     served = tiny_checkpoint("llama")
     heads = random_heads(method, served, tmp_path / "heads")
-    flags = _guessing(method, heads, max_model_len=96, block_size=8)
+    flags = _drafting(method, heads, max_model_len=96, block_size=8)
     requests = [
         engine_request(str(length), tuple(prompt_of(length)), max_tokens=40)
         for length in (7, 20, 33, 50)
@@ -199,23 +199,25 @@ def test_preempted_and_pausing_sequences_keep_their_tokens(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_decode_tier_guesses_without_the_states_of_prompts(
+def test_a_decode_tier_drafts_without_the_states_of_prompts(
     method: str, tmp_path: Path, proposals: Proposals
 ) -> None:
     served = tiny_checkpoint("llama")
     heads = random_heads(method, served, tmp_path / "heads")
-    guessing = _guessing(method, heads)
-    with tiers(served, {}, guessing, kv_connector=f"memory://heads-{method}") as split:
+    drafting = _drafting(method, heads)
+    with tiers(served, {}, drafting, kv_connector=f"memory://heads-{method}") as split:
         check_handed_over(served, split)
         assert sum(_num_drafts(split._decode)) > 20
     reference = ReferenceHeads(method, served, heads)
-    for sequence, guesses in proposals.items():
+    for sequence, draft_tokens in proposals.items():
         # The first step of the decode tier runs the token that the prefill tier has drawn.
         length = next(each for each in (1, 8, 9, 31, 43) if sequence[:each] == _prompt(each))
         if len(sequence) > length + 4:
-            continue  # where few tokens are left, some steps make no guesses
+            continue  # where few tokens are left, some steps make no draft tokens
         draw = _draw_with(DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0))
-        assert list(guesses) == reference.guesses(sequence, length, len(guesses), draw)
+        assert list(draft_tokens) == reference.draft_tokens(
+            sequence, length, len(draft_tokens), draw
+        )
 
 
 def _prompt(length: int) -> tuple[int, ...]:
@@ -229,26 +231,26 @@ def test_heads_that_fail_harm_no_request(
     heads = random_heads("eagle", served, tmp_path / "heads")
     expected = reference_greedy(served, prompt_of(20), 24)
     request = engine_request("r", tuple(prompt_of(20)), max_tokens=24)
-    with closing(build_core(served, "both", **_guessing("eagle", heads))) as core:
+    with closing(build_core(served, "both", **_drafting("eagle", heads))) as core:
         with monkeypatch.context() as broken:
             broken.setattr(draft_heads.EagleDrafter, "_run_step", _fail)
             assert tokens_of(run_all(core, [request])["r"]) == expected
         assert _num_drafts(core) == (0, 0)
-        assert "guessing has failed" in caplog.text
+        assert "drafting has failed" in caplog.text
 
         assert tokens_of(run_all(core, [request])["r"]) == expected
         assert sum(_num_drafts(core)) > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_logits_that_are_not_finite_end_the_guesses(method: str, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_end_the_draft_tokens(method: str, tmp_path: Path) -> None:
     served = tiny_checkpoint("llama")
     heads = random_heads(method, served, tmp_path / "heads")
     tensors = load_file(heads / "model.safetensors")
     tensors["lm_heads.1.weight" if method == "medusa" else "fc.weight"][:] = torch.nan
     save_file(tensors, heads / "model.safetensors")
     request = engine_request("r", tuple(prompt_of(20)), max_tokens=24)
-    with closing(build_core(served, "both", **_guessing(method, heads))) as core:
+    with closing(build_core(served, "both", **_drafting(method, heads))) as core:
         outputs = run_all(core, [request])
         assert tokens_of(outputs["r"]) == reference_greedy(served, prompt_of(20), 24)
         assert bool(sum(_num_drafts(core))) == (method == "medusa")  # whose first head is right
@@ -308,7 +310,7 @@ def test_published_layouts_are_read(
     found = []
     for folder in (heads, other):
         proposals.clear()
-        with closing(build_core(served, "both", **_guessing(method, folder))) as core:
+        with closing(build_core(served, "both", **_drafting(method, folder))) as core:
             run_all(core, [engine_request("r", tuple(prompt_of(20)), max_tokens=12)])
         found.append(dict(proposals))
     assert found[0] == found[1]
@@ -354,9 +356,9 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ConfigurationError, match=message):
-            build_core(served, "both", **_guessing(method, folder))
+            build_core(served, "both", **_drafting(method, folder))
     (tmp_path / "0" / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ConfigurationError, match="is not readable"):
-        build_core(served, "both", **_guessing("medusa", tmp_path / "0"))
+        build_core(served, "both", **_drafting("medusa", tmp_path / "0"))
     with pytest.raises(ConfigurationError, match="the engine 2 ranks"):
-        build_core(served, "both", **_guessing("medusa", tmp_path / "1", tensor_parallel_size=2))
+        build_core(served, "both", **_drafting("medusa", tmp_path / "1", tensor_parallel_size=2))

@@ -1,4 +1,4 @@
-"""Engines whose guesses come from a draft model, on real models."""
+"""Engines whose draft tokens come from a draft model, on real models."""
 
 import math
 import shutil
@@ -29,13 +29,13 @@ NumProposals = Callable[[drafts.Drafts, GroupSequence, int], int]
 
 
 @pytest.fixture(autouse=True)
-def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
+def _any_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as many tokens as allowed: what they cost is not known without measured steps."""
     monkeypatch.setattr(drafts.Drafts, "_plan", lambda self, _: drafts._Plan(self._most, math.inf))
 
 
-def _guessing(draft_model: Path, **flags: object) -> dict[str, object]:
-    """Returns flags of an engine whose batches have room for the guesses of all sequences."""
+def _drafting(draft_model: Path, **flags: object) -> dict[str, object]:
+    """Returns flags of an engine whose batches have room for the draft tokens of all sequences."""
     config = {"model": str(draft_model), "num_speculative_tokens": 4}
     sizes = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 160}
     return {"speculative_config": config, **sizes, **flags}
@@ -51,7 +51,7 @@ def _num_drafts(core: EngineCore) -> tuple[float, float]:
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen2_alternating"])
 def test_a_draft_model_changes_no_token(variant: str, overlapped: bool) -> None:
     plain = tokens(variant, block_size=8)
-    flags = _guessing(tiny_checkpoint("opt"), async_scheduling=overlapped, block_size=8)
+    flags = _drafting(tiny_checkpoint("opt"), async_scheduling=overlapped, block_size=8)
     with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
         for _ in range(2):  # the second time prompts are found in the prefix cache
             outputs = run_all(core, all_kinds())
@@ -72,7 +72,7 @@ def _plain_kinds() -> list[EngineRequest]:
 
 
 def _check_all_right(core: EngineCore) -> None:
-    """Runs requests twice, and checks that no guess was wrong."""
+    """Runs requests twice, and checks that no draft token was wrong."""
     for _ in range(2):
         outputs = run_all(core, _plain_kinds())
         assert all(one.error is None for each in outputs.values() for one in each)
@@ -83,12 +83,12 @@ def _check_all_right(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "device, eager"])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_the_same_model_guesses_every_token(
+def test_the_same_model_drafts_every_token(
     kind: str, overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_kind(kind, monkeypatch)
     path = tiny_checkpoint("llama")
-    flags = _guessing(path, async_scheduling=overlapped, block_size=8, max_num_batched_tokens=40)
+    flags = _drafting(path, async_scheduling=overlapped, block_size=8, max_num_batched_tokens=40)
 
     with closing(build_core(path, "both", **flags)) as core:
         _check_all_right(core)
@@ -100,7 +100,7 @@ def test_a_draft_model_has_a_head_that_differs_from_its_embedding(tmp_path: Path
     served = odd_checkpoint(
         "llama_tied_biased", both(other_head(), config(tie_word_embeddings=False)), tmp_path
     )
-    flags = _guessing(draft, block_size=8, max_num_batched_tokens=40)
+    flags = _drafting(draft, block_size=8, max_num_batched_tokens=40)
     with closing(build_core(served, "both", **flags)) as core:
         _check_all_right(core)
 
@@ -108,7 +108,7 @@ def test_a_draft_model_has_a_head_that_differs_from_its_embedding(tmp_path: Path
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_sequence_is_run_again(mode: str) -> None:
     path = tiny_checkpoint("llama")
-    flags = _guessing(path, max_model_len=96, block_size=8, preemption_mode=mode, swap_space=2**26)
+    flags = _drafting(path, max_model_len=96, block_size=8, preemption_mode=mode, swap_space=2**26)
 
     with closing(build_core(path, "both", **flags | {"num_gpu_blocks_override": 14})) as core:
         _check_all_right(core)
@@ -116,12 +116,12 @@ def test_a_preempted_sequence_is_run_again(mode: str) -> None:
 
 
 def test_a_sequence_that_decoded_meanwhile_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are made in every other block."""
+    """Draft tokens are made in every other block."""
     monkeypatch.setattr(
         drafts.Drafts, "num_proposals", _in_every_other_block(drafts.Drafts.num_proposals)
     )
     path = tiny_checkpoint("llama")
-    with closing(build_core(path, "both", **_guessing(path, block_size=4))) as core:
+    with closing(build_core(path, "both", **_drafting(path, block_size=4))) as core:
         _check_all_right(core)
 
 
@@ -140,9 +140,9 @@ def _in_every_other_block(num_proposals: NumProposals) -> NumProposals:
 def test_a_prompt_is_run_again_only_if_its_kv_may_not_be_shared(
     salts: tuple[str, str], caches: bool, finds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long prompt takes several steps, in which the sequence draws tokens without guesses."""
+    """A long prompt takes several steps, in which the sequence draws tokens one by one."""
     num_run = [0]
-    fill = DraftModel._fill  # of known tokens and of guesses
+    fill = DraftModel._fill  # of known tokens and of draft tokens
 
     def counting(self: DraftModel, chunks: Sequence[ScheduledChunk]) -> None:
         num_run[-1] += sum(chunk.num_tokens for chunk in chunks)
@@ -150,7 +150,7 @@ def test_a_prompt_is_run_again_only_if_its_kv_may_not_be_shared(
 
     monkeypatch.setattr(DraftModel, "_fill", counting)
     path = tiny_checkpoint("llama")
-    flags = _guessing(path, block_size=8, enable_prefix_caching=caches)
+    flags = _drafting(path, block_size=8, enable_prefix_caching=caches)
     with closing(build_core(path, "both", **flags)) as core:
         for salt in salts:
             num_run.append(0)
@@ -172,13 +172,13 @@ def test_a_draft_model_that_fails_harms_no_request(
 ) -> None:
     path = tiny_checkpoint("llama")
     expected = reference_greedy(path, prompt_of(20), 24)
-    with closing(build_core(path, "both", **_guessing(path))) as core:
+    with closing(build_core(path, "both", **_drafting(path))) as core:
         with monkeypatch.context() as broken:
             broken.setattr(DraftModel, "_draw", _fail)
             request = engine_request("r", tuple(prompt_of(20)), max_tokens=24)
             assert tokens_of(run_all(core, [request])["r"]) == expected
         assert _num_drafts(core) == (0, 0)
-        assert "guessing has failed" in caplog.text
+        assert "drafting has failed" in caplog.text
 
         _check_all_right(core)
 
@@ -187,10 +187,10 @@ def _fail(*_: object) -> None:
     raise RuntimeError("injected by the test")
 
 
-def test_a_decode_tier_guesses_alone() -> None:
+def test_a_decode_tier_drafts_alone() -> None:
     """The prefill tier needs no draft model; the decode tier runs it over the prompt."""
     path = tiny_checkpoint("llama")
-    with tiers(path, {}, _guessing(path), kv_connector="memory://draft-models") as split:
+    with tiers(path, {}, _drafting(path), kv_connector="memory://draft-models") as split:
         check_handed_over(path, split)
         accepted, rejected = _num_drafts(split._decode)
     assert accepted > 15
@@ -220,6 +220,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (tiny_checkpoint("mistral_sliding"), path, "all layers .* have a sliding window"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            build_core(served, "both", **_guessing(draft_model))
+            build_core(served, "both", **_drafting(draft_model))
     with pytest.raises(ConfigurationError, match="the engine 2 ranks"):
-        build_core(path, "both", **_guessing(path, tensor_parallel_size=2))
+        build_core(path, "both", **_drafting(path, tensor_parallel_size=2))

@@ -193,7 +193,7 @@ def test_bad_words_are_recorded_as_tokens(llm):
 
 def test_requests_that_depend_on_the_reasoning_part_record_its_marks(llm, monkeypatch):
     limited = replace(GREEDY, thinking_token_budget=3)
-    with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no marks"):
+    with pytest.raises(FailedPreconditionError, match="thinking_token_budget is 3, but no tags"):
         llm.generate("abc", limited, use_tqdm=False)
     marks = encode_marks(llm.get_tokenizer(), "<t>", "</t>")
     monkeypatch.setattr(llm._requests, "_marks", marks)
@@ -212,14 +212,14 @@ def test_a_prediction_is_recorded_as_tokens(llm):
 
 
 def test_usage_counts_the_tokens_that_a_prediction_had(monkeypatch):
-    # Without measured steps, as many tokens are guessed as allowed, on a busy machine too.
+    # Without measured steps, as many tokens are drafted as allowed, on a busy machine too.
     monkeypatch.setattr(Drafts, "committed", lambda *_: None)
     prompt = "Open the file and return a corresponding file object. If the file"
     params = {"temperature": 0, "max_tokens": 24}
-    with LLM(demo_model_path(), speculative_config={"method": "ngram"}, num_threads=1) as guessing:
-        (plain,) = guessing.generate(prompt, params, use_tqdm=False)
+    with LLM(demo_model_path(), speculative_config={"method": "ngram"}, num_threads=1) as drafting:
+        (plain,) = drafting.generate(prompt, params, use_tqdm=False)
         params["prediction"] = plain.text
-        (predicted,) = guessing.generate(prompt, params, use_tqdm=False)
+        (predicted,) = drafting.generate(prompt, params, use_tqdm=False)
     assert predicted.token_ids == plain.token_ids
     num_accepted = [each.usage.accepted_prediction_tokens for each in (plain, predicted)]
     assert num_accepted[1] > num_accepted[0]

@@ -1,7 +1,7 @@
-"""Engines that guess tokens: the tokens of engines that do not, for real models.
+"""Engines that draft tokens: the tokens of engines that do not, for real models.
 
-Most guesses come from an oracle, which knows the tokens and is wrong now and then, so that rows of
-every length are accepted and rejected.
+Most draft tokens come from an oracle, which knows the tokens and is wrong now and then, so that
+rows of every length are accepted and rejected.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 VARIANTS = ("llama", "gpt2", "opt", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding")
-GUESSING = {
+DRAFTING = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-    "max_num_batched_tokens": 48,  # room for the guesses of all sequences
+    "max_num_batched_tokens": 48,  # room for the draft tokens of all sequences
     "num_gpu_blocks_override": 160,
 }
 
 
 @pytest.fixture(autouse=True)
-def _any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses as many tokens as allowed: what they cost is not known without measured steps."""
+def _any_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as many tokens as allowed: what they cost is not known without measured steps."""
     monkeypatch.setattr(drafts.Drafts, "committed", lambda *_: None)
 
 
 class Oracle(Proposer):
-    """Guesses texts that it knows; every fifth guess is wrong.
+    """Drafts texts that it knows; every fifth draft token is wrong.
 
     Args:
         texts: the sequences.
@@ -43,22 +43,22 @@ class Oracle(Proposer):
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [list(text) for text in texts]
-        self._num_guesses = 0
+        self._num_drafts = 0
 
     def propose(self, tokens: np.ndarray, limit: int, *, is_private: bool) -> list[int]:
         known = tokens.tolist()
-        guesses = next(
+        draft_tokens = next(
             (text[len(known) :] for text in self._texts if text[: len(known)] == known), []
         )[:limit]
-        for index in range(len(guesses)):
-            self._num_guesses += 1
-            if self._num_guesses % 5 == 0:
-                guesses[index] = (guesses[index] + 1) % 250
-        return guesses
+        for index in range(len(draft_tokens)):
+            self._num_drafts += 1
+            if self._num_drafts % 5 == 0:
+                draft_tokens[index] = (draft_tokens[index] + 1) % 250
+        return draft_tokens
 
 
-def _guess(monkeypatch: pytest.MonkeyPatch, found: dict[tuple[str, int], list[int]]) -> None:
-    """Makes engines guess the tokens that were found without guesses."""
+def _draft(monkeypatch: pytest.MonkeyPatch, found: dict[tuple[str, int], list[int]]) -> None:
+    """Makes engines draft the tokens that were drawn without draft tokens."""
     prompts = {each.spec.request_id: each.spec.prompt_token_ids for each in all_kinds()}
     oracle = Oracle([(*prompts[name], *text) for (name, _), text in found.items()])
     monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
@@ -72,13 +72,13 @@ def _num_drafts(core: EngineCore) -> tuple[float, float]:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_guesses_change_no_token(
+def test_draft_tokens_change_no_token(
     variant: str, overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tokens(variant, block_size=8)
-    _guess(monkeypatch, plain)
+    _draft(monkeypatch, plain)
 
-    flags = {**GUESSING, "async_scheduling": overlapped, "block_size": 8}
+    flags = {**DRAFTING, "async_scheduling": overlapped, "block_size": 8}
     with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
         for _ in range(2):  # the second time prompts are found in the prefix cache
             outputs = run_all(core, all_kinds())
@@ -96,23 +96,25 @@ def test_guesses_change_no_token(
         pytest.param("device, graphs", marks=pytest.mark.slow),
     ],
 )
-def test_guesses_change_no_token_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_change_no_token_on_a_device(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = tokens("llama")
-    _guess(monkeypatch, plain)
+    _draft(monkeypatch, plain)
     use_kind(kind, monkeypatch)
 
-    assert tokens("llama", **GUESSING) == plain
-    assert tokens("llama", **GUESSING, async_scheduling=True) == plain
+    assert tokens("llama", **DRAFTING) == plain
+    assert tokens("llama", **DRAFTING, async_scheduling=True) == plain
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_sequences_guess_on(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_sequences_keep_drafting(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (7, 16, 33, 50)
     prompts = [prompt_of(length) for length in lengths]
     expected = [reference_greedy(tiny_checkpoint("llama"), prompt, 40) for prompt in prompts]
     oracle = Oracle([(*a, *b) for a, b in zip(prompts, expected, strict=True)])
     monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
-    flags = GUESSING | {"max_model_len": 96, "num_gpu_blocks_override": 14, "block_size": 8}
+    flags = DRAFTING | {"max_model_len": 96, "num_gpu_blocks_override": 14, "block_size": 8}
     swap = {"preemption_mode": mode, "swap_space": 2**26}
     with closing(build_core(tiny_checkpoint("llama"), "both", **flags, **swap)) as core:
         requests = [
@@ -126,7 +128,7 @@ def test_preempted_sequences_guess_on(mode: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_texts_that_repeat_themselves_are_guessed(method: str) -> None:
+def test_texts_that_repeat_themselves_are_drafted(method: str) -> None:
     """A tiny model's greedy text ends in a loop, which a look-up finds."""
     prompt = prompt_of(12)
     expected = reference_greedy(tiny_checkpoint("llama"), prompt, 120)
@@ -146,11 +148,11 @@ def _nearly(tokens: Sequence[int], place: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_prediction_is_guessed(method: str, salt: str) -> None:
-    """Guesses follow it from the answer's second token on, and again after a wrong token."""
+def test_a_prediction_is_drafted(method: str, salt: str) -> None:
+    """Draft tokens follow it from the answer's second token on, and again after a wrong token."""
     path, prompt = tiny_checkpoint("llama"), prompt_of(12)
     expected = reference_greedy(path, prompt, 40)
-    flags = GUESSING | {"speculative_config": {"method": method}}
+    flags = DRAFTING | {"speculative_config": {"method": method}}
     num_accepted = []
     for prediction in ((), _nearly(expected, 0), _nearly(expected, 15)):
         request = engine_request(
@@ -168,11 +170,11 @@ def test_a_prediction_is_guessed(method: str, salt: str) -> None:
     assert wrong_later > none + 10
 
 
-def test_a_decode_tier_guesses_a_prediction() -> None:
+def test_a_decode_tier_drafts_a_prediction() -> None:
     path, prompt = tiny_checkpoint("llama"), tuple(prompt_of(12))
     expected = reference_greedy(path, prompt, 10)
     no_look_ups = {"prompt_lookup_min": 64, "prompt_lookup_max": 64}
-    flags = GUESSING | {"speculative_config": {"method": "ngram", **no_look_ups}}
+    flags = DRAFTING | {"speculative_config": {"method": "ngram", **no_look_ups}}
     with tiers(path, {}, flags, kv_connector="memory://predictions") as split:
         request = engine_request(
             "r", prompt, max_tokens=10, prediction_token_ids=_nearly(expected, 8)
@@ -184,12 +186,12 @@ def test_a_decode_tier_guesses_a_prediction() -> None:
         assert _num_drafts(split._decode) == (6, 1)  # rows of five and of two
 
 
-def test_a_decode_tier_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_tier_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("llama")
     prompts = [prompt_of(length, seed=length) for length in (1, 8, 9, 31, 43)]
     oracle = Oracle([(*p, *reference_greedy(path, p, 10)) for p in prompts])
     monkeypatch.setattr(drafts, "make_proposer", lambda _: oracle)
-    with tiers(path, GUESSING, GUESSING, kv_connector="memory://guesses") as split:
+    with tiers(path, DRAFTING, DRAFTING, kv_connector="memory://drafts") as split:
         check_handed_over(path, split)
         assert _num_drafts(split._decode)[0] > 15
 
@@ -204,8 +206,8 @@ def test_a_decode_tier_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_ranks_guess(ranks: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_draft_tokens(ranks: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tokens("llama")
-    _guess(monkeypatch, plain)
+    _draft(monkeypatch, plain)
 
-    assert tokens("llama", **GUESSING, **ranks) == plain
+    assert tokens("llama", **DRAFTING, **ranks) == plain

@@ -1,4 +1,4 @@
-"""The script that trains heads writes checkpoints that engines guess with."""
+"""The script that trains heads writes checkpoints that engines draft with."""
 
 import importlib
 import math
@@ -34,7 +34,7 @@ def _settings_of_torch() -> Iterator[None]:
 def test_trained_heads_are_right_where_untrained_ones_are_not(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few seconds of training on few texts, so few guesses are right."""
+    """A few seconds of training on few texts, so few draft tokens are right."""
     monkeypatch.syspath_prepend(str(_ROOT / "scripts"))
     script = importlib.import_module("train_draft_heads")
     monkeypatch.setattr(script, "_NUM_OWN_TEXTS", 32)
@@ -44,7 +44,7 @@ def test_trained_heads_are_right_where_untrained_ones_are_not(
     flags = ["--method", method, "--steps", "60", "--output", str(folder)]
     monkeypatch.setattr(sys, "argv", ["train_draft_heads.py", *flags])
     script.main()
-    assert "## Accepted guesses" in (folder / "MODEL_CARD.md").read_text()
+    assert "## Accepted draft tokens" in (folder / "MODEL_CARD.md").read_text()
 
     monkeypatch.setattr(drafts.Drafts, "_plan", lambda self, _: drafts._Plan(self._most, math.inf))
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 2}

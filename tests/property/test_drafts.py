@@ -1,5 +1,5 @@
-"""Drafts change no token: random requests on the fake model, with and without guesses, in small
-pools, overlapped or not, with stop tokens and ends inside of a row of guesses.
+"""Drafts change no token: random requests on the fake model, with and without draft tokens, in
+small pools, overlapped or not, with stop tokens and ends inside of a row of draft tokens.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ def _request(draw: st.DrawFn, request_id: str) -> EngineRequest:
 
 @st.composite
 def configs(draw: st.DrawFn, proposer: dict[str, str]) -> dict[str, object]:
-    """Flags of an engine that guesses."""
+    """Flags of an engine that draft tokens."""
     return {
         "speculative_config": {
             **proposer,

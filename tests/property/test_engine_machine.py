@@ -38,7 +38,7 @@ MISHAPS = (
     *("lose_transfer", "restore_transfers", "lose_object", "release_handoff", "end_lease"),
     *("reset_prefix_cache", "watch", "move", "move", "break_request"),
 )
-GUESSES = [
+DRAFTS = [
     {"method": method, "num_speculative_tokens": num, "prompt_lookup_min": 1}
     for method, num in (("ngram", 2), ("suffix", 5))
 ] + [{"model": "fake", "num_speculative_tokens": 3}]
@@ -68,7 +68,7 @@ class Cluster(RuleBasedStateMachine):
                 "preemption_mode": st.sampled_from(["recompute", "swap", "swap", "auto"]),
                 "async_scheduling": st.booleans(),
                 "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),  # decodes in lanes
-                "speculative_config": st.sampled_from([None, *GUESSES]),
+                "speculative_config": st.sampled_from([None, *DRAFTS]),
                 "kv_load_failure_policy": st.sampled_from(["recompute", "recompute", "fail"]),
                 "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
                 "priority_ageing_s": st.sampled_from([0.5, 100.0]),

@@ -23,7 +23,7 @@ SWAPPING = CROWDED | {"preemption_mode": "swap"}
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
 LANES = OVERLAPPED | {"pipeline_parallel_size": 3, "kv_transfer_layer_slices": 1}
 DRAFTS = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}
-GUESSING = DRAFTS | {"max_num_batched_tokens": 20, "max_num_seqs": 4}
+DRAFTING = DRAFTS | {"max_num_batched_tokens": 20, "max_num_seqs": 4}
 CHUNKED: dict[str, object] = {"max_num_batched_tokens": 7, "max_num_partial_prefills": 2}
 FEATURES = {
     "prefix caching": {},
@@ -33,8 +33,8 @@ FEATURES = {
     "overlap": PLAIN | OVERLAPPED,
     "lanes": PLAIN | LANES,
     "drafts": PLAIN | DRAFTS,
-    "drafts, overlap, few tokens": GUESSING | OVERLAPPED,
-    "drafts, lanes": GUESSING | LANES,
+    "drafts, overlap, few tokens": DRAFTING | OVERLAPPED,
+    "drafts, lanes": DRAFTING | LANES,
     "all but preemption": CHUNKED | OVERLAPPED | {"long_prefill_token_threshold": 2},
 }
 PREEMPTING = {

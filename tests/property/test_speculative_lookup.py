@@ -1,4 +1,4 @@
-"""Look-ups of guesses, compared with plain searches."""
+"""Look-ups of draft tokens, compared with plain searches."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -78,7 +78,7 @@ def test_earlier_answers_are_searched_as_long_as_they_are_kept(
     least=st.integers(1, 4),
     limit=st.integers(1, 9),
 )
-def test_guesses_from_a_prediction_continue_it(
+def test_draft_tokens_from_a_prediction_continue_it(
     prediction: list[int], tokens: list[int], method: str, least: int, limit: int
 ) -> None:
     """The longest of the last tokens that occur count; in the sequence rather than before it."""

@@ -1,4 +1,4 @@
-"""Random heads that guess tokens, and what they guess, in plain torch."""
+"""Random heads that draft tokens, and what they draft, in plain torch."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["METHODS", "ReferenceHeads", "random_heads"]
 METHODS = ("medusa", "eagle", "eagle3")
 
 _NUM_HEADS = 3  # of Medusa
-_NUM_GUESSABLE = 150  # tokens of EAGLE-3's head
+_NUM_DRAFTABLE = 150  # tokens of EAGLE-3's head
 _AUX_LAYERS = (0, 1, 2)
 _SHAPE = {
     "model_type": "llama",
@@ -67,9 +67,9 @@ def random_heads(method: str, served: Path, folder: Path) -> Path:
             tensors["fc.weight"] = matrix(size, 2 * size)
         else:
             tensors["fc.weight"] = matrix(size, 3 * size)
-            tensors["lm_head.weight"] = matrix(_NUM_GUESSABLE, size)
-            ids = torch.randperm(vocab_size, generator=generator)[:_NUM_GUESSABLE].sort().values
-            tensors["d2t"] = ids - torch.arange(_NUM_GUESSABLE)
+            tensors["lm_head.weight"] = matrix(_NUM_DRAFTABLE, size)
+            ids = torch.randperm(vocab_size, generator=generator)[:_NUM_DRAFTABLE].sort().values
+            tensors["d2t"] = ids - torch.arange(_NUM_DRAFTABLE)
             tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
             norms += ["norm", f"{layer}.input_layernorm", f"{layer}.hidden_norm"]
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(_AUX_LAYERS)}
@@ -82,7 +82,7 @@ def random_heads(method: str, served: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ReferenceHeads:
-    """What heads guess.
+    """The drafts of heads.
 
     Attributes:
         method: of the heads.
@@ -97,18 +97,20 @@ class ReferenceHeads:
     window: int = 256
 
     @torch.no_grad()
-    def guesses(self, tokens: Sequence[int], start: int, num_guesses: int, draw: Draw) -> list[int]:
-        """Returns the guesses of the tokens that follow a sequence.
+    def draft_tokens(
+        self, tokens: Sequence[int], start: int, num_drafts: int, draw: Draw
+    ) -> list[int]:
+        """Returns the draft tokens that follow a sequence.
 
         Args:
             tokens: the sequence.
             start: position of the first token whose state the head sees.
-            num_guesses: how many.
+            num_drafts: how many.
             draw: draws one.
         """
         states = _states(self.served, tuple(tokens))
         if self.method == "medusa":
-            return self._medusa(states[-1][len(tokens) - 2], len(tokens), num_guesses, draw)
+            return self._medusa(states[-1][len(tokens) - 2], len(tokens), num_drafts, draw)
         weights, embedding = self._weights(), _embedding(self.served)
         if self.method == "eagle":
             known = states[-1]
@@ -116,22 +118,24 @@ class ReferenceHeads:
             known = torch.cat([states[layer] for layer in _AUX_LAYERS], 1) @ weights["fc.weight"].T
         embedded = [embedding[token] for token in tokens[start + 1 :]]
         mixed = list(known[start : len(tokens) - 1])
-        guesses: list[int] = []
-        for _ in range(num_guesses):
+        draft_tokens: list[int] = []
+        for _ in range(num_drafts):
             output = self._layer(weights, torch.stack(embedded), torch.stack(mixed))[-1]
-            guesses.append(draw(self._logits(weights, output), len(tokens) + len(guesses)))
-            embedded.append(embedding[guesses[-1]])
+            draft_tokens.append(
+                draw(self._logits(weights, output), len(tokens) + len(draft_tokens))
+            )
+            embedded.append(embedding[draft_tokens[-1]])
             mixed.append(output)
-        return guesses
+        return draft_tokens
 
-    def _medusa(self, state: torch.Tensor, end: int, num_guesses: int, draw: Draw) -> list[int]:
-        weights, guesses = self._weights(), list[int]()
-        for index in range(min(num_guesses, _NUM_HEADS)):
+    def _medusa(self, state: torch.Tensor, end: int, num_drafts: int, draw: Draw) -> list[int]:
+        weights, draft_tokens = self._weights(), list[int]()
+        for index in range(min(num_drafts, _NUM_HEADS)):
             block = f"blocks.{index}.layers.0"
             linear = F.linear(state, weights[f"{block}.weight"], weights[f"{block}.bias"])
             hidden = state + F.silu(linear)
-            guesses.append(draw(weights[f"lm_heads.{index}.weight"] @ hidden, end + index))
-        return guesses
+            draft_tokens.append(draw(weights[f"lm_heads.{index}.weight"] @ hidden, end + index))
+        return draft_tokens
 
     def _layer(
         self, weights: dict[str, torch.Tensor], embedded: torch.Tensor, states: torch.Tensor
@@ -173,7 +177,7 @@ class ReferenceHeads:
         if self.method == "eagle":
             return model.lm_head(state)
         logits = torch.full((model.config.vocab_size,), -torch.inf)
-        ids = weights["d2t"] + torch.arange(_NUM_GUESSABLE)
+        ids = weights["d2t"] + torch.arange(_NUM_DRAFTABLE)
         logits[ids] = weights["lm_head.weight"] @ _norm(state, weights["norm.weight"])
         return logits
 

@@ -116,7 +116,7 @@ class FakeRunner:
         self.fault: str | None = None
         # Says whether the forward pass of a batch raises; called once per batch with tokens.
         self.breaks: Callable[[ScheduledBatch], bool] = lambda batch: False
-        # Whether guesses are made by heads, which run no tokens before those of the chunk.
+        # Whether draft tokens are made by heads, which run no tokens before those of the chunk.
         self.reads_states = False
         self.num_raised_in_row = 0
         # kv_pool[block][offset] is the slot that was written there last.
@@ -354,7 +354,7 @@ class FakeRunner:
         )
 
     def _checked_drafts(self, chunk: ScheduledChunk, work: _Work) -> ChunkOutput:
-        """Draws token after token, until one differs from the guess in its place."""
+        """Draws token after token, until one differs from the draft token in its place."""
         drawn = ChunkOutput(())
         for known in chunk.without_drafts():
             so_far = replace(work, token_ids=known.token_ids)
@@ -371,7 +371,7 @@ class FakeRunner:
     def _propose(
         self, chunk: ScheduledChunk, work: _Work, output: ChunkOutput | None
     ) -> ChunkOutput | None:
-        """Guesses tokens as a draft model, one in three wrong; checks what that has run before."""
+        """Drafts tokens as a draft model, one in three wrong; checks what that has run before."""
         asked = chunk.draft_work
         if asked is None or work.is_broken or min(output.token_ids) < 0:
             return output
@@ -390,13 +390,13 @@ class FakeRunner:
         self._check(is_right, "a draft model has not run the tokens before")
         work.row.drafted = sequence if asked.num_proposals else sequence[:end]
         work.row.drafted_blocks = blocks
-        guesses: Prefix = ()
+        draft_tokens: Prefix = ()
         for _ in range(asked.num_proposals):
-            text = sequence + guesses
+            text = sequence + draft_tokens
             token = next_token(text, chunk.draws[0], self.info.vocab_size)
             is_wrong = (len(text) + sum(text)) % 3 == 0
-            guesses += ((token + is_wrong) % self.info.vocab_size,)
-        return replace(output, proposals=guesses)
+            draft_tokens += ((token + is_wrong) % self.info.vocab_size,)
+        return replace(output, proposals=draft_tokens)
 
     def _blocks_of(self, row: FakeRow, num_tokens: int) -> tuple[int, ...]:
         """Returns the blocks of a sequence's first tokens in the layer group that keeps all."""

@@ -1,4 +1,4 @@
-"""What a command and the processes that it starts write to the terminal or to the log."""
+"""The output of a command and of its processes, to the terminal or to the log."""
 
 import os
 import sys

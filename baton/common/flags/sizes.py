@@ -17,7 +17,7 @@ _SUFFIXES = {
     **{prefix: 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
     **{prefix.upper(): 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
 }
-"""As in vLLM's flags: a small letter is a power of 1000, a capital one is a power of 1024."""
+"""Suffixes, as in vLLM's flags: `k` is 1000, `K` is 1024."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:[.][0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""What flags make of their texts, with errors that argparse shows as they are."""
+"""Parsers of flag values; argparse shows their errors verbatim."""
 
 import argparse
 import json

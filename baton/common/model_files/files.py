@@ -33,7 +33,7 @@ __all__ = [
 
 
 class ModelFiles(Protocol):
-    """What describes a model."""
+    """The files that describe a model."""
 
     @property
     def path(self) -> Path:

@@ -59,7 +59,7 @@ class MetricInfo:
         kind: "counter", "gauge" or "histogram".
         text: its help text.
         labels: its labels, each with all its values; None for a set that is not known in
-            advance, of which `MAX_OPEN_VALUES` are told apart.
+            advance, of which `MAX_OPEN_VALUES` are distinguished.
         buckets: upper bounds of a histogram's buckets, ascending.
     """
 
@@ -109,7 +109,7 @@ class Snapshot(NamedTuple):
 
 
 class MetricsSource(Protocol):
-    """What can be exported: `Metrics`, or a class that adds values read at the export."""
+    """A source of metrics to export: `Metrics`, or a class that adds values read at the export."""
 
     @property
     def infos(self) -> Mapping[str, MetricInfo]:

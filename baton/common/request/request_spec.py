@@ -28,13 +28,13 @@ _UNIQUE_ID = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
 
 
 class ReasoningStart(Enum):
-    """Where a generated text begins, relative to its reasoning part.
+    """The start of a generated text, relative to its reasoning part.
 
     Attributes:
-        BY_PROMPT: as the last mark in the prompt says; before the part if there is none.
+        BY_PROMPT: as the last tag in the prompt says; before the part if there is none.
         INSIDE: inside of the part, which the prompt has opened.
         AFTER: after the part.
-        BEFORE: before the part, which exists only if the text begins with its start mark.
+        BEFORE: before the part, which exists only if the text begins with its start tag.
     """
 
     BY_PROMPT = 0
@@ -48,8 +48,8 @@ class ReasoningMarks:
     """The tokens around the part of a text in which a model reasons before it answers.
 
     Attributes:
-        start_token_ids: the tokens of the mark at its start, such as `<think>`.
-        end_token_ids: the tokens of the mark at its end, such as `</think>`; not empty.
+        start_token_ids: the tokens of the tag at its start, such as `<think>`.
+        end_token_ids: the tokens of the tag at its end, such as `</think>`; not empty.
         start: where the generated text begins.
     """
 
@@ -73,7 +73,7 @@ class RequestSpec:
         deadline: `time.monotonic()` of this process at which the request must have
             ended; None for no deadline. Workers receive the time that is left.
         bad_words_token_ids: the token sequences of `params.bad_words`, none of them empty.
-        reasoning: the marks of the reasoning part, if `params.structured_outputs` or
+        reasoning: the tags of the reasoning part, if `params.structured_outputs` or
             `params.thinking_token_budget` depends on it; None: the text has no such part.
         traceparent: the sender's span, as W3C's header; empty if the request is not traced.
         prediction_token_ids: the tokens of `params.prediction`, whose text workers do not get.
@@ -120,7 +120,7 @@ class RequestSpec:
             cache_salt: separates prefix caches.
             deadline: when the request must have ended.
             bad_words_token_ids: the token sequences of `params.bad_words`.
-            reasoning: the marks of the reasoning part, if the request depends on it.
+            reasoning: the tags of the reasoning part, if the request depends on it.
             prediction_token_ids: the tokens of `params.prediction`.
         """
         if params.seed is None:

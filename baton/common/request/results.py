@@ -26,8 +26,8 @@ class Usage:
         cached_tokens: those of them whose KV was found instead of computed.
         completion_tokens: generated tokens.
         accepted_prediction_tokens: those of them that a worker with `--speculative-config` had
-            guessed.
-        rejected_prediction_tokens: its guesses that were wrong.
+            drafted.
+        rejected_prediction_tokens: its draft tokens that were wrong.
     """
 
     prompt_tokens: int

@@ -48,7 +48,7 @@ AS_MANY_AS_FIT = _MAX_UINT32
 
 
 class RequestOutputKind(Enum):
-    """What `AsyncLLM.generate` yields."""
+    """The kinds of results that `AsyncLLM.generate` yields."""
 
     CUMULATIVE = 0
     """Results with everything so far."""
@@ -123,12 +123,12 @@ class SamplingParams:
         structured_outputs: the form that the text must have; a mapping of the fields is
             converted. None: any.
         thinking_token_budget: the most tokens of the reasoning part; then only the tokens
-            of its end mark can be drawn. None and -1: no limit.
+            of its end tag can be drawn. None and -1: no limit.
         extra_args: JSON values for logits processors (`--logits-processors`), by name; a
             mapping or its JSON text, of at most 64 KiB. Kept as a copy. None: no processor
             applies.
         prediction: a text that the output will probably repeat. Workers with
-            `--speculative-config` take guesses from it, which changes no token; others ignore
+            `--speculative-config` take draft tokens from it, which changes no token; others ignore
             it. At most as many tokens as the model's context has. Empty: none.
         output_kind: what `AsyncLLM.generate` yields. Nothing else reads it.
 

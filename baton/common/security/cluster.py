@@ -35,7 +35,7 @@ AuthContext = Mapping[str, Sequence[bytes]]
 
 
 class ClusterSecurity:
-    """What a process shows to the others of its cluster, and what it asks of them.
+    """The credentials that a process shows to the others of its cluster and asks of them.
 
     Any thread may use it. Files are read again when they change. It is pickled as its arguments, so
     a process that receives it reads the files itself.

@@ -1,8 +1,8 @@
-"""Heads that guess a sequence's next tokens from the served model's hidden states.
+"""Heads that draft a sequence's next tokens from the served model's hidden states.
 
-`MedusaDrafter` guesses several places from one state. `EagleDrafter` guesses one after the other,
+`MedusaDrafter` drafts several places from one state. `EagleDrafter` drafts one after the other,
 with a layer that attends to the positions before. Only positions of which the engine has computed
-states are there: those since it began to guess for the sequence. The states of prompts are not
+states are there: those since it began to draft for the sequence. The states of prompts are not
 carried from the machine that has computed them.
 """
 
@@ -40,21 +40,22 @@ _NUM_TIMED = 4
 class _HeadDrafter(Drafter):
     """A drafter that reads states of the served model, and runs only the tokens of a step."""
 
-    _guessable: torch.Tensor | None  # `[n]` int64; the tokens that it can guess; None for all
+    _draft_vocabulary: torch.Tensor | None  # `[n]` int64 token ids; None for all
     _wide: torch.Tensor | None = None  # memory for logits of all tokens
 
     @override
     def time_work(self) -> tuple[float, float]:
-        num_guesses = max(1, min(_NUM_TIMED, self._config.max_drafts, self.max_proposals))
-        num_guesses = min(num_guesses, self._max_blocks * self._config.block_size - 1)
-        return 0.0, self._time(DraftWork(0, (), num_guesses)) / num_guesses
+        num_drafts = max(1, min(_NUM_TIMED, self._config.max_drafts, self.max_proposals))
+        num_drafts = min(num_drafts, self._max_blocks * self._config.block_size - 1)
+        return 0.0, self._time(DraftWork(0, (), num_drafts)) / num_drafts
 
     def _scores_of(self, logits: torch.Tensor) -> Scores:
         """Returns scores of all tokens of the served model from logits of those that the head can
-        guess, so that each token is drawn with its own noise. The next call may overwrite them.
+        draft token, so that each token is drawn with its own noise. The next call may overwrite
+        them.
         """
-        if self._guessable is not None:
-            logits = self._widen(logits, self._guessable)
+        if self._draft_vocabulary is not None:
+            logits = self._widen(logits, self._draft_vocabulary)
         return Scores(logits, *kernels.row_maxima(logits))
 
     def _widen(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -73,11 +74,11 @@ class _HeadDrafter(Drafter):
 
 
 class MedusaDrafter(_HeadDrafter):
-    """Guesses with Medusa heads.
+    """Drafts with Medusa heads.
 
     Args:
         config: the engine's flags.
-        served: the model to guess for.
+        served: the model to draft for.
         info: its properties.
         device: the device of both.
         name: the checkpoint of the heads.
@@ -95,7 +96,7 @@ class MedusaDrafter(_HeadDrafter):
         name: str,
     ) -> None:
         super().__init__(config, served, info, device)
-        self._heads, self._guessable = load_medusa(name, served, device)
+        self._heads, self._draft_vocabulary = load_medusa(name, served, device)
         self.max_proposals = len(self._heads.lm_heads)
         self.kept_layers = (served.model.config.num_layers,)
 
@@ -104,7 +105,7 @@ class MedusaDrafter(_HeadDrafter):
         """Does nothing: the heads have no KV."""
 
     @override
-    def _guess(
+    def _draft(
         self, drawing: Sequence[Drawn], states: torch.Tensor | None
     ) -> Sequence[Sequence[int]]:
         assert states is not None
@@ -138,29 +139,29 @@ class _Run:
         job: the job.
         tokens: the tokens that its step has drawn.
         start: the head's position of the first of them.
-        guesses: the guesses so far.
+        draft_tokens: the draft tokens so far.
     """
 
     job: ProposalJob
     tokens: tuple[int, ...]
     start: int
-    guesses: list[int]
+    draft_tokens: list[int]
 
     @property
-    def lacks_guesses(self) -> bool:
-        return len(self.guesses) < self.job.work.num_proposals
+    def lacks_drafts(self) -> bool:
+        return len(self.draft_tokens) < self.job.work.num_proposals
 
     @property
     def next_position(self) -> int:
-        """The served model's position of the next guess."""
-        return self.job.chunk.end + len(self.tokens) + len(self.guesses)
+        """The served model's position of the next draft token."""
+        return self.job.chunk.end + len(self.tokens) + len(self.draft_tokens)
 
     def known_chunk(self) -> ScheduledChunk:
         return ScheduledChunk(self.job.chunk.row, self.tokens, self.start, self.job.chunk.draws)
 
-    def guessed_chunk(self) -> ScheduledChunk:
-        position = self.start + len(self.tokens) + len(self.guesses) - 1
-        tokens = tuple(self.guesses[-1:])
+    def draft_chunk(self) -> ScheduledChunk:
+        position = self.start + len(self.tokens) + len(self.draft_tokens) - 1
+        tokens = tuple(self.draft_tokens[-1:])
         return ScheduledChunk(self.job.chunk.row, tokens, position, self.job.chunk.draws)
 
 
@@ -178,13 +179,13 @@ class _Reached:
 
 
 class EagleDrafter(_HeadDrafter):
-    """Guesses with a head of EAGLE or EAGLE-3.
+    """Drafts with a head of EAGLE or EAGLE-3.
 
     Each row has as many blocks of its own as the head's window needs, and uses them in turn.
 
     Args:
         config: the engine's flags.
-        served: the model to guess for.
+        served: the model to draft for.
         info: its properties.
         device: the device of both.
         name: the checkpoint of the head.
@@ -205,10 +206,10 @@ class EagleDrafter(_HeadDrafter):
         is_eagle3: bool,
     ) -> None:
         super().__init__(config, served, info, device)
-        self._guessable = None
+        self._draft_vocabulary = None
         self._head: EagleHead | Eagle3Head
         if is_eagle3:
-            self._head, self.kept_layers, self._guessable = load_eagle3(
+            self._head, self.kept_layers, self._draft_vocabulary = load_eagle3(
                 name, served, _WINDOW, device
             )
         else:
@@ -257,19 +258,19 @@ class EagleDrafter(_HeadDrafter):
         self._steps = RecordedSteps(self._head, views, [(0, 0)], inputs, kept)
 
     @override
-    def _guess(
+    def _draft(
         self, drawing: Sequence[Drawn], states: torch.Tensor | None
     ) -> Sequence[Sequence[int]]:
         assert states is not None
         runs = [self._start(job, tokens) for job, tokens in drawing]
-        guessing, own = runs, self._run_known(runs, states)
-        while left := [index for index, run in enumerate(guessing) if run.lacks_guesses]:
-            if len(left) < len(guessing):
-                guessing = [guessing[index] for index in left]
+        drafting, own = runs, self._run_known(runs, states)
+        while left := [index for index, run in enumerate(drafting) if run.lacks_drafts]:
+            if len(left) < len(drafting):
+                drafting = [drafting[index] for index in left]
                 own = own.index_select(0, to_device(np.array(left, np.int64), self._device))
-            self._fill([run.guessed_chunk() for run in guessing], own)
-            own = self._run_step(guessing)
-        return [run.guesses for run in runs]
+            self._fill([run.draft_chunk() for run in drafting], own)
+            own = self._run_step(drafting)
+        return [run.draft_tokens for run in runs]
 
     @override
     def _forget(self) -> None:
@@ -311,24 +312,24 @@ class EagleDrafter(_HeadDrafter):
         """Fills the inputs of the next step with the tokens' embeddings and states."""
         self._steps.inputs.fill(ScheduledBatch(0, tuple(chunks)), self._rows, NO_ROWS)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        # A guess is negative if its logits were not finite.
+        # A draft token is negative if its logits were not finite.
         ids = to_device(np.maximum(token_ids, 0), self._device)
         target = self._inputs[: len(token_ids)]
         target[:, : self._hidden_size] = self._embedding(ids)
         target[:, self._hidden_size :] = states
 
-    def _run_step(self, guessing: Sequence[_Run]) -> torch.Tensor:
-        """Runs a step, whose logit rows are those of the sequences, and draws their guesses.
+    def _run_step(self, drafting: Sequence[_Run]) -> torch.Tensor:
+        """Runs a step, whose logit rows are those of the sequences, and draws their draft tokens.
 
         Returns:
-            `[len(guessing), hidden_size]`; the head's own states, which the next step overwrites.
+            `[len(drafting), hidden_size]`; the head's own states, which the next step overwrites.
         """
         scores = self._steps.scores()
         assert scores.states is not None, "the steps keep them"
         own: torch.Tensor = scores.states[0]
-        if self._guessable is not None:
+        if self._draft_vocabulary is not None:
             scores = self._scores_of(scores.logits)
-        jobs, positions = [run.job for run in guessing], [run.next_position for run in guessing]
-        for run, token in zip(guessing, self._draw(scores, jobs, positions), strict=True):
-            run.guesses.append(token)
+        jobs, positions = [run.job for run in drafting], [run.next_position for run in drafting]
+        for run, token in zip(drafting, self._draw(scores, jobs, positions), strict=True):
+            run.draft_tokens.append(token)
         return own

@@ -1,12 +1,12 @@
-"""`DraftModel`: a small model that guesses a sequence's next tokens for the served one.
+"""`DraftModel`: a small model that drafts a sequence's next tokens for the served one.
 
-This is the speculative decoding of Leviathan et al. 2023 with another rule for accepting guesses
-(`engine.speculation.drafts`).
+This is the speculative decoding of Leviathan et al. 2023 with another rule for accepting draft
+tokens (`engine.speculation.drafts`).
 
 The model keeps its own KV, in a pool with as many blocks as the served model's. A sequence's KV
 lies in the blocks with the ids of its own table, so that it needs no allocation. What lies in a
 block is known by a digest of the sequence up to its end; KV of a prompt that is found there is not
-computed again, as with the prefix cache. All other KV is computed when guesses first need it.
+computed again, as with the prefix cache. All other KV is computed when draft tokens first need it.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ class _Run:
     Attributes:
         job: the job.
         first: position of the first of `tokens`.
-        tokens: the tokens that the model must have run before it guesses.
+        tokens: the tokens that the model must have run before it drafts tokens.
         num_run: number of them that it has run.
         digests: of the sequence up to the end of each block that `tokens` fill, `[n]` uint64.
-        guesses: the guesses so far.
+        draft_tokens: the draft tokens so far.
     """
 
     job: ProposalJob
@@ -54,7 +54,7 @@ class _Run:
     tokens: list[int]
     num_run: int
     digests: np.ndarray
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def row(self) -> int:
@@ -66,28 +66,28 @@ class _Run:
 
     @property
     def end(self) -> int:
-        """Position of the next token to guess."""
-        return self.first + len(self.tokens) + len(self.guesses)
+        """Position of the next token to draft."""
+        return self.first + len(self.tokens) + len(self.draft_tokens)
 
     @property
-    def lacks_guesses(self) -> bool:
-        return len(self.guesses) < self.job.work.num_proposals
+    def lacks_drafts(self) -> bool:
+        return len(self.draft_tokens) < self.job.work.num_proposals
 
     def take(self, num_tokens: int) -> ScheduledChunk:
-        """Returns the next tokens to run; the last ones draw a guess, if any is to be drawn."""
+        """Returns the next tokens to run; the last ones draw a draft token, if one is needed."""
         start, end = self.num_run, self.num_run + num_tokens
         self.num_run = end
-        draws = self.job.chunk.draws if self.lacks_guesses and not self.num_pending else ()
+        draws = self.job.chunk.draws if self.lacks_drafts and not self.num_pending else ()
         return ScheduledChunk(self.row, tuple(self.tokens[start:end]), self.first + start, draws)
 
 
 @dataclass(frozen=True, slots=True)
 class _LastRun:
-    """What the model ran last for a row.
+    """The last run of the model for a row.
 
     Attributes:
         position: of the first of `tokens`; -1 if there are none.
-        tokens: the last known token, and the guesses after it, but for the last one.
+        tokens: the last known token, and the draft tokens after it, but for the last one.
         num_digested: number of the sequence's tokens that `digest` is of.
         digest: of the sequence up to the end of a block.
     """
@@ -103,7 +103,7 @@ class DraftModel(Drafter):
 
     Args:
         config: the engine's flags, with a `speculative_config` that names a model.
-        served: the model to guess for.
+        served: the model to draft for.
         info: properties of the served model.
         device: device of both models.
         progress: whether loading shows a progress bar.
@@ -176,16 +176,16 @@ class DraftModel(Drafter):
         )
 
     @override
-    def _guess(
+    def _draft(
         self, drawing: Sequence[Drawn], states: torch.Tensor | None
     ) -> Sequence[Sequence[int]]:
         runs = [self._start(job, tokens) for job, tokens in drawing]
         self._run_known(runs)
-        while guessing := [run for run in runs if run.lacks_guesses]:
-            self._run_guesses(guessing)
+        while drafting := [run for run in runs if run.lacks_drafts]:
+            self._run_drafts(drafting)
         for run in runs:
             self._note_run(run)
-        return [run.guesses for run in runs]
+        return [run.draft_tokens for run in runs]
 
     @override
     def _forget(self) -> None:
@@ -209,7 +209,7 @@ class DraftModel(Drafter):
             num_run = max(num_run, num_leading_equal(last.tokens, tokens))
         num_run = min(num_run, len(tokens) - (work.num_proposals > 0))
         run = _Run(job, work.first, tokens, num_run, digests)
-        # The last guess is not run.
+        # The last draft token is not run.
         end = run.end + max(0, work.num_proposals - 1)
         self._digest_of_block[job.table[(run.first + num_run) // size : -(-end // size)]] = 0
         self._rows.tables[0, chunk.row] = job.table
@@ -222,39 +222,39 @@ class DraftModel(Drafter):
             self._digest_of_block[run.job.table[run.first // size :][:num_digests]] = run.digests
         self._last_runs[run.row] = _LastRun(
             position=run.first + len(run.tokens) - 1,
-            tokens=(*run.tokens[-1:], *run.guesses[:-1]),
+            tokens=(*run.tokens[-1:], *run.draft_tokens[:-1]),
             num_digested=run.first + num_digests * size,
             digest=int(run.digests[-1]) if num_digests else 0,
         )
 
     def _run_known(self, runs: Sequence[_Run]) -> None:
-        """Runs all known tokens, in as many steps as needed, and draws the first guesses."""
+        """Runs all known tokens, in as many steps as needed, and draws the first draft tokens."""
         pending = sorted((run for run in runs if run.num_pending), key=lambda run: run.num_pending)
         while pending:
-            room, chunks, guessing = self._config.max_num_batched_tokens, [], []
+            room, chunks, drafting = self._config.max_num_batched_tokens, [], []
             for run in pending[:room]:
                 chunks.append(run.take(min(room, run.num_pending)))
                 room -= chunks[-1].num_tokens
-                if run.lacks_guesses and not run.num_pending:
-                    guessing.append(run)
+                if run.lacks_drafts and not run.num_pending:
+                    drafting.append(run)
                 if not room:
                     break
             self._fill(chunks)
-            if guessing:
-                self._draw_guesses(guessing)
+            if drafting:
+                self._draw_drafts(drafting)
             else:
                 self._steps.run()
             pending = [run for run in pending if run.num_pending]
 
-    def _run_guesses(self, guessing: Sequence[_Run]) -> None:
-        """Runs the newest guess of each sequence, and draws the next one."""
+    def _run_drafts(self, drafting: Sequence[_Run]) -> None:
+        """Runs the newest draft token of each sequence, and draws the next one."""
         self._fill(
             [
-                ScheduledChunk(run.row, run.guesses[-1:], run.end - 1, run.job.chunk.draws)
-                for run in guessing
+                ScheduledChunk(run.row, run.draft_tokens[-1:], run.end - 1, run.job.chunk.draws)
+                for run in drafting
             ]
         )
-        self._draw_guesses(guessing)
+        self._draw_drafts(drafting)
 
     def _fill(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Fills the inputs of the next step, with tokens that the model has."""
@@ -265,12 +265,12 @@ class DraftModel(Drafter):
         )
         self._steps.inputs.fill(ScheduledBatch(0, clamped), self._rows, NO_ROWS)
 
-    def _draw_guesses(self, guessing: Sequence[_Run]) -> None:
-        """Runs a step, whose logit rows are those of the sequences, and draws their guesses."""
+    def _draw_drafts(self, drafting: Sequence[_Run]) -> None:
+        """Runs a step with a logit row for each sequence, and draws their draft tokens."""
         scores = self._steps.scores()
-        jobs, positions = [run.job for run in guessing], [run.end for run in guessing]
-        for run, token in zip(guessing, self._draw(scores, jobs, positions), strict=True):
-            run.guesses = (*run.guesses, token)
+        jobs, positions = [run.job for run in drafting], [run.end for run in drafting]
+        for run, token in zip(drafting, self._draw(scores, jobs, positions), strict=True):
+            run.draft_tokens = (*run.draft_tokens, token)
 
 
 def _block_digests(tokens: Sequence[int], block_size: int, before: int) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""`Drafter`: guesses the next tokens of sequences with a model, behind a step of the served one.
+"""`Drafter`: drafts the next tokens of sequences with a model, behind a step of the served one.
 
-The guesses are checked in the next step (`engine.speculation.drafts`). A guess is drawn with the
-parameters and the noise of its place, as the served model's token there will be, so that two models
-that agree on probabilities mostly draw the same token at any temperature.
+The draft tokens are checked in the next step (`engine.speculation.drafts`). A draft token is drawn
+with the parameters and the noise of its place, as the served model's token there will be, so that
+two models that agree on probabilities mostly draw the same token at any temperature.
 """
 
 import logging
@@ -36,7 +36,7 @@ _NUM_TIMED = 4
 
 @dataclass(frozen=True, slots=True)
 class ProposalJob:
-    """A chunk that guesses are made for.
+    """A chunk that draft tokens are made for.
 
     Attributes:
         index: index of the chunk in its batch.
@@ -55,7 +55,7 @@ class ProposalJob:
 
     @property
     def draw(self) -> DrawParams:
-        """The parameters that its guesses are drawn with."""
+        """The parameters that its draft tokens are drawn with."""
         return self.chunk.draws[0]
 
 
@@ -64,11 +64,11 @@ Drawn = tuple[ProposalJob, tuple[int, ...]]
 
 
 class Drafter(ABC):
-    """Guesses tokens for the sequences of an engine with one rank.
+    """Drafts tokens for the sequences of an engine with one rank.
 
     Args:
         config: the engine's flags.
-        served: the model to guess for.
+        served: the model to draft for.
         info: its properties.
         device: device of both models.
 
@@ -76,7 +76,7 @@ class Drafter(ABC):
         kept_layers: the states of the served model that it reads, as in `KeptStates.layers`.
         block_bytes: bytes that it needs for each block of the served model's pool.
         fixed_bytes: bytes that it needs, however many blocks there are.
-        max_proposals: the most tokens that it guesses for a sequence after a step.
+        max_proposals: the most tokens that it drafts for a sequence after a step.
     """
 
     kept_layers: tuple[int, ...] = ()
@@ -107,12 +107,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def time_work(self) -> tuple[float, float]:
-        """Measures the seconds in which it runs one more known token, and in which it guesses one,
+        """Measures the seconds in which it runs one more known token, and in which it drafts one,
         both at the beginning of one sequence.
         """
 
     def jobs_of(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
-        """Returns the chunks of a step that guesses are made for.
+        """Returns the chunks of a step that draft tokens are made for.
 
         Args:
             batch: the step.
@@ -134,8 +134,8 @@ class Drafter(ABC):
         outputs: Sequence[ChunkOutput | None],
         states: torch.Tensor | None,
     ) -> list[ChunkOutput | None]:
-        """Guesses the tokens that follow those which a step has drawn. If that fails, the step is
-        still good: the error is logged, and its sequences get no guesses.
+        """Drafts the tokens that follow those which a step has drawn. If that fails, the step is
+        still good: the error is logged, and its sequences get no draft tokens.
 
         Args:
             jobs: as `jobs_of` has returned them for the step.
@@ -144,33 +144,33 @@ class Drafter(ABC):
                 kept; None if `kept_layers` is empty.
 
         Returns:
-            The outputs with the guesses.
+            The outputs with the draft tokens.
         """
         drawing, proposed = list[Drawn](), list(outputs)
         for job in jobs:
             output = outputs[job.index]
-            assert output is not None, "a chunk with guesses draws a token"
+            assert output is not None, "a chunk with draft tokens draws a token"
             if min(output.token_ids) >= 0:
                 drawing.append((job, output.token_ids))
         if not drawing:
             return proposed
         try:
-            guesses = self._guess(drawing, states)
+            draft_tokens = self._draft(drawing, states)
         except Exception:
-            _logger.exception("guessing has failed; the step's sequences get no guesses")
+            _logger.exception("drafting has failed; the step's sequences get no draft tokens")
             self._forget()
             return proposed
-        for (job, _), of_job in zip(drawing, guesses, strict=True):
+        for (job, _), of_job in zip(drawing, draft_tokens, strict=True):
             output = proposed[job.index]
             assert output is not None
             proposed[job.index] = replace(output, proposals=self._valid(of_job))
         return proposed
 
     @abstractmethod
-    def _guess(
+    def _draft(
         self, drawing: Sequence[Drawn], states: torch.Tensor | None
     ) -> Sequence[Sequence[int]]:
-        """Returns the guesses of each job, at most `num_proposals` of its work.
+        """Returns the draft tokens of each job, at most `num_proposals` of its work.
 
         Args:
             drawing: the jobs, one or more.
@@ -191,7 +191,7 @@ class Drafter(ABC):
         durations_s = []
         for _ in range(_NUM_TIMED):  # the first time compiles and records
             start = time.perf_counter()
-            self._guess([(job, (0,))], states)
+            self._draft([(job, (0,))], states)
             wait_for(self._device)
             durations_s.append(time.perf_counter() - start)
             self._forget()
@@ -212,9 +212,9 @@ class Drafter(ABC):
         drawn: list[int] = tokens.tolist()
         return drawn
 
-    def _valid(self, guesses: Sequence[int]) -> tuple[int, ...]:
-        """Returns the guesses before the first that the served model does not have."""
-        for index, token in enumerate(guesses):
+    def _valid(self, draft_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Returns the draft tokens before the first that the served model does not have."""
+        for index, token in enumerate(draft_tokens):
             if not 0 <= token < self._num_served:
-                return tuple(guesses[:index])
-        return tuple(guesses)
+                return tuple(draft_tokens[:index])
+        return tuple(draft_tokens)

@@ -20,7 +20,7 @@ def make_drafter(
     *,
     progress: bool,
 ) -> Drafter | None:
-    """Loads what guesses tokens behind the served model's steps; None if nothing does.
+    """Loads the model or heads that draft tokens behind the served model's steps; None if none do.
 
     Args:
         config: the engine's flags.

@@ -1,4 +1,4 @@
-"""Loads heads that guess tokens: small checkpoints that belong to a served model.
+"""Loads heads that draft tokens: small checkpoints that belong to a served model.
 
 The layouts are those of published checkpoints: of EAGLE and Medusa's own repositories, and of
 vLLM. Their weights are safetensors files, or torch's, of which only tensors are read.
@@ -124,10 +124,10 @@ class _HeadCheckpoint:
             raise self.error(f"lacks a matrix {name}: it is no {kind}")
         return tensor
 
-    def take_guessable(
+    def take_draft_vocabulary(
         self, name: str, num_outputs: int, served: LoadedModel, device: torch.device, *, adds: bool
     ) -> torch.Tensor | None:
-        """Removes the tensor of the tokens that the head can guess, and returns their ids.
+        """Removes the tensor of the tokens that the head can draft, and returns their ids.
 
         Args:
             name: the tensor's name.
@@ -137,7 +137,7 @@ class _HeadCheckpoint:
             adds: whether the tensor has distances from the head's ids to the served model's.
 
         Returns:
-            `[num_outputs]` int64; None if the head can guess all tokens.
+            `[num_outputs]` int64; None if the head can draft all tokens.
 
         Raises:
             ConfigurationError: there are not as many, or the served model lacks one of them.
@@ -152,7 +152,7 @@ class _HeadCheckpoint:
             raise self.error(f"has a tensor {name} that is no list of tokens")
         ids = ids.long() + torch.arange(len(ids)) * adds
         if not 0 <= int(ids.min()) <= int(ids.max()) < served.vocab_size:
-            raise self.error(f"guesses tokens that the served model does not have: see {name}")
+            raise self.error(f"drafts tokens that the served model does not have: see {name}")
         return ids.to(device)
 
 
@@ -167,7 +167,7 @@ def load_medusa(
         device: device of the heads.
 
     Returns:
-        The heads, and the ids of the tokens that they guess, `[n]` int64; None for all tokens.
+        The heads, and the ids of the tokens that they draft, `[n]` int64; None for all tokens.
 
     Raises:
         ConfigurationError: the checkpoint is missing or broken, or does not fit the served model.
@@ -175,7 +175,9 @@ def load_medusa(
     checkpoint = _HeadCheckpoint.read(name)
     output = checkpoint.matrix("lm_heads.0.weight", "checkpoint of Medusa heads")
     num_tokens, hidden_size = output.shape
-    guessable = checkpoint.take_guessable("token_map", num_tokens, served, device, adds=False)
+    draft_vocabulary = checkpoint.take_draft_vocabulary(
+        "token_map", num_tokens, served, device, adds=False
+    )
     _check_width(checkpoint, hidden_size, served)
     names = checkpoint.tensors.keys()
     config = MedusaConfig(
@@ -185,7 +187,7 @@ def load_medusa(
         num_tokens=num_tokens,
         has_bias="blocks.0.layers.0.bias" in names,
     )
-    return checkpoint.build(lambda: MedusaHeads(config), served, device), guessable
+    return checkpoint.build(lambda: MedusaHeads(config), served, device), draft_vocabulary
 
 
 def load_eagle(
@@ -225,14 +227,16 @@ def load_eagle3(
 
     Returns:
         The head, the states of the served model that it reads, and the ids of the tokens that it
-        guesses, `[n]` int64; None for all tokens.
+        draft tokens, `[n]` int64; None for all tokens.
     """
     checkpoint = _HeadCheckpoint.read(name)
     for key in [key for key in checkpoint.tensors if key.startswith(_FIRST_LAYER)]:
         tensor = checkpoint.tensors.pop(key)
         checkpoint.tensors[f"midlayer.{key.removeprefix(_FIRST_LAYER)}"] = tensor
     num_tokens = len(checkpoint.matrix("lm_head.weight", "head of EAGLE-3"))
-    guessable = checkpoint.take_guessable("d2t", num_tokens, served, device, adds=True)
+    draft_vocabulary = checkpoint.take_draft_vocabulary(
+        "d2t", num_tokens, served, device, adds=True
+    )
     config = _config_of(checkpoint, served, window)
     config = replace(config, tie_word_embeddings=False, vocab_size=num_tokens)
     norms_residual = checkpoint.config.get("norm_before_residual", False)
@@ -243,7 +247,7 @@ def load_eagle3(
         served,
         device,
     )
-    return head, _layers_of(checkpoint, served.model), guessable
+    return head, _layers_of(checkpoint, served.model), draft_vocabulary
 
 
 def _config_of(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) -> DecoderConfig:

@@ -35,7 +35,7 @@ _PART_ELEMENTS = 2**23
 
 @dataclass(frozen=True, slots=True)
 class ReportedTokens:
-    """Those of a step's drawn tokens whose `TokenLogprobs` are reported; one or more.
+    """The drawn tokens of a step whose `TokenLogprobs` are reported; one or more.
 
     Attributes:
         nums: `[n]` int64; per drawn token, the number of likeliest tokens to report, or

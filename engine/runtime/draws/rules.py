@@ -27,7 +27,7 @@ _NO_RULES = LogitRules(num_prompt=0)
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:
-    """Those of a step's decoding rows that have rules.
+    """The decoding rows of a step that have logit rules.
 
     Attributes:
         rows: `[n]` int64; the rows.

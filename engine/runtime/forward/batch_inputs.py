@@ -41,7 +41,7 @@ class BatchInputs:
 
     @property
     def of_model(self) -> torch.Tensor:
-        """What the model reads: token ids, or the hidden states of the stage before."""
+        """The model's input: token ids, or the hidden states of the stage before."""
         return self.token_ids if self.hidden is None else self.hidden
 
     def logit_states(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """What is left for the KV cache."""
+        """Bytes that remain for the KV cache."""
         return max(0, self.share.num_bytes(self.limit) - sum(self.parts.values()))
 
     @property

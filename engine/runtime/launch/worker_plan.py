@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4
 _COPIES = 2
 """Of the hidden states: while a step is recorded, the memory of smaller ones is kept."""
 _COPIES_OF_LOGITS = 3
-"""Those of the model, those that rules have changed, and those that are drawn from."""
+"""Logits of the model, logits that rules have changed, and logits that are drawn from."""
 _MIN_PROCESS_BYTES = 184 << 20
 """Somewhat more than the interpreter with torch: starts differ by some MiB, and the limit that an
 error names must do for the next one.
@@ -69,7 +69,7 @@ def plan_memory(
         loaded: the model.
         layout: of a block of the KV cache.
         num_local: number of the engine's ranks on this machine.
-        drafter_bytes: what guessing tokens will allocate, however many blocks there are.
+        drafter_bytes: what drafting tokens will allocate, however many blocks there are.
         is_on_cpu: whether the model and its KV cache are in this memory.
     """
     limit = read_memory().limit

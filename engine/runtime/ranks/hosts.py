@@ -32,7 +32,7 @@ __all__ = ["HostRanks", "HostTask", "check_gpus"]
 
 @dataclass(frozen=True, slots=True)
 class HostTask:
-    """What the process of a rank needs to meet the others.
+    """The data by which the process of a rank meets the others.
 
     Attributes:
         place: of the rank.

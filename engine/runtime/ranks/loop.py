@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: it computes the batches that rank 0 sends."""
+"""The loop of a rank other than 0, which computes the batches that rank 0 sends."""
 
 import logging
 from dataclasses import replace

@@ -38,7 +38,7 @@ __all__ = ["RankProcesses", "RankTask", "start_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What a rank's process needs to know.
+    """The arguments of a rank's process.
 
     Attributes:
         config: of the engine.

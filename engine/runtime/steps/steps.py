@@ -42,7 +42,7 @@ class StepModel:
         ranks: all ranks of the engine; None for one.
         dtype: type of hidden states.
         max_drafts: maximum number of drafts of a sequence.
-        drafter: guesses tokens after steps; None without one.
+        drafter: drafts tokens after steps; None without one.
     """
 
     model: CausalModel
@@ -77,7 +77,7 @@ class StepModel:
         return len(self.kv.states)
 
     def proposal_jobs(self, batch: ScheduledBatch, rows: Rows) -> list[ProposalJob]:
-        """Returns the chunks that the drafter guesses for; none without one."""
+        """Returns the chunks that the drafter drafts for; none without one."""
         return [] if self.drafter is None else self.drafter.jobs_of(batch, rows)
 
     def propose(
@@ -86,7 +86,7 @@ class StepModel:
         outputs: list[ChunkOutput | None],
         states: torch.Tensor | None,
     ) -> list[ChunkOutput | None]:
-        """Returns the outputs of a step's chunks with the drafter's guesses; the arguments are
+        """Returns the outputs of a step's chunks with the drafter's draft tokens; the arguments are
         those of `Drafter.propose`.
         """
         return self.drafter.propose(jobs, outputs, states) if self.drafter and jobs else outputs

@@ -16,12 +16,12 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 class FolderClock:
-    """Tells the time of a folder's file system, which all machines that mount it have in common.
+    """The clock of a folder's file system, which all machines that mount it have in common.
 
     The clock of a machine may be ahead of that of another one. An object that was touched a moment
     ago would then look old, and be evicted in spite of its lease. So a machine whose clock is not
-    that of the file system adds the difference; times that differ by less than a second are taken
-    as they are, as they are finer. Where each machine stamps files with its own clock, as on some
+    that of the file system adds the difference. Times that differ by less than a second are finer,
+    and taken as they are. Where each machine stamps files with its own clock, as on some
     cluster file systems, this finds no difference: there, clocks must agree within `lease_s`.
 
     Args:

@@ -141,7 +141,7 @@ class ObjectFolder:
         return self._space.num_bytes()
 
     def close(self) -> None:
-        """See `FolderSpace.close`."""
+        """Closes the folder."""
         self._space.close()
 
     def _path(self, key: bytes) -> str:

@@ -35,7 +35,7 @@ class Allowance:
 
     @property
     def remark(self) -> str:
-        """What is refused and what follows; empty while the commands are allowed."""
+        """The refusal and its consequence; empty while the commands are allowed."""
         return f"{self._consequence}: {self.refusal}" if self.refusal else ""
 
     def refuse(self, reason: str) -> None:

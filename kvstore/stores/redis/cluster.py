@@ -100,7 +100,7 @@ class Cluster(RedisServers):
     @override
     def redirected(self, error: AskError, asked: ConnectionPool, name: bytes) -> ConnectionPool:
         """A redirection without a host means the server that sent it, at another port; one to "?"
-        means a server whose name the cluster does not know, which its port or its slots may tell.
+        means a server whose name the cluster does not know; its port or its slots may identify it.
         """
         sender = _address_of(asked)
         address: Address = (error.host or sender[0], error.port)

@@ -85,7 +85,7 @@ class RedisServers(ABC):
 
     @property
     def failing(self) -> Sequence[str]:
-        """What `KvStore.failing_servers` has."""
+        """The value of `KvStore.failing_servers`."""
         return ()
 
     @abstractmethod

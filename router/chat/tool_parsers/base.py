@@ -27,7 +27,7 @@ class ToolParser(ABC):
             reported all the same; the client decides about it.
 
     Attributes:
-        needs_special_tokens: whether the marks of calls are special tokens, which the text lacks
+        needs_special_tokens: whether the tags of calls are special tokens, which the text lacks
             unless the request is run with `skip_special_tokens=False`.
         syntax: how the model writes calls. None: it is not known, so that a form of the text
             excludes calls, and no form constrains the calls of strict tools.

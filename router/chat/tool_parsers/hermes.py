@@ -20,7 +20,7 @@ _BEHIND_CALL = re.compile(r"[\s}\],;`]+")
 
 
 class HermesToolParser(GeneratorToolParser):
-    """Reads calls between marks, with text before, between and after them."""
+    """Reads calls between tags, with text before, between and after them."""
 
     needs_special_tokens: ClassVar[bool] = True
     syntax: ClassVar[CallSyntax | None] = CallSyntax(
@@ -38,7 +38,7 @@ class HermesToolParser(GeneratorToolParser):
             text.record(_START)
             yield from skip_openings(text)
             while (yield from read_calls(text, self.answer, marked=True)):
-                # Models write brackets too many or too few, and several calls behind one mark.
+                # Models write brackets too many or too few, and several calls behind one tag.
                 yield from text.copy(_BEHIND_CALL, lambda _: None)
                 if (yield from text.skip(_END, or_beginning=True)):
                     break

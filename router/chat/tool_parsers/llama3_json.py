@@ -1,6 +1,6 @@
-"""`Llama3JsonToolParser`: `{"name": "f", "parameters": {...}}`, with or without a mark before it.
+"""`Llama3JsonToolParser`: `{"name": "f", "parameters": {...}}`, with or without a tag before it.
 
-The format of Llama 3.1, 3.2, 3.3 and 4. Several calls are separated by semicolons. The marks are
+The format of Llama 3.1, 3.2, 3.3 and 4. Several calls are separated by semicolons. The tags are
 `<|python_tag|>`, and for Llama 4 `<|python_start|>` and `<|python_end|>`.
 """
 

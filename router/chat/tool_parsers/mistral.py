@@ -28,7 +28,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class MistralToolParser(GeneratorToolParser):
-    """Reads the calls behind each mark."""
+    """Reads the calls behind each tag."""
 
     needs_special_tokens: ClassVar[bool] = True
     syntax: ClassVar[CallSyntax | None] = CallSyntax(

@@ -45,7 +45,7 @@ _TYPES_OF_CLASS: Mapping[type, frozenset[str]] = {
     list: _TYPES["array"],
     dict: _TYPES["object"],
 }
-# Keywords that tell the type of a schema which states none.
+# Keywords that imply the type of a schema which states none.
 _KEYWORDS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),

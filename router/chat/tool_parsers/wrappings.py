@@ -1,4 +1,4 @@
-"""Marks and code fences that models write around calls."""
+"""Tags and code fences that models write around calls."""
 
 import re
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ __all__ = ["FENCE", "PYTHON_END", "PYTHON_START", "skip_closings", "skip_opening
 
 FENCE = "```"
 PYTHON_START = "<|python_start|>"
-"""The mark before calls of Llama 4; `PYTHON_END` follows them."""
+"""The tag before calls of Llama 4; `PYTHON_END` follows them."""
 PYTHON_END = "<|python_end|>"
 _LANGUAGE = re.compile(r"[\w+\-]+")
 _MAX_LANGUAGE_LENGTH = 32
 
 
-def skip_openings(text: TextInput, marks: Sequence[str] = ()) -> Steps[set[str]]:
-    """Reads marks and the beginnings of fenced code, with the whitespace around them.
+def skip_openings(text: TextInput, tags: Sequence[str] = ()) -> Steps[set[str]]:
+    """Reads tags and the beginnings of fenced code, with the whitespace around them.
 
     Returns:
-        Which there were: marks, and `FENCE`.
+        Which there were: tags, and `FENCE`.
     """
     found = set[str]()
     while True:
         yield from text.skip_whitespace()
-        mark = yield from text.skip_any((*marks, FENCE))
-        if not mark:
+        tag = yield from text.skip_any((*tags, FENCE))
+        if not tag:
             return found
-        found.add(mark)
-        if mark == FENCE:
+        found.add(tag)
+        if tag == FENCE:
             yield from text.read_run(_LANGUAGE, _MAX_LANGUAGE_LENGTH)
 
 
 def skip_closings(
     text: TextInput, openings: set[str], between: re.Pattern[str] = WHITESPACE
 ) -> Steps[None]:
-    """Reads the ends of marks and fences behind calls. `text` records what is read behind them.
+    """Reads the ends of tags and fences behind calls. `text` records what is read behind them.
 
     Args:
         text: read up to the first text that belongs to no call.

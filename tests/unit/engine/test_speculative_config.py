@@ -19,7 +19,7 @@ def test_a_json_object_and_a_mapping_are_the_same() -> None:
     assert SpeculativeConfig.of(str(expected)) == expected  # as `baton serve` passes it on
 
 
-def test_a_model_guesses_if_it_is_the_only_key() -> None:
+def test_a_model_drafts_if_it_is_the_only_key() -> None:
     expected = SpeculativeConfig(method="draft_model", model="small")
 
     assert SpeculativeConfig.of('{"model": "small"}') == expected

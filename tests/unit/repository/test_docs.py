@@ -17,6 +17,22 @@ from scripts import generate_configuration
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 VARIABLE = re.compile(r"\bBATON_[A-Z][A-Z0-9_]*\b")
+MAX_LINE_CHARS = 120
+# Flags of programs that the pages name without their command.
+FLAGS_OF_OTHERS = {
+    "docker": {"--build-arg", "--env-file", "--pids-limit", "--profile", "--scale", "--shm-size"},
+    "redis-server": {
+        "--cluster-require-full-coverage",
+        "--maxmemory",
+        "--maxmemory-policy",
+        "--maxmemory-samples",
+    },
+    "buf": {"--header", "--reflect-header"},
+    "pip": {"--no-deps"},
+    "torchrun": {"--max-restarts"},
+    "ray": {"--num-cpus"},
+    "vllm": {"--kv-transfer-config", "--scheduling-policy", "--structured-outputs-config"},
+}
 
 
 def source_files():
@@ -96,6 +112,41 @@ def test_every_path_in_the_table_of_where_to_add_things_exists():
     assert all(paths_by_row)
     paths = [path for row in paths_by_row for path in row]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_of_a_page_exists(page):
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    paths = re.findall(r"`(\w[\w.-]*/[\w./-]*)`", page.read_text())
+    own = [path for path in paths if path.split("/")[0] in folders]
+    assert [path for path in own if not (ROOT / path).exists()] == []
+
+
+def test_every_flag_of_the_pages_exists():
+    known = set().union(*FLAGS_OF_OTHERS.values()) | {
+        flag
+        for _, parser in generate_configuration.command_parsers()
+        for action in parser._actions  # argparse has no public list of them
+        for flag in action.option_strings
+    }
+    for page in PAGES:
+        spans = re.findall(r"`((?:baton |--)[^`\n]+)`", page.read_text())
+        flags = {
+            flag
+            for span in spans
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", span)
+        }
+        assert flags <= known, f"{page.name}: {flags - known}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_text_are_short(page):
+    """A change of a word is then a change of a line. The page of flags is generated."""
+    if page == generate_configuration.PAGE:
+        return
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in lines if len(line) > MAX_LINE_CHARS] == []
 
 
 def test_every_make_target_that_is_named_exists():

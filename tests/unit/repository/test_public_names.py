@@ -70,6 +70,59 @@ def test_the_package_exports_its_public_names():
 
 
 @pytest.mark.parametrize(
+    ("public", "module", "names"),
+    [
+        (
+            "baton.errors",
+            "baton.common.errors",
+            {
+                "AbortedError",
+                "AlreadyExistsError",
+                "BatonError",
+                "ConfigurationError",
+                "DeadlineExceededError",
+                "FailedPreconditionError",
+                "InternalError",
+                "InvalidArgumentError",
+                "NotFoundError",
+                "PermissionDeniedError",
+                "PromptTooLongError",
+                "RequestCancelledError",
+                "ResourceExhaustedError",
+                "UnauthenticatedError",
+                "UnavailableError",
+            },
+        ),
+        ("baton.prompts", "baton.common.request.prompts", {"Prompt", "TextPrompt", "TokensPrompt"}),
+        (
+            "baton.results",
+            "baton.common.request.results",
+            {
+                "CompletionChunk",
+                "CompletionOutput",
+                "Logprob",
+                "ModelDescription",
+                "RequestMetrics",
+                "RequestOutput",
+                "Timings",
+                "Usage",
+            },
+        ),
+        (
+            "baton.sampling_params",
+            "baton.common.request.sampling_params",
+            {"RequestOutputKind", "SamplingParams"},
+        ),
+    ],
+)
+def test_public_modules_export_the_names_of_the_modules_below(public, module, names):
+    exporting, defining = importlib.import_module(public), importlib.import_module(module)
+    assert names <= set(exporting.__all__) <= set(defining.__all__)
+    for name in exporting.__all__:
+        assert getattr(exporting, name) is getattr(defining, name)
+
+
+@pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
         ("import baton", ("torch", "grpc", "transformers")),

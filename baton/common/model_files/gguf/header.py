@@ -57,7 +57,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says before its weights.
+    """The header of a GGUF file, before its weights.
 
     Attributes:
         path: the file.

@@ -1,4 +1,4 @@
-"""How many guesses a sequence gets, by the times of steps."""
+"""How many draft tokens a sequence gets, by the times of steps."""
 
 import pytest
 
@@ -37,11 +37,11 @@ class Steps:
             self._drafts.committed(batch)
 
     def num_drafts(self, right_share: float) -> int:
-        """Returns how many guesses a sequence gets that are right with this probability."""
+        """Returns how many draft tokens a sequence gets that are right with this probability."""
         return self._drafts._plan(DraftState(TokenHistory(), 1.0, right_share)).num_drafts
 
 
-def test_the_more_often_guesses_are_right_the_more_are_made() -> None:
+def test_the_more_often_draft_tokens_are_right_the_more_are_made() -> None:
     steps = Steps()
     steps.run(DECODE, 10 * MS, 50)
     steps.run(_drafting(4), 14 * MS, 50)
@@ -52,15 +52,15 @@ def test_the_more_often_guesses_are_right_the_more_are_made() -> None:
     assert 1 <= numbers[2] < 3 <= numbers[3] < 8 == numbers[5]
 
 
-def test_no_guesses_are_made_where_tokens_take_their_full_time() -> None:
+def test_no_draft_tokens_are_made_where_tokens_take_their_full_time() -> None:
     steps = Steps()
     steps.run(ScheduledBatch(1, decode_rows=tuple(range(64))), 70 * MS, 50, num_rows=64)
 
     assert steps.num_drafts(0.6) == 0
 
 
-def test_one_slow_step_keeps_no_useless_guesses() -> None:
-    """A decode step is never slower than one with guesses, whatever was measured long ago."""
+def test_one_slow_step_keeps_no_useless_draft_tokens() -> None:
+    """A decode step is never slower than one with draft tokens, whatever was measured long ago."""
     steps = Steps()
     steps.run(DECODE, 60 * MS)
     steps.run(_drafting(2), 14 * MS, 5)
@@ -69,7 +69,7 @@ def test_one_slow_step_keeps_no_useless_guesses() -> None:
     assert steps.num_drafts(0.9) > 2
 
 
-def test_slow_steps_with_guesses_are_forgotten() -> None:
+def test_slow_steps_with_draft_tokens_are_forgotten() -> None:
     steps = Steps()
     steps.run(DECODE, 10 * MS, 10)
     steps.run(_drafting(2), 1.0, 100)
