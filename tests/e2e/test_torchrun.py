@@ -117,7 +117,6 @@ async def lose_rank(nodes: Sequence[psutil.Process], number: int) -> None:
     """
     (first,), (rank,) = nodes[0].children(), nodes[1].children()
     os.kill(rank.pid, number)
-    while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.05)
     if number == signal.SIGSTOP:
+        await asyncio.to_thread(psutil.wait_procs, [first], 60)
         rank.kill()
