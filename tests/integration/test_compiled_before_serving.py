@@ -58,12 +58,12 @@ def fresh_memory(monkeypatch):
         return torch.from_numpy(values).clone(memory_format=torch.contiguous_format)
 
     for module in (
-        "batch_inputs",
-        "device_decode",
-        "device_rows",
-        "drawing",
-        "rules",
-        "sampler",
+        "draws.device_rows",
+        "draws.drawing",
+        "draws.rules",
+        "draws.sampler",
+        "forward.batch_inputs",
+        "steps.device_decode",
     ):
         monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)
 
