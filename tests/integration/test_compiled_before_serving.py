@@ -19,13 +19,13 @@ pytestmark = [
 FLAGS = {
     "dtype": "bfloat16",  # with tiles of several sizes, as GPUs have
     "block_size": 16,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
     "num_gpu_blocks_override": 200,
     "async_scheduling": True,
 }
 # Chunks of odd and even numbers of tokens, of one block and of several, alone and together.
-PROMPT_LENGTHS = (5, 17, 150, 1, 16)
+PROMPT_LENGTHS = (5, 17, 70, 1, 16)
 
 
 def _requests():
