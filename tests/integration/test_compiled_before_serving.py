@@ -19,8 +19,8 @@ pytestmark = [
 FLAGS = {
     "dtype": "bfloat16",  # with tiles of several sizes, as GPUs have
     "block_size": 16,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 48,
     "num_gpu_blocks_override": 200,
     "async_scheduling": True,
 }
