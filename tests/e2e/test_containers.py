@@ -217,7 +217,7 @@ async def test_a_stream_outlives_a_rank_in_another_container(ranks: ComposeProje
 
 async def break_things(project: ComposeProject, load: Load) -> None:
     """What happens to the containers, one after the other."""
-    await asyncio.sleep(3)
+    await asyncio.sleep(1)
     load.mark("scale to 1 + 1")
     await project.scale(prefill=1, decode=1)
     load.mark("scale to 2 + 3")
@@ -240,11 +240,10 @@ async def break_things(project: ComposeProject, load: Load) -> None:
     await asyncio.sleep(2)
     load.mark("restart redis")
     await project.restart(project.containers("redis")[0])
-    for victim in project.containers("decode"):
-        load.mark("restart decode")
-        await project.restart(victim)
+    load.mark("restart decode")
+    await project.restart(project.containers("decode")[0])
     load.mark("all is well")
-    await asyncio.sleep(3)
+    await asyncio.sleep(2)
 
 
 @pytest.mark.slow

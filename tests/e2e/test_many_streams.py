@@ -24,12 +24,14 @@ from tests.support.cluster import WORKER_CALL, ServerProcess, running_cluster
 from tests.support.redis_server import RedisServer
 
 NUM_STREAMS = 200
+PREFIX_LENGTHS = (20, 48, 96, 130)
+"""Of the prefixes that streams share, which are also their seeds."""
 
 
 def make_prompts() -> list[tuple[list[int], int]]:
     """Prompts of mixed lengths, most with a shared prefix, and how many tokens to generate."""
     draw = random.Random(1)
-    prefixes = [prompt_of(length, seed=length) for length in (20, 48, 96, 130)]
+    prefixes = [prompt_of(length, seed=length) for length in PREFIX_LENGTHS]
     prompts = []
     for index in range(NUM_STREAMS):
         prefix = prefixes[index % 5] if index % 5 < len(prefixes) else []
@@ -101,7 +103,7 @@ async def test_200_concurrent_streams_are_all_correct(
         # A replica finds in the store what the other has computed. If loads have been slower
         # than computing, it tries a load only now and then.
         give_up_at, num_found = time.monotonic() + 60, 0
-        for seed in itertools.count(77):
+        for seed in itertools.count(max(PREFIX_LENGTHS) + 1):
             fresh = prompt_of(100, seed=seed)
             assert await prefill_at(cluster.prefill[0], f"first {seed}", fresh) == 0
             num_found = await prefill_at(cluster.prefill[1], f"second {seed}", fresh)

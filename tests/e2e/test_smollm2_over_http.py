@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 DATA = Path(__file__).parents[1] / "data" / "questions.json"
-NUM_CHATS = 3  # test_smollm2.py compares all of them, in one process
+NUM_CHATS = 2  # test_smollm2.py compares all of them, in one process
 NUM_QUESTIONS = 4
 BLOCK_SIZE = 16
 

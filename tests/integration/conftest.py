@@ -19,6 +19,15 @@ def suites():
     running.close()
 
 
+@pytest.fixture(scope="module")
+def one_compile_process() -> Iterator[None]:
+    """All engines of the module compile their grammars in one process."""
+    from tests.support.shared_compiling import shared_compile_processes
+
+    with shared_compile_processes():
+        yield
+
+
 @pytest.fixture
 def connector_url(
     request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisServer

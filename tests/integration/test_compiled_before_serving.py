@@ -25,7 +25,7 @@ FLAGS = {
     "async_scheduling": True,
 }
 # Chunks of odd and even numbers of tokens, of one block and of several, alone and together.
-PROMPT_LENGTHS = (5, 17, 150, 1, 16)
+PROMPT_LENGTHS = (5, 17, 70, 1, 16)
 
 
 def _requests():
@@ -58,12 +58,12 @@ def fresh_memory(monkeypatch):
         return torch.from_numpy(values).clone(memory_format=torch.contiguous_format)
 
     for module in (
-        "batch_inputs",
-        "device_decode",
-        "device_rows",
-        "drawing",
-        "rules",
-        "sampler",
+        "draws.device_rows",
+        "draws.drawing",
+        "draws.rules",
+        "draws.sampler",
+        "forward.batch_inputs",
+        "steps.device_decode",
     ):
         monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)
 

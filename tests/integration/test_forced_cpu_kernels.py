@@ -19,6 +19,25 @@ from kernels.library.variants import VARIANTS, variants_for
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = "tests/integration/test_model_families.py"
+ARITHMETIC = tuple(
+    f"tests/kernels/test_{name}.py"
+    for name in (
+        "batch_invariance",
+        "draw_tokens",
+        "linear",
+        "logit_rows",
+        "logit_rules",
+        "paged_attention",
+        "pointwise",
+        "quantized_cache",
+        "rotate_and_write_kv",
+        "shared_prefix_attention",
+        "weights",
+    )
+)
+"""Tests of what the compiler makes other instructions of. Threads, processes, memory and recorded
+steps are the same source in every set.
+"""
 TESTS_WITHOUT_COMPILER = (
     "tests/e2e/test_openai_client.py::test_several_prompts_token_ids_and_echo",
     "tests/integration/test_draft_heads.py::test_draft_tokens_are_those_of_plain_torch[medusa-options0-host]",
@@ -62,7 +81,7 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
 def test_the_tests_of_kernels_and_models_pass_with_each_set(choice):
     options = "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"
     # With torch, those of the kernels would compare it with itself.
-    files = [FAMILIES] if choice == TORCH else ["tests/kernels", FAMILIES]
+    files = [FAMILIES] if choice == TORCH else [*ARITHMETIC, FAMILIES]
     command = [sys.executable, "-m", "pytest", *options, *files]
     result = subprocess.run(
         command,

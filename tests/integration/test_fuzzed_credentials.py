@@ -26,8 +26,8 @@ from tests.support.tenants import (
     write_jwks,
 )
 
-NUM_TOKENS = 100_000
-NUM_HEADERS = 20_000
+NUM_TOKENS = 30_000
+NUM_HEADERS = 10_000
 PLANTED = "planted-secret-4711"
 _ALPHABET = string.printable + "é😀\ud800\x00"
 _SCHEMES = ("Bearer ", "bearer ", "BEARER\t", "Basic ", "Token ", "", " ", "Bearer", "Bearer  ")
@@ -117,7 +117,7 @@ async def test_some_odd_credentials(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_hundred_thousand_odd_credentials(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_thousands_of_odd_credentials(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     tenants = tenants_of(tmp_path)
     assert fuzz_tokens(tenants, 2, NUM_TOKENS) < NUM_TOKENS / 20

@@ -15,9 +15,9 @@ from tests.support.odd_messages import odd_bytes, odd_generate_request, odd_mess
 from tests.support.odd_requests import odd_request
 from tests.support.rpc_calls import DirectCalls, status_over_channel
 
-NUM_HTTP = 12_000
-NUM_DIRECT = 15_000
-NUM_OVER_CHANNEL = 3_000
+NUM_HTTP = 5_000
+NUM_DIRECT = 6_000
+NUM_OVER_CHANNEL = 1_500
 REFUSALS = ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ALREADY_EXISTS")
 METHODS = ("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModel")
 WEIGHTS = (3, 3, 1, 1, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fuzzed_router import FuzzedRouter, fuzzed_router
 
-AT_ONCE = 40
+AT_ONCE = 80
 
 
 def post(body: bytes, path: bytes, *headers: bytes) -> bytes:
@@ -105,4 +105,4 @@ async def test_odd_bytes_on_some_connections():
 @pytest.mark.slow
 async def test_odd_bytes_on_thousands_of_connections():
     async with fuzzed_router() as router:
-        await fuzz(router, 2, 4000)
+        await fuzz(router, 2, 2000)

@@ -85,4 +85,4 @@ TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=
 
 @pytest.mark.slow
 class TestManyPools(PoolMachine.TestCase):
-    settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

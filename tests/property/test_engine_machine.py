@@ -413,4 +413,4 @@ TestCluster.settings = settings(max_examples=50, stateful_step_count=60, deadlin
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 class TestManyClusters(Cluster.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

@@ -497,4 +497,4 @@ TestManager.settings = settings(max_examples=100, stateful_step_count=50, deadli
 
 @pytest.mark.slow
 class TestManyManagers(ManagerMachine.TestCase):
-    settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 
 from tests.support.cluster import Cluster, Place
 from tests.support.routes import LEASE_S, Route
@@ -15,6 +16,8 @@ __all__ = ["TwoHosts", "other_host", "running_two_hosts", "why_unavailable"]
 
 _PEER_PORT = 7100
 _namespaces = count()
+# What `ip netns exec` shows as /etc/resolv.conf.
+_RESOLV_CONF = "/etc/netns/{}/resolv.conf"
 _STARTED_BYTES = (
     10_000  # more than the bytes before a transfer's blocks, less than a whole transfer
 )
@@ -142,10 +145,25 @@ def other_host() -> Iterator[tuple[str, str]]:
         # UCX reads the host's routes once in a process: of later ones it knows only the default
         # one, and sends from its device's address.
         _run("ip", "-n", name, "route", "add", "default", "via", f"{subnet}.1")
-        yield f"{subnet}.1", name
+        with _refused_name_server(name):
+            yield f"{subnet}.1", name
         _run("ip", "link", "delete", name)  # a namespace ends with the last of its sockets
     finally:
         _run("ip", "netns", "delete", name)
+
+
+@contextmanager
+def _refused_name_server(namespace: str) -> Iterator[None]:
+    """Names a name server that refuses at once. This machine's cannot be reached from a namespace,
+    and gloo and TCPStore would wait ten seconds for the name of each caller.
+    """
+    path = Path(_RESOLV_CONF.format(namespace))
+    path.parent.mkdir(parents=True)
+    path.write_text("nameserver 127.0.0.1\n")
+    try:
+        yield
+    finally:
+        shutil.rmtree(path.parent)
 
 
 def _run(*command: str) -> str:

@@ -72,7 +72,7 @@ def test_soft_caps(sliding_window):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 50)), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (2, 2), (3, 1), (7, 1)]),

@@ -53,7 +53,7 @@ def test_tokens_equal_those_of_the_reference(kind, vocab_size):
     [
         _TOKENS_PER_SPLIT + 1,
         pytest.param(_TOKENS_PER_SPLIT, marks=pytest.mark.slow),
-        pytest.param(5 * _TOKENS_PER_SPLIT - 3, marks=pytest.mark.slow),
+        pytest.param(3 * _TOKENS_PER_SPLIT - 3, marks=pytest.mark.slow),
     ],
 )
 def test_vocabularies_of_several_splits(vocab_size):
