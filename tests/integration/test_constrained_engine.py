@@ -30,7 +30,6 @@ from tests.support.constrained_requests import (
 from tests.support.real_engines import SplitRun, build_core, engine, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
-from tests.support.shared_compiling import shared_compile_processes
 
 TIGHT = {"num_gpu_blocks_override": 24, "max_model_len": 128}
 FEATURES = {
@@ -42,12 +41,6 @@ FEATURES = {
     "overlap, recompute": {"async_scheduling": True, "preemption_mode": "recompute", **TIGHT},
     "llguidance": {"structured_outputs_backend": "llguidance"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_compile_process() -> Iterator[None]:
-    with shared_compile_processes():
-        yield
 
 
 def check_outputs(

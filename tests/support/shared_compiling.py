@@ -1,43 +1,50 @@
 """One compile process for the engines of many tests: the start of each imports torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 from engine.constraints import compiler
 from engine.constraints.compile_process import CompileProcess
 from engine.constraints.vocabulary import Vocabulary
 
-__all__ = ["shared_compile_processes"]
+__all__ = ["SharedCompileProcesses"]
 
 _Key = tuple[str, ...]  # of a process: its vocabulary and backends
 
 
-@contextmanager
-def shared_compile_processes() -> Iterator[None]:
-    """Inside, compilers of the same vocabulary and backends share a process, which `close` of a
-    compiler does not end.
-    """
-    processes: dict[_Key, CompileProcess] = {}
+class SharedCompileProcesses:
+    """Compile processes that run until `close`, one for each vocabulary and choice of backends."""
 
-    class Shared:
-        """Takes the place of one compiler's `CompileProcess`."""
+    def __init__(self) -> None:
+        self._processes: dict[_Key, CompileProcess] = {}
 
-        def __init__(
-            self, get_vocabulary: Callable[[], Vocabulary], backends: Sequence[str]
-        ) -> None:
-            self._get_vocabulary, self._backends = get_vocabulary, tuple(backends)
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, compilers use these processes, which their own `close` does not end."""
+        processes = self._processes
 
-        def run_job(self, job: bytes, timeout_s: float) -> bytes:
-            vocabulary = self._get_vocabulary()
-            key = (vocabulary.to_json(), *self._backends)
-            process = CompileProcess(lambda: vocabulary, self._backends)
-            return processes.setdefault(key, process).run_job(job, timeout_s)
+        class Shared:
+            """Takes the place of one compiler's `CompileProcess`."""
 
-        def close(self) -> None:
-            pass
+            def __init__(
+                self, get_vocabulary: Callable[[], Vocabulary], backends: Sequence[str]
+            ) -> None:
+                self._get_vocabulary, self._backends = get_vocabulary, tuple(backends)
 
-    with ExitStack() as stack, mock.patch.object(compiler, "CompileProcess", Shared):
-        yield
-        for process in processes.values():
-            stack.enter_context(closing(process))
+            def run_job(self, job: bytes, timeout_s: float) -> bytes:
+                vocabulary = self._get_vocabulary()
+                key = (vocabulary.to_json(), *self._backends)
+                process = CompileProcess(lambda: vocabulary, self._backends)
+                return processes.setdefault(key, process).run_job(job, timeout_s)
+
+            def close(self) -> None:
+                pass
+
+        with mock.patch.object(compiler, "CompileProcess", Shared):
+            yield
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes.values():
+            process.close()
