@@ -7,6 +7,9 @@ cd "$(dirname "$0")/.."
 marks=$1
 shift
 
+# Tests start hundreds of processes, each of which would compile Baton's modules anew.
+unset PYTHONDONTWRITEBYTECODE
+
 status=5 # pytest's for "no tests were selected"
 run_part() {
     part_status=0

@@ -1,9 +1,13 @@
 """Fixtures that tests of several kinds share."""
 
+import functools
+import gc
 import os
 import random
+import re
 import signal
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,6 +40,29 @@ def pytest_ignore_collect(collection_path, config):
     has_alone = "mark.alone" in text
     is_needless = ("slow" in selected and not has_slow) or ("alone" in selected and not has_alone)
     return is_needless or None
+
+
+def pytest_collection_finish():
+    """Lets the garbage collector pass over what was imported, whenever it runs."""
+    gc.freeze()
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Gives the tests of a file to one process, and those of all files that share clusters too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "shared clusters" if _uses_shared_clusters(config.rootpath / file) else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+@functools.cache
+def _uses_shared_clusters(file: Path) -> bool:
+    is_in_folder = file.parent.name == "e2e"
+    return is_in_folder and bool(re.search(r"\b(door|shared_cluster)\b", file.read_text()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks

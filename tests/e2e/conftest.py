@@ -18,7 +18,8 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+# Clusters end with the tests of this folder: idle ones would take time from all later tests.
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A router with one prefill and one decode replica; tests must not stop any of them."""
     folder = tmp_path_factory.mktemp("cluster")
@@ -38,7 +39,7 @@ async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         assert [worker.stop() for worker in cluster.workers] == [0, 0]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
     """The demo model behind HTTP, and clients; tests must not stop any of the processes."""
     async with running_http_cluster(tmp_path_factory.mktemp("http")) as cluster:

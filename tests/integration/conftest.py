@@ -2,11 +2,27 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.support.redis_server import RedisServer
+from tests.support.shared_compiling import SharedCompileProcesses
+
+
+@pytest.fixture(scope="session")
+def compile_processes() -> Iterator[SharedCompileProcesses]:
+    """Compile processes of grammars, which start when they are first needed."""
+    with closing(SharedCompileProcesses()) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_compile_process(compile_processes: SharedCompileProcesses) -> Iterator[None]:
+    """Engines share compile processes. Tests of these override it."""
+    with compile_processes.used():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +33,6 @@ def suites():
     running = Suites()
     yield running
     running.close()
-
-
-@pytest.fixture(scope="module")
-def one_compile_process() -> Iterator[None]:
-    """All engines of the module compile their grammars in one process."""
-    from tests.support.shared_compiling import shared_compile_processes
-
-    with shared_compile_processes():
-        yield
 
 
 @pytest.fixture

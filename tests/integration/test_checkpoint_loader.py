@@ -19,8 +19,6 @@ from engine.runtime.weights.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.support.tokenizer_folders import write_byte_level_folder
 
-pytestmark = pytest.mark.alone
-
 WEIGHTS = "model.safetensors"
 
 

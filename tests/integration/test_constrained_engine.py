@@ -31,8 +31,6 @@ from tests.support.real_engines import SplitRun, build_core, engine, run_all, to
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
 
-pytestmark = pytest.mark.usefixtures("one_compile_process")
-
 TIGHT = {"num_gpu_blocks_override": 24, "max_model_len": 128}
 FEATURES = {
     "plain": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},

@@ -22,7 +22,7 @@ from tests.support.constrained_requests import (
 from tests.support.real_engines import Outputs, SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_compile_process")]
+pytestmark = pytest.mark.slow
 
 FLAGS = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 12}
 TIGHT = {**FLAGS, "num_gpu_blocks_override": 30, "max_model_len": 128}

@@ -27,8 +27,6 @@ from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
-pytestmark = pytest.mark.usefixtures("one_compile_process")
-
 MEBIBYTE = 2**20
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
 SOON = 30

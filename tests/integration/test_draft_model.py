@@ -23,7 +23,7 @@ from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 # Torch's kernels, without a compiler, take minutes beside other tests.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("one_compile_process")]
+pytestmark = pytest.mark.timeout(300)
 
 NumProposals = Callable[[drafts.Drafts, GroupSequence, int], int]
 

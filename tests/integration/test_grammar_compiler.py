@@ -31,6 +31,11 @@ RESULT_S = 60.0
 FINE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_compile_process():
+    """Each compiler starts its own process."""
+
+
 def chain(depth, leaf):
     schema = leaf
     for _ in range(depth):

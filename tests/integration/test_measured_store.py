@@ -13,8 +13,6 @@ from kvstore.registry import open_store
 from kvstore.store import KvStore, StoreUnavailableError
 from tests.support.connector_rig import LAYOUT, ConnectorRig, keys
 
-pytestmark = pytest.mark.alone
-
 OBJECT_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
 

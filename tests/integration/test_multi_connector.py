@@ -11,8 +11,6 @@ from baton.common.errors import ConfigurationError, FailedPreconditionError
 from kvstore.conformance.engines import TinyEngine, random_prompt
 from kvstore.registry import connector_capabilities, open_connector
 
-pytestmark = pytest.mark.alone
-
 _TIMEOUT_S = 0.5
 
 

@@ -12,8 +12,6 @@ from tests.support.peer_process import LendingProcess
 from tests.support.peer_rig import PeerRig
 from tests.support.ports import reserved_port
 
-pytestmark = pytest.mark.alone
-
 WAYS = ("grpc", "nixl", "nixl unreadable")
 """The last way's lenders cannot be read, as on other machines, and send blocks by gRPC."""
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")

@@ -30,7 +30,6 @@ from tests.support.real_engines import build_core, run_all
 from tests.support.requests import engine_request
 
 pytestmark = [
-    pytest.mark.usefixtures("one_compile_process"),
     pytest.mark.skipif(library() is None, reason="no native kernels"),
     pytest.mark.timeout(240),
 ]

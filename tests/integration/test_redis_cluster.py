@@ -18,8 +18,6 @@ from tests.support.redis_deployments import acl_rules, ask, running_cluster
 from tests.support.redis_server import await_true, running_redis_server
 from tests.support.thread_time import ThreadTime
 
-pytestmark = pytest.mark.alone
-
 _TIMEOUT_S = 1.0
 _SLACK_S = 4.0  # a busy machine; a call that hangs takes longer than any slack
 

@@ -13,8 +13,6 @@ from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import ask, running_sentinels
 from tests.support.redis_server import await_true, running_redis_server
 
-pytestmark = pytest.mark.alone
-
 _TIMEOUT_S = 2.0
 _SLACK_S = 4.0  # a busy machine; a call that hangs takes longer than any slack
 

@@ -17,8 +17,6 @@ from tests.support.ports import reserved_port
 from tests.support.redis_deployments import ask, make_certificate
 from tests.support.redis_server import running_redis_server
 
-pytestmark = pytest.mark.alone
-
 _TIMEOUT_S = 0.3
 _SLACK_S = 4.0  # a busy machine; a call that hangs takes longer than any slack
 

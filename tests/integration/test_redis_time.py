@@ -13,8 +13,6 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from tests.support.redis_server import await_true
 
-pytestmark = pytest.mark.alone
-
 _TIMEOUT_S = 0.4
 _SLACK_S = 4.0  # a busy machine; a call whose timeout restarts with every byte takes minutes
 _TRICKLE_S = 0.02

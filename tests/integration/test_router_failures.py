@@ -26,8 +26,6 @@ from tests.support.running_router import (
     token_ids_of,
 )
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = [50 + i % 200 for i in range(400)]
 
 
@@ -274,6 +272,7 @@ async def test_a_request_that_loses_several_replicas_is_aborted():
     assert error.code() is grpc.StatusCode.ABORTED
 
 
+@pytest.mark.alone
 async def test_requests_of_a_frozen_replica_resume_on_another_within_two_seconds():
     decodes = [FakeDecode(SCRIPT, pause_after=3) for _ in range(2)]
     async with running_workers(*decodes), running_router(*decodes) as router:

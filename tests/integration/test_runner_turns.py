@@ -13,8 +13,6 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.driven_requests import GREEDY, DrivenRequest, run_step
 from tests.support.turn_taker import is_held, wait_until
 
-pytestmark = pytest.mark.alone
-
 PROMPT = tuple(prompt_of(21, seed=7))
 TABLE = (4, 5, 6)
 

@@ -5,8 +5,6 @@ import random
 import threading
 from contextlib import closing
 
-import pytest
-
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
@@ -14,8 +12,6 @@ from kvstore.stores.shm import extent_table
 from kvstore.stores.shm.extent_table import State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from tests.support.shm_arena import opened, put
-
-pytestmark = pytest.mark.alone
 
 _SPAWN = multiprocessing.get_context("spawn")
 _DEADLINE_S = 30

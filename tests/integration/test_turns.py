@@ -18,8 +18,6 @@ from engine.runtime import turns as turns_module
 from engine.runtime.turns import Turns
 from tests.support.turn_taker import is_held, wait_until
 
-pytestmark = pytest.mark.alone
-
 BOUND_S = 0.05
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.kernel_checks import native_only
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 
 

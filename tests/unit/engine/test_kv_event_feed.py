@@ -9,8 +9,6 @@ from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.kv_event_feed import KvEventFeeds
 from engine.wire import kv_event_responses
 
-pytestmark = pytest.mark.alone
-
 
 class FakeRecorder:
     """Records each request to start or stop recording; the tests deliver the events."""

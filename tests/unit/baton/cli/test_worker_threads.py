@@ -13,8 +13,6 @@ from baton.cli import main, serve
 from baton.cli.serve_config import cluster_config_from_args
 from baton.common.machine_limits import usable_cores
 
-pytestmark = pytest.mark.alone
-
 
 def engine_of_serve(*flags):
     parser = argparse.ArgumentParser()
