@@ -23,7 +23,7 @@ from baton.common.flags.sources import variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
-NAMES = ROOT / "baton" / "variable_names.py"
+NAMES = ROOT / "baton" / "common" / "flags" / "variable_names.py"
 
 _SHARED_GROUPS = {
     "server": "Server flags",
