@@ -238,7 +238,7 @@ def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Serv
         _reached(router.grpc),
         _reached(router.http),
         _reached(router.metrics),
-        tls=ClientTls.pinned(clients.ssl_certfile) if clients.ssl_certfile else ClientTls(),
+        tls=ClientTls.pinned(clients.certfile) if clients.certfile else ClientTls(),
         asks_for_certificates=clients.ssl_cert_reqs == "required",
     )
 
