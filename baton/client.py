@@ -1,10 +1,10 @@
 """`Client` and `AsyncClient`: clients of a running router.
 
 Both build requests and read responses with the pure functions of `baton.common.request.wire`.
-They differ in how a call is awaited, streamed and closed.
+They share the connection and its options, and differ in how a call is awaited, streamed and closed.
 """
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
@@ -63,25 +63,10 @@ class _Ends:
             raise InternalError("the server ended the stream before the generation ended")
 
 
-class Client:
-    """A blocking client of a router, usable from several threads.
+class _BaseClient:
+    """The connection of a client and the options of its calls. `Client` has the arguments."""
 
-    Every method raises the errors of `baton.common.errors` that
-    `baton.v1.GenerationService` documents, with their `reason`, `field` and
-    `retry_after_s`. A call that takes longer than
-    `timeout_s` raises `DeadlineExceededError`; None leaves the limit to the
-    server.
-
-    Args:
-        address: the router's `host:port`.
-        model: the model to request; empty for the served one.
-        api_key: is sent as a bearer token.
-        tls: files for TLS: `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_server_name`, as
-            `baton.common.security.client.ClientTls` describes them.
-
-    Raises:
-        ConfigurationError: a file or the key is bad.
-    """
+    _open_channel: Callable[..., Any]
 
     def __init__(
         self,
@@ -94,10 +79,45 @@ class Client:
         self._model = model
         self._metadata = key_metadata(api_key)
         files = ClientTls(**tls)
-        self._channel = open_blocking_channel(
+        self._channel = self._open_channel(
             address, files.channel_credentials(), options=files.channel_options()
         )
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def _start(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Starts a call of `baton.v1.GenerationService`."""
+        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _tokenize_request(self, text: str, add_special_tokens: bool) -> Any:
+        return generation_pb2.TokenizeRequest(
+            model=self._model, text=text, add_special_tokens=add_special_tokens
+        )
+
+    def _detokenize_request(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Any:
+        return generation_pb2.DetokenizeRequest(
+            model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+
+
+class Client(_BaseClient):
+    """A blocking client of a router, usable from several threads.
+
+    Every method raises the errors of `baton.common.errors` that `baton.v1.GenerationService`
+    documents, with their `reason`, `field` and `retry_after_s`. A call that takes longer than
+    `timeout_s` raises `DeadlineExceededError`; None leaves the limit to the server.
+
+    Args:
+        address: the router's `host:port`.
+        model: the model to request; empty for the served one.
+        api_key: is sent as a bearer token.
+        tls: files for TLS: `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_server_name`, as
+            `baton.common.security.client.ClientTls` describes them.
+
+    Raises:
+        ConfigurationError: a file or the key is bad.
+    """
+
+    _open_channel = staticmethod(open_blocking_channel)
 
     @overload
     def generate(
@@ -134,9 +154,7 @@ class Client:
         and `options` (`RequestOptions`).
         """
         request = build_request(prompt, params, self._model, **options)
-        with _baton_errors():
-            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return parse_response(response, prompt)
+        return parse_response(self._call("Generate", request, timeout_s), prompt)
 
     def chat(
         self,
@@ -153,9 +171,7 @@ class Client:
         `params` (`Params`) and `options` (`ChatRequestOptions`).
         """
         request = build_chat_request(messages, params, self._model, **options)
-        with _baton_errors():
-            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return parse_output(response)
+        return parse_output(self._call("Generate", request, timeout_s))
 
     def stream(
         self,
@@ -185,30 +201,12 @@ class Client:
         request = build_chat_request(messages, params, self._model, **options)
         return self._read_stream(request, timeout_s)
 
-    def _read_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
-    ) -> Generator[CompletionChunk, None, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
-        ends = _Ends(request)
-        try:
-            with _baton_errors():
-                for response in call:
-                    yield ends.parse(response)
-            ends.check()
-        finally:
-            call.cancel()
-
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None
     ) -> list[int]:
         """The token ids that `generate` would use for `text`."""
-        request = generation_pb2.TokenizeRequest(
-            model=self._model, text=text, add_special_tokens=add_special_tokens
-        )
-        with _baton_errors():
-            return list(
-                self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids
-            )
+        request = self._tokenize_request(text, add_special_tokens)
+        return list((self._call("Tokenize", request, timeout_s)).token_ids)
 
     def detokenize(
         self,
@@ -218,19 +216,32 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         """The text of `token_ids`."""
-        request = generation_pb2.DetokenizeRequest(
-            model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
-        with _baton_errors():
-            return self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
+        request = self._detokenize_request(token_ids, skip_special_tokens)
+        text: str = (self._call("Detokenize", request, timeout_s)).text
+        return text
 
     def get_model(self, *, timeout_s: float | None = None) -> ModelDescription:
         """Describes the served model."""
         request = generation_pb2.GetModelRequest(model=self._model)
+        return parse_model(self._call("GetModel", request, timeout_s))
+
+    def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Returns the response of a method that has one."""
         with _baton_errors():
-            return parse_model(
-                self._stub.GetModel(request, timeout=timeout_s, metadata=self._metadata)
-            )
+            return self._start(method, request, timeout_s)
+
+    def _read_stream(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
+    ) -> Generator[CompletionChunk, None, None]:
+        call = self._start("GenerateStream", request, timeout_s)
+        ends = _Ends(request)
+        try:
+            with _baton_errors():
+                for response in call:
+                    yield ends.parse(response)
+            ends.check()
+        finally:
+            call.cancel()
 
     def close(self) -> None:
         """Ends the running calls and closes the connection. Idempotent."""
@@ -248,35 +259,12 @@ class Client:
         self.close()
 
 
-class AsyncClient:
-    """`Client` for coroutines: the same methods, awaited. Must be created in the
+class AsyncClient(_BaseClient):
+    """`Client` for coroutines: the same arguments and methods, awaited. It must be created in the
     event loop that uses it.
-
-    Args:
-        address: the router's `host:port`.
-        model: the model to request; empty for the served one.
-        api_key: is sent as a bearer token.
-        tls: files for TLS, as those of `Client`.
-
-    Raises:
-        ConfigurationError: a file or the key is bad.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        model: str = "",
-        api_key: str | None = None,
-        **tls: Unpack[TlsOptions],
-    ) -> None:
-        self._model = model
-        self._metadata = key_metadata(api_key)
-        files = ClientTls(**tls)
-        self._channel = open_channel(
-            address, files.channel_credentials(), options=files.channel_options()
-        )
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+    _open_channel = staticmethod(open_channel)
 
     @overload
     async def generate(
@@ -306,18 +294,9 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput | list[RequestOutput]:
-        """Completes a prompt and returns the whole result; a list of prompts, a list of results.
-
-        A prompt is a text, a list of token ids, or a dictionary as `baton.prompts.TextPrompt` or
-        `baton.prompts.TokensPrompt`. `baton.common.request.wire` documents `params` (`Params`)
-        and `options` (`RequestOptions`).
-        """
+        """As `Client.generate`."""
         request = build_request(prompt, params, self._model, **options)
-        with _baton_errors():
-            response = await self._stub.Generate(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        return parse_response(response, prompt)
+        return parse_response(await self._call("Generate", request, timeout_s), prompt)
 
     async def chat(
         self,
@@ -327,18 +306,9 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[ChatRequestOptions],
     ) -> RequestOutput:
-        """Answers a chat and returns the whole result, whose text is as generated: reasoning and
-        tool calls are parts of it.
-
-        `messages` are those of OpenAI's chat API. `baton.common.request.wire` documents
-        `params` (`Params`) and `options` (`ChatRequestOptions`).
-        """
+        """As `Client.chat`."""
         request = build_chat_request(messages, params, self._model, **options)
-        with _baton_errors():
-            response = await self._stub.Generate(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        return parse_output(response)
+        return parse_output(await self._call("Generate", request, timeout_s))
 
     def stream(
         self,
@@ -351,8 +321,8 @@ class AsyncClient:
         """Completes a prompt or several and yields chunks as they come; chunks of several
         prompts and candidates come in any order.
 
-        Closing the generator (`contextlib.aclosing`), or cancelling the task
-        that reads it, cancels the request.
+        Closing the generator (`contextlib.aclosing`), or cancelling the task that reads it, cancels
+        the request.
         """
         request = build_request(prompt, params, self._model, **options)
         return self._read_stream(request, timeout_s)
@@ -369,31 +339,12 @@ class AsyncClient:
         request = build_chat_request(messages, params, self._model, **options)
         return self._read_stream(request, timeout_s)
 
-    async def _read_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[CompletionChunk, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
-        ends = _Ends(request)
-        try:
-            with _baton_errors():
-                async for response in call:
-                    yield ends.parse(response)
-            ends.check()
-        finally:
-            call.cancel()
-
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None
     ) -> list[int]:
         """The token ids that `generate` would use for `text`."""
-        request = generation_pb2.TokenizeRequest(
-            model=self._model, text=text, add_special_tokens=add_special_tokens
-        )
-        with _baton_errors():
-            response = await self._stub.Tokenize(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        return list(response.token_ids)
+        request = self._tokenize_request(text, add_special_tokens)
+        return list((await self._call("Tokenize", request, timeout_s)).token_ids)
 
     async def detokenize(
         self,
@@ -403,23 +354,32 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> str:
         """The text of `token_ids`."""
-        request = generation_pb2.DetokenizeRequest(
-            model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
-        with _baton_errors():
-            response = await self._stub.Detokenize(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        return response.text
+        request = self._detokenize_request(token_ids, skip_special_tokens)
+        text: str = (await self._call("Detokenize", request, timeout_s)).text
+        return text
 
     async def get_model(self, *, timeout_s: float | None = None) -> ModelDescription:
         """Describes the served model."""
         request = generation_pb2.GetModelRequest(model=self._model)
+        return parse_model(await self._call("GetModel", request, timeout_s))
+
+    async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Returns the response of a method that has one."""
         with _baton_errors():
-            response = await self._stub.GetModel(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        return parse_model(response)
+            return await self._start(method, request, timeout_s)
+
+    async def _read_stream(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        call = self._start("GenerateStream", request, timeout_s)
+        ends = _Ends(request)
+        try:
+            with _baton_errors():
+                async for response in call:
+                    yield ends.parse(response)
+            ends.check()
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         """Ends the running calls and closes the connection. Idempotent."""

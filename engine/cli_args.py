@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args
+from baton.common.flags.vllm_arguments import FIXED_ARGUMENTS, FixedArgument
 from baton.common.model_files.hub_names import HubFlags, with_revision
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
@@ -58,48 +59,44 @@ def _check_shared(kv_connector: str) -> None:
         )
 
 
-_FIXED_ARGS = (
-    (("--data-parallel-size", "-dp"), "1"),
-    (("--quantization", "-q"), "none"),
-)
-"""Flags of vLLM that are accepted with their usual value, so that its command lines work."""
-
-
 def _add_fixed_args(parser: argparse.ArgumentParser, omit: Collection[str]) -> None:
+    """Adds vLLM's usual flags that Baton lacks, so that its command lines work."""
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    for names, value in _FIXED_ARGS:
-        if names[0][2:].replace("-", "_") not in omit:
-            parser.add_argument(*names, type=_only(value), **hidden)
-    parser.add_argument("--download-dir", type=_no_download_dir, **hidden)
-    parser.add_argument("--trust-remote-code", action=_NoRemoteCode, **hidden)
+    for name, argument in FIXED_ARGUMENTS.items():
+        if not argument.flags or name in omit:
+            continue
+        if False in argument.values:
+            parser.add_argument(*argument.flags, action=_switch(argument), **hidden)
+        else:
+            parser.add_argument(*argument.flags, type=_only(argument), **hidden)
 
 
-def _only(value: str) -> Callable[[str], str]:
-    """Returns a parser that refuses all texts but `value`."""
+def _only(argument: FixedArgument) -> Callable[[str], str]:
+    """Returns a parser that refuses other values than those of an argument."""
+    values = [str(value).lower() for value in argument.values or (None,)]
 
     def parse(text: str) -> str:
-        if text.lower() != value:
-            raise argparse.ArgumentTypeError(f"{text!r} is not supported; it must be {value}")
-        return value
+        if text.lower() not in values:
+            limit = f"it must be {' or '.join(values)}: {argument.reason}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; {limit}")
+        return text
 
     return parse
 
 
-def _no_download_dir(_: str) -> str:
-    raise argparse.ArgumentTypeError("set the environment variable HF_HUB_CACHE instead")
+def _switch(argument: FixedArgument) -> type[argparse.Action]:
+    """Returns the action of a switch whose `--no-NAME` does nothing, and which cannot be on."""
 
+    class Switch(argparse.BooleanOptionalAction):
+        @override
+        def __call__(
+            self,
+            parser: argparse.ArgumentParser,
+            namespace: argparse.Namespace,
+            values: Any,
+            option_string: str | None = None,
+        ) -> None:
+            if not (option_string or "").startswith("--no-"):
+                raise argparse.ArgumentError(self, argument.reason)
 
-class _NoRemoteCode(argparse.BooleanOptionalAction):
-    """`--no-trust-remote-code` does nothing, and `--trust-remote-code` is refused."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Refuses the flag."""
-        if not (option_string or "").startswith("--no-"):
-            raise argparse.ArgumentError(self, "Baton runs no code from checkpoints")
+    return Switch

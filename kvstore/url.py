@@ -32,7 +32,6 @@ __all__ = [
     "StoreLimits",
     "StoreUrl",
     "bound_in_memory",
-    "join_host_port",
     "printable_url",
     "scheme_of",
     "split_members",
@@ -271,11 +270,6 @@ class StoreUrl:
     def __str__(self) -> str:
         """Returns the URL without user, password and options."""
         return self.printable
-
-
-def join_host_port(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bound_in_memory(default_max_bytes: int, folder: Path | None = None) -> int:

@@ -39,7 +39,7 @@ class RouterSecurity:
     def __init__(
         self, config: RouterSecurityConfig, count_refusal: CountRefusal = count_nothing
     ) -> None:
-        files = config.clients.files
+        files = config.clients
         self.certificates = Certificates(files) if files.certfile is not None else None
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
         self.tenants = Tenants(config.tenants, count_refusal=count_refusal)

@@ -131,7 +131,7 @@ class RouterService(Service):
             config.metrics, security.cluster, has_clients=not config.security.tenants.is_open
         )
         self._metrics_port = serving_metrics(
-            config.metrics, self.metrics, self.metrics_access, config.security.clients.files
+            config.metrics, self.metrics, self.metrics_access, config.security.clients
         )
         self._open = ExitStack()
         self.http: HttpServer | None = None

@@ -13,13 +13,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from typing_extensions import override
 
+from baton.common.addresses import join_host_port
 from baton.common.errors import ConfigurationError
 from baton.common.security.certificates import Certificates
 from baton.common.security.config import CertificateFiles
 from rpc.listeners import open_listeners
 from rpc.metrics_access import CHALLENGE, MetricsAccess
 from rpc.metrics_config import MetricsConfig
-from rpc.server_config import join_host_port
 
 __all__ = ["serving_metrics"]
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from baton.common.addresses import join_host_port
 from baton.common.container_limits import describe_limits
 from baton.common.errors import ConfigurationError, UnavailableError
 from baton.common.flags.unknown_variables import unknown_variables
@@ -37,7 +38,7 @@ from rpc.logs import start_logging
 from rpc.port_file import write_port_file
 from rpc.reflection import add_reflection
 from rpc.server_access import ServerAccess
-from rpc.server_config import ServerConfig, join_host_port
+from rpc.server_config import ServerConfig
 from rpc.stop_signals import StopSignals
 
 __all__ = [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 
-__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig", "check_port", "join_host_port"]
+__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig", "check_port"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -58,8 +58,3 @@ def check_port(flag_name: str, port: int | None) -> None:
     """
     if port is not None and not 0 <= port < 2**16:
         raise ConfigurationError(f"{flag_name} is {port}; it must be in [0, 65536)")
-
-
-def join_host_port(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

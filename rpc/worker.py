@@ -12,7 +12,7 @@ from typing_extensions import override
 from baton.common.errors import ConfigurationError, InvalidArgumentError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig, TlsConfig
+from baton.common.security.config import CertificateFiles, ClusterConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
 from rpc.memory_watch import MemoryWatch
@@ -57,7 +57,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
         helps={"port": "port of the gRPC server; 0 picks a free one"},
     )
     add_flags(parser, MetricsConfig, "metrics")
-    add_flags(parser, TlsConfig, "security")
+    add_flags(parser, CertificateFiles, "security")
     add_flags(parser, ClusterConfig, "security")
     add_flags(parser, TracingConfig, "tracing")
 
@@ -77,7 +77,7 @@ async def serve_worker(
             cannot start.
     """
     (server_config, security), registry = worker_server_config(args), CollectorRegistry()
-    files = config_from_args(TlsConfig, args).files
+    files = config_from_args(CertificateFiles, args)
     access = cluster_access(security, server_config.host)
     metrics = config_from_args(MetricsConfig, args)
     with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
@@ -102,7 +102,7 @@ def worker_server_config(args: argparse.Namespace) -> tuple[ServerConfig, Cluste
     config = config_from_args(ServerConfig, args)
     if config.port is None:
         raise ConfigurationError("--port is none; a worker is called by gRPC alone")
-    files = config_from_args(TlsConfig, args).files
+    files = config_from_args(CertificateFiles, args)
     return config, ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
 
 

@@ -13,7 +13,7 @@ from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import config_from_args, flags_of_config
 from baton.common.security.client import ClientTls
 from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
-from baton.common.security.config import ClusterConfig, TlsConfig
+from baton.common.security.config import CertificateFiles, ClusterConfig
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.probe import wait_until_serving
@@ -58,7 +58,7 @@ def replicas_here(
         server: of the process itself.
         share: each worker's share of the container's limits; None for all of them.
     """
-    tls = config_from_args(TlsConfig, args)
+    tls = config_from_args(CertificateFiles, args)
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
 
     def make(number: int, taken: Collection[str]) -> Replica:
@@ -97,7 +97,7 @@ def replicas_on_ray(
         raise ConfigurationError(
             "--metrics-port is for workers of one machine; with --on ray leave it out"
         )
-    tls = config_from_args(TlsConfig, args)
+    tls = config_from_args(CertificateFiles, args)
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
     nodes = RayNodes(engine)
 
@@ -128,7 +128,9 @@ def replica_spec(
     if metrics.port:  # 0 is any free port
         metrics = replace(metrics, port=metrics.port + number)
     own = replace(server, port=port, port_file=None)
-    others = (config_from_args(one, args) for one in (TlsConfig, ClusterConfig, TracingConfig))
+    others = (
+        config_from_args(one, args) for one in (CertificateFiles, ClusterConfig, TracingConfig)
+    )
     flags = [one for config in (own, metrics, *others) for one in flags_of_config(config)]
     return worker_spec(tier, number, engine, flags, _variables(os.environ.get(TOKEN_VARIABLE)))
 
@@ -148,7 +150,7 @@ def remote_replica_spec(
     server = config_from_args(ServerConfig, args)
     flags = flags_of_config(server, omit=("host", "port", "port_file"))
     flags += flags_of_config(config_from_args(ClusterConfig, args), omit=("token_file",))
-    for config in (TlsConfig, TracingConfig):
+    for config in (CertificateFiles, TracingConfig):
         flags += flags_of_config(config_from_args(config, args))
     return worker_spec(tier, number, engine, flags, _variables(token))
 
@@ -167,7 +169,9 @@ class _LocalReplica(Replica):
         tls: its certificates.
     """
 
-    def __init__(self, process: SupervisedProcess, host: str, port: int, tls: TlsConfig) -> None:
+    def __init__(
+        self, process: SupervisedProcess, host: str, port: int, tls: CertificateFiles
+    ) -> None:
         self._process = process
         self._local_address = local_address(host, port)
         self._port = port
@@ -210,7 +214,7 @@ class RemoteReplica(Replica):
         self,
         spec: ProcessSpec,
         spawn: Callable[[ProcessSpec], Awaitable[RemoteProcess]],
-        tls: TlsConfig,
+        tls: CertificateFiles,
         write_line: Callable[[str], None],
         policy: RestartPolicy,
     ) -> None:
@@ -248,9 +252,9 @@ class RemoteReplica(Replica):
         await wait_until_serving(self._address, _START_TIMEOUT_S, tls)
 
 
-def tls_of_caller(tls: TlsConfig) -> ClientTls:
+def tls_of_caller(tls: CertificateFiles) -> ClientTls:
     """Returns how this process calls a worker that has the same certificate as itself."""
-    if tls.ssl_certfile is None:
+    if tls.certfile is None:
         return ClientTls()
-    own = ClientTls.pinned(tls.ssl_certfile)
-    return replace(own, ssl_certfile=tls.ssl_certfile, ssl_keyfile=tls.ssl_keyfile)
+    own = ClientTls.pinned(tls.certfile)
+    return replace(own, ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile)

@@ -114,7 +114,7 @@ def _watch_command(config: ClusterConfig, router: Server) -> str:
 
 def _grpc_flags(config: ClusterConfig, router: Server) -> list[str]:
     """The flags of a command that calls the router."""
-    certfile = config.router.security.clients.ssl_certfile
+    certfile = config.router.security.clients.certfile
     flags = ["--address", router.address]
     if certfile is not None:
         flags += ["--ssl-ca-certs", certfile]

@@ -8,7 +8,10 @@ was not mounted. A leaf module that router and workers share.
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from baton.common.errors import ConfigurationError
 
@@ -42,20 +45,8 @@ def has_file(path: Path) -> bool:
         UnreadableFileError: something is there that cannot be read, such as a file of another
             user or a link to nothing; names it and the reason.
     """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _ABSENT and not _is_link(path):
-            return False
-        raise unreadable(path, error) from error
-    except ValueError:  # a zero byte
-        return False
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise UnreadableFileError(f"cannot read {path}: it is no file")
-        return True
-    finally:
-        os.close(file)
+    with _opened(path) as file:
+        return file is not None
 
 
 def read_text(path: Path) -> str | None:
@@ -65,12 +56,31 @@ def read_text(path: Path) -> str | None:
         UnreadableFileError: as `has_file`.
         UnicodeDecodeError: it is no UTF-8 text.
     """
-    if not has_file(path):
-        return None
+    with _opened(path) as file:
+        try:
+            return None if file is None else file.read()
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO | None]:
+    """Opens a file while the context lasts; None if nothing is there. Raises as `has_file`."""
     try:
-        return path.read_text(encoding="utf-8")
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise unreadable(path, error) from error
+        if error.errno not in _ABSENT or _is_link(path):
+            raise unreadable(path, error) from error
+        yield None
+        return
+    except ValueError:  # a zero byte
+        yield None
+        return
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise UnreadableFileError(f"cannot read {path}: it is no file")
+    with os.fdopen(number, encoding="utf-8") as file:
+        yield file
 
 
 def find_files(folder: Path, pattern: str) -> list[Path]:

@@ -7,6 +7,7 @@ here, a replica set, which places them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.common.addresses import join_host_port
 from baton.common.container_limits import (
     ROUTER_NEEDS,
     SUPERVISOR_NEEDS,
@@ -24,7 +25,7 @@ from engine.config import EngineConfig
 from router.config.http import HttpConfig
 from router.config.router import RouterConfig, ServedModelConfig, flags_of_router
 from rpc.metrics_config import MetricsConfig
-from rpc.server_config import ServerConfig, join_host_port
+from rpc.server_config import ServerConfig
 from worker.process_spec import worker_spec
 from worker.processes.ports import bound_ports, local_address
 from worker.processes.spawn import ProcessSpec
@@ -238,7 +239,7 @@ def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Serv
         _reached(router.grpc),
         _reached(router.http),
         _reached(router.metrics),
-        tls=ClientTls.pinned(clients.ssl_certfile) if clients.ssl_certfile else ClientTls(),
+        tls=ClientTls.pinned(clients.certfile) if clients.certfile else ClientTls(),
         asks_for_certificates=clients.ssl_cert_reqs == "required",
     )
 

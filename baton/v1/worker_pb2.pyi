@@ -271,7 +271,6 @@ class KvBackendStatus(google.protobuf.message.Message):
     CAN_LOAD_FIELD_NUMBER: builtins.int
     CAN_SAVE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
-    IS_STORE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """The store's URL without user, password and options, or the peer's address."""
     identity: builtins.str
@@ -284,8 +283,6 @@ class KvBackendStatus(google.protobuf.message.Message):
     """Whether blocks can be saved."""
     problem: builtins.str
     """Why not; empty if both are true."""
-    is_store: builtins.bool
-    """Whether workers meet in it. A peer lends blocks to whoever has a handoff."""
     def __init__(
         self,
         *,
@@ -294,9 +291,8 @@ class KvBackendStatus(google.protobuf.message.Message):
         can_load: builtins.bool = ...,
         can_save: builtins.bool = ...,
         problem: builtins.str = ...,
-        is_store: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_load", b"can_load", "can_save", b"can_save", "identity", b"identity", "is_store", b"is_store", "name", b"name", "problem", b"problem"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_load", b"can_load", "can_save", b"can_save", "identity", b"identity", "name", b"name", "problem", b"problem"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvBackendStatus: typing_extensions.TypeAlias = KvBackendStatus

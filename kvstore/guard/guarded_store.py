@@ -55,38 +55,33 @@ class GuardedStore:
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """Returns how many leading keys the store holds, unless the breaker of reads is open."""
-        return self._read(lambda: self.store.contains_prefix(keys))
+        return self._call(
+            self._reads, lambda: self.store.contains_prefix(keys), on_failure=self.open_reads
+        )
 
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Reads objects from the store, unless the breaker of reads is open."""
-        try:
-            return self._read(lambda: self.store.get_into(keys, objects))
-        except NotAskedError:
-            raise
-        except StoreUnavailableError:
+
+        def note(error: StoreUnavailableError) -> None:
             self._get_bytes = objects[0].nbytes
-            raise
+            self.open_reads(error)
+
+        return self._call(self._reads, lambda: self.store.get_into(keys, objects), on_failure=note)
 
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         """Puts objects into the store, unless the breaker of puts is open."""
-        try:
-            self._puts.call(lambda: self.store.put(keys, objects))
-        except NotAskedError:
-            raise
-        except StoreUnavailableError:
+
+        def note(_: StoreUnavailableError) -> None:
             self._put_bytes = objects[0].nbytes
             self.on_open()
-            raise
+
+        self._call(self._puts, lambda: self.store.put(keys, objects), on_failure=note)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes objects from the store, unless the breaker of deletions is open."""
-        try:
-            return self._deletions.call(lambda: self.store.delete(keys))
-        except NotAskedError:
-            raise
-        except StoreUnavailableError:
-            self.on_open()
-            raise
+        return self._call(
+            self._deletions, lambda: self.store.delete(keys), on_failure=lambda _: self.on_open()
+        )
 
     def open_reads(self, error: StoreUnavailableError) -> None:
         """Makes reads and puts fail: the store answers no reads."""
@@ -98,14 +93,19 @@ class GuardedStore:
         self._puts.open(error)
         self.on_open()
 
-    def _read(self, call: Callable[[], _Result]) -> _Result:
-        """Reads through the breaker; opens that of puts too if the store does not answer."""
+    def _call(
+        self,
+        breaker: Breaker,
+        call: Callable[[], _Result],
+        on_failure: Callable[[StoreUnavailableError], None],
+    ) -> _Result:
+        """Makes a call, unless the breaker is open; `on_failure` gets the error of one made."""
         try:
-            return self._reads.call(call)
+            return breaker.call(call)
         except NotAskedError:
             raise
         except StoreUnavailableError as error:
-            self.open_reads(error)
+            on_failure(error)
             raise
 
     # State.
@@ -158,7 +158,7 @@ class GuardedStore:
         room.
         """
         with suppress(StoreUnavailableError):
-            self._read(self._look_everywhere)
+            self._call(self._reads, self._look_everywhere, on_failure=self.open_reads)
             if self._puts.is_full:
                 self._puts.probe(self._probe_puts)
 

@@ -16,7 +16,6 @@ class BackendStatus:
         can_load: whether blocks can be loaded.
         can_save: whether blocks can be saved.
         problem: why not; empty if both are true.
-        is_store: whether processes meet in it. A peer lends blocks to any holder of a handoff.
     """
 
     name: str
@@ -24,4 +23,3 @@ class BackendStatus:
     can_load: bool = True
     can_save: bool = True
     problem: str = ""
-    is_store: bool = True

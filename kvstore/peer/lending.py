@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from baton.common.addresses import join_host_port
 from baton.common.security.cluster import ClusterSecurity
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import ConnectorWork, SaveJob, SaveResult
@@ -19,7 +20,6 @@ from kvstore.peer.lender import Lender
 from kvstore.peer.service import Lending, PeerServer, PeerServicer
 from kvstore.peer.transport import PeerTransport
 from kvstore.transfer_form import BlockSlicing
-from kvstore.url import join_host_port
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier

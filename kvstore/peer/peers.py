@@ -105,7 +105,7 @@ class Peer:
         """Whether blocks can be loaded from it."""
         problem = self.breaker.error
         name = f"KV peer at {self.address.endpoint}"
-        return BackendStatus(name, can_load=not problem, problem=problem, is_store=False)
+        return BackendStatus(name, can_load=not problem, problem=problem)
 
     def ask(self, call: Callable[[], _Result]) -> _Result:
         """Returns what a call returns.

@@ -106,7 +106,7 @@ class PeerConnectorWorker(KvConnectorWorker):
     @override
     def statuses(self) -> Sequence[BackendStatus]:
         """Its own state, then that of the peers that do not answer."""
-        own = BackendStatus(f"{self._scheme}://{self.address.endpoint}", is_store=False)
+        own = BackendStatus(f"{self._scheme}://{self.address.endpoint}")
         return [own, *self._peers.problems]
 
     @override

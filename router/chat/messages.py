@@ -4,9 +4,10 @@ The result is a `Conversation`, from which a `ChatTemplate` renders a prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_values import array_at, is_array, object_at, text_at
 from baton.common.short_texts import short_repr
 from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
@@ -64,7 +65,7 @@ def conversation_of(
             names it by its path, such as `messages[2].content[0].type`.
     """
     budget = JsonBudget()
-    _check_number_of_parts(_array("messages", messages, MAX_MESSAGES))
+    _check_number_of_parts(array_at("messages", messages, MAX_MESSAGES))
     checked = tuple(
         _message(f"messages[{i}]", message, budget) for i, message in enumerate(messages)
     )
@@ -76,15 +77,15 @@ def conversation_of(
         messages=checked,
         tools=tuple(
             _tool(f"tools[{i}]", tool)
-            for i, tool in enumerate(_array("tools", _or(tools, ()), MAX_TOOLS))
+            for i, tool in enumerate(array_at("tools", _or(tools, ()), MAX_TOOLS))
         ),
         documents=tuple(
-            _object(f"documents[{i}]", document)
-            for i, document in enumerate(_array("documents", _or(documents, ()), MAX_TOOLS))
+            object_at(f"documents[{i}]", document)
+            for i, document in enumerate(array_at("documents", _or(documents, ()), MAX_TOOLS))
         ),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        template_kwargs=_object("chat_template_kwargs", _or(template_kwargs, {})),
+        template_kwargs=object_at("chat_template_kwargs", _or(template_kwargs, {})),
     )
 
 
@@ -124,13 +125,13 @@ def _check_number_of_parts(messages: Sequence[Any]) -> None:
 
 
 def _message(path: str, message: Any, budget: JsonBudget) -> Mapping[str, Any]:
-    fields = {name: value for name, value in _object(path, message).items() if value is not None}
-    role = _text(f"{path}.role", fields.get("role"))
+    fields = {name: value for name, value in object_at(path, message).items() if value is not None}
+    role = text_at(f"{path}.role", fields.get("role"))
     if role not in _ROLES:
         raise InvalidArgumentError.for_field(f"{path}.role", role, f"one of {', '.join(_ROLES)}")
     for name in _TEXT_OR_NULL:
         if name in fields:
-            _text(f"{path}.{name}", fields[name])
+            text_at(f"{path}.{name}", fields[name])
     if "content" in fields:
         fields["content"] = _content(f"{path}.content", fields["content"])
     if role == "assistant":
@@ -149,35 +150,35 @@ def _reasoning(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _content(path: str, content: Any) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        _refuse(path, content, "a text or an array of parts")
-    parts = enumerate(_array(path, content, MAX_PARTS))
+    if not is_array(content):
+        text_at(path, content, "a text or an array of parts")
+    parts = enumerate(array_at(path, content, MAX_PARTS))
     return [{"type": "text", "text": _part_text(f"{path}[{i}]", part)} for i, part in parts]
 
 
 def _part_text(path: str, part: Any) -> str:
     if isinstance(part, str):  # some clients write a part of text so, and vLLM takes it
         return part
-    fields = _object(path, part)
-    kind = _text(f"{path}.type", fields.get("type"))
+    fields = object_at(path, part)
+    kind = text_at(f"{path}.type", fields.get("type"))
     if kind not in _TEXT_FIELDS:
         raise InvalidArgumentError(f"{path}.type is {short_repr(kind)}; Baton serves text only")
     name = _TEXT_FIELDS[kind]
-    return _text(f"{path}.{name}", fields.get(name))
+    return text_at(f"{path}.{name}", fields.get(name))
 
 
 def _tool_calls(path: str, calls: Any, budget: JsonBudget) -> list[dict[str, Any]]:
     return [
         _tool_call(f"{path}[{i}]", call, budget)
-        for i, call in enumerate(_array(path, calls, MAX_PARTS))
+        for i, call in enumerate(array_at(path, calls, MAX_PARTS))
     ]
 
 
 def _tool_call(path: str, call: Any, budget: JsonBudget) -> dict[str, Any]:
-    fields = dict(_object(path, call))
+    fields = dict(object_at(path, call))
     _function_type(path, fields)
-    function = dict(_object(f"{path}.function", fields.get("function")))
-    _text(f"{path}.function.name", function.get("name"))
+    function = dict(object_at(f"{path}.function", fields.get("function")))
+    text_at(f"{path}.function.name", function.get("name"))
     function["arguments"] = _arguments(
         f"{path}.function.arguments", function.get("arguments"), budget
     )
@@ -196,17 +197,17 @@ def _arguments(path: str, arguments: Any, budget: JsonBudget) -> dict[str, Any]:
         except InvalidJsonError:
             return {}
         return arguments if isinstance(arguments, dict) else {}
-    return dict(_object(path, arguments or {}))
+    return dict(object_at(path, arguments or {}))
 
 
 def _tool(path: str, tool: Any) -> Mapping[str, Any]:
-    fields = _object(path, tool)
+    fields = object_at(path, tool)
     _function_type(path, fields)
-    function = _object(f"{path}.function", fields.get("function"))
-    if not _text(f"{path}.function.name", function.get("name")):
+    function = object_at(f"{path}.function", fields.get("function"))
+    if not text_at(f"{path}.function.name", function.get("name")):
         raise InvalidArgumentError(f"{path}.function.name is empty")
     if function.get("parameters") is not None:
-        _object(f"{path}.function.parameters", function["parameters"])
+        object_at(f"{path}.function.parameters", function["parameters"])
     return fields
 
 
@@ -214,29 +215,3 @@ def _function_type(path: str, fields: Mapping[str, Any]) -> None:
     kind = fields.get("type", "function")
     if kind != "function":
         raise InvalidArgumentError.for_field(f"{path}.type", kind, "'function'")
-
-
-def _array(path: str, value: Any, most: int) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        _refuse(path, value, "an array")
-    if len(value) > most:
-        raise InvalidArgumentError(f"{path} has {len(value)} elements; at most {most} are allowed")
-    return value
-
-
-def _object(path: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        _refuse(path, value, "an object")
-    return value
-
-
-def _text(path: str, value: Any) -> str:
-    if not isinstance(value, str):
-        _refuse(path, value, "a text")
-    return value
-
-
-def _refuse(path: str, value: Any, form: str) -> NoReturn:
-    if value is None:
-        raise InvalidArgumentError(f"{path} is missing; it must be {form}")
-    raise InvalidArgumentError(f"{path} must be {form}, not {type(value).__name__}")

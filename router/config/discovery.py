@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from baton.common.addresses import join_host_port
 from baton.errors import ConfigurationError
-from rpc.server_config import join_host_port
 
 __all__ = ["Discovery", "FileTarget", "Target", "parse_target"]
 

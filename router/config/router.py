@@ -188,11 +188,6 @@ class RouterConfig:
         "it waits for --queue-timeout-s and then fails (wait), or it fails at once (fail)",
         choices=NO_PREFILL_POLICIES,
     )
-    hedge_prefill_after_s: float | None = flag(
-        None,
-        "seconds after which a prompt whose prefill replica has not answered is sent to another "
-        "one too; the first answer is used (default: never)",
-    )
     dns_interval_s: float = flag(
         5.0, "seconds between two look-ups of dns:/// and file:/// targets"
     )
@@ -229,7 +224,7 @@ class RouterConfig:
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
         most_requests = self.max_concurrent_requests
         least_calls = (most_requests or 0) + 1
-        hedge_s, most_s = self.hedge_prefill_after_s, _MAX_TIMEOUT_S
+        most_s = _MAX_TIMEOUT_S
         return (
             ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
             ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
@@ -237,11 +232,6 @@ class RouterConfig:
             ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
             ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),
-            (
-                "hedge_prefill_after_s",
-                hedge_s is None or 0 < hedge_s <= most_s,
-                f"in (0, {most_s}]",
-            ),
             ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
             ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import config_from_args, flag, flags_of_config
-from baton.common.security.config import CertificateFiles, ClusterConfig, TlsConfig
+from baton.common.security.config import CertificateFiles, ClusterConfig
 from router.config.tenants import TenantsConfig
 
 __all__ = ["PLAIN_CALLS", "ClientTlsConfig", "RouterSecurityConfig", "WorkerTlsConfig"]
@@ -31,7 +31,7 @@ def _cert_reqs(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientTlsConfig(TlsConfig):
+class ClientTlsConfig(CertificateFiles):
     """The flags of the certificates that the router shows to clients, and asks of them."""
 
     ssl_cert_reqs: str = flag(
@@ -73,7 +73,7 @@ class WorkerTlsConfig:
         metavar="FILE",
     )
 
-    def files(self, clients: TlsConfig) -> CertificateFiles | None:
+    def files(self, clients: CertificateFiles) -> CertificateFiles | None:
         """The paths of the files; None for calls without TLS.
 
         Args:
@@ -88,14 +88,14 @@ class WorkerTlsConfig:
             return None
         has_pair = own_pair != (None, None)
         if not (has_pair or own_cas or own_crl):
-            return clients.files if clients.ssl_ca_certs else None
-        certfile, keyfile = own_pair if has_pair else (clients.ssl_certfile, clients.ssl_keyfile)
-        ca_certs = own_cas or clients.ssl_ca_certs
+            return clients if clients.ca_certs else None
+        certfile, keyfile = own_pair if has_pair else (clients.certfile, clients.keyfile)
+        ca_certs = own_cas or clients.ca_certs
         if ca_certs is None:
             raise ConfigurationError(
                 f"{_CLUSTER_PREFIX}ca-certs is missing; workers' certificates are verified with it"
             )
-        crlfile = own_crl or (None if own_cas else clients.ssl_crlfile)
+        crlfile = own_crl or (None if own_cas else clients.crlfile)
         return CertificateFiles(certfile, keyfile, ca_certs, crlfile, _CLUSTER_PREFIX)
 
 
@@ -124,7 +124,7 @@ class RouterSecurityConfig:
         if clients.ssl_cert_reqs == "none":
             return
         for name in ("certfile", "ca_certs"):
-            if getattr(clients, f"ssl_{name}") is None:
+            if getattr(clients, name) is None:
                 raise ConfigurationError(
                     f"--ssl-cert-reqs is {clients.ssl_cert_reqs}; it needs "
                     f"--ssl-{name.replace('_', '-')}"

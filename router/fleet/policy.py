@@ -14,7 +14,6 @@ __all__ = [
     "PrefixIndex",
     "ReplicaState",
     "pick_decode",
-    "pick_hedge",
     "pick_prefill",
     "wants_remote_prefill",
 ]
@@ -83,27 +82,6 @@ def pick_prefill(
 
     best = min(candidates, key=cost, default=None)
     return best.replica_id if best else None
-
-
-def pick_hedge(
-    candidates: Sequence[ReplicaState],
-    num_prompt_tokens: int,
-    block_size: int,
-    slow: ReplicaState,
-) -> str | None:
-    """The id of the prefill replica that should compute a prompt too, as another is slow; None if
-    the tier is loaded.
-
-    Candidates must have room for the prompt's missing blocks, and no more queued tokens than the
-    slow replica, whose queue includes this prompt.
-    """
-
-    def is_free(state: ReplicaState) -> bool:
-        missing_tokens = _uncached_tokens(num_prompt_tokens, state.overlap_blocks * block_size)
-        has_room = missing_tokens <= state.num_free_blocks * block_size
-        return has_room and state.num_queued_tokens <= slow.num_queued_tokens
-
-    return pick_prefill(list(filter(is_free, candidates)), num_prompt_tokens, block_size)
 
 
 def wants_remote_prefill(

@@ -212,24 +212,16 @@ class Replica:
         )
 
     @contextmanager
-    def attempt(self, record: RequestRecord, *, is_hedge: bool = False) -> Iterator[Attempt]:
-        """Adds a call of this replica to a request's record; counts its end for the breaker.
+    def attempt(self, record: RequestRecord) -> Iterator[Attempt]:
+        """Adds a call of this replica to a request's record; counts its end for the breaker."""
+        with ExitStack() as ends, record.attempt(self.tier_name, self.address) as attempt:
+            ends.callback(self._count_end, attempt, self._breaker.begin())
+            yield attempt
 
-        Args:
-            record: the request's.
-            is_hedge: whether another replica computes the prompt already.
-        """
-        with (
-            ExitStack() as ends,
-            record.attempt(self.tier_name, self.address, is_hedge=is_hedge) as own,
-        ):
-            ends.callback(self._count_end, own, self._breaker.begin())
-            yield own
-
-    def _count_end(self, own: Attempt, call: int) -> None:
-        if own.error in _FAULTS and not self.is_leaving:
+    def _count_end(self, attempt: Attempt, call: int) -> None:
+        if attempt.error in _FAULTS and not self.is_leaving:
             self._breaker.fail(call)
-        elif own.first_output_at is not None:  # also if the client has left with all it needs
+        elif attempt.first_output_at is not None:  # also if the client has left with all it needs
             self._breaker.succeed(call)
         self._note_change()
 

@@ -110,7 +110,6 @@ _IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "prediction",
         "verbosity",
         "access_programs",
         "background_options",

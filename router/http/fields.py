@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import utf8_of
-from baton.common.short_texts import short_repr
+from baton.common.request.json_values import array_at, boolean_at, object_at, text_at
 
 __all__ = ["Fields"]
 
@@ -23,10 +23,7 @@ class Fields:
     """
 
     def __init__(self, value: Any, path: str = "") -> None:
-        if not isinstance(value, Mapping):
-            what = path or "the body"
-            raise InvalidArgumentError(f"{what} is {short_repr(value)}; it must be a JSON object")
-        self.raw: Mapping[str, Any] = value
+        self.raw = object_at(path or "the body", value)
         self.path = path
 
     def path_of(self, name: str) -> str:
@@ -65,9 +62,7 @@ class Fields:
     def boolean(self, name: str) -> bool | None:
         """True, false or None."""
         value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise InvalidArgumentError.for_field(self.path_of(name), value, "true or false")
-        return value
+        return None if value is None else boolean_at(self.path_of(name), value)
 
     def integer(self, name: str, least: int, most: int) -> int | None:
         """An integer in [least, most], or None. A number such as 2.0 is one."""
@@ -92,9 +87,7 @@ class Fields:
         value, path = self.raw.get(name), self.path_of(name)
         if value is None:
             return
-        if not isinstance(value, list):
-            raise InvalidArgumentError.for_field(path, value, "an array")
-        for i, entry in enumerate(value):
+        for i, entry in enumerate(array_at(path, value)):
             yield Fields(entry, f"{path}[{i}]")
 
     def refuse(self, names: Mapping[str, str]) -> None:
@@ -109,7 +102,6 @@ class Fields:
 
 
 def _text(path: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise InvalidArgumentError.for_field(path, value, "a text")
-    utf8_of(path, value)
-    return value
+    text = text_at(path, value)
+    utf8_of(path, text)
+    return text

@@ -18,13 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
 
+from baton.common.addresses import join_host_port
 from baton.common.errors import ConfigurationError
 from router.config.http import HttpConfig
 from router.http.acceptor import Acceptor
 from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.listeners import open_listeners
 from rpc.port_file import write_port_file
-from rpc.server_config import join_host_port
 
 __all__ = ["HttpServer"]
 

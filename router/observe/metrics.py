@@ -18,7 +18,6 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
-_HEDGE_OUTCOMES = ("won", "lost")
 REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
 """Reasons of `baton_router_refused_calls`."""
 
@@ -70,11 +69,6 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "baton_router_attempts": MetricInfo(
         "counter", "Calls of workers for requests, by result.", {"tier": _TIERS, "result": None}
-    ),
-    "baton_router_hedges": MetricInfo(
-        "counter",
-        "Prompts sent to a second prefill replica, by whether it answered first.",
-        {"model": None, "outcome": _HEDGE_OUTCOMES},
     ),
     "baton_router_resumes": MetricInfo(
         "counter", "Requests that continued on another decode replica.", _MODEL
@@ -154,7 +148,7 @@ class RouterMetrics:
         self._count_tokens(record)
         self._count_times(record)
         for attempt in record.attempts:
-            self._count_attempt(attempt, record.model)
+            self._count_attempt(attempt)
         decodes = [attempt for attempt in record.attempts if attempt.tier == "decode"]
         self._metrics.add("baton_router_resumes", max(len(decodes) - 1, 0), record.model)
         done = [attempt for attempt in record.attempts if attempt.first_output_at is not None]
@@ -198,11 +192,8 @@ class RouterMetrics:
         if record.token_s is not None:
             observe("baton_router_time_per_output_token_seconds", record.token_s, model)
 
-    def _count_attempt(self, attempt: Attempt, model: str) -> None:
+    def _count_attempt(self, attempt: Attempt) -> None:
         self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")
-        if attempt.is_hedge:
-            outcome = "lost" if attempt.first_output_at is None else "won"
-            self._metrics.add("baton_router_hedges", 1, model, outcome)
         for stage in _STAGES[:-1]:
             duration_ms = getattr(attempt.timings, f"{stage}_ms")
             if duration_ms:

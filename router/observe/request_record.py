@@ -40,7 +40,6 @@ class Attempt:
         timings: the worker's own times.
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
-        is_hedge: whether it computed a prompt that another replica computed already.
     """
 
     tier: str
@@ -53,7 +52,6 @@ class Attempt:
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
     cached_tokens: int = 0
     error: str = ""
-    is_hedge: bool = False
 
     def take(self, output: request_pb2.CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -197,29 +195,26 @@ class RequestRecord:
             self.error = _status_name(error, has_expired=self.ended_at >= deadline)
 
     @contextmanager
-    def attempt(self, tier: str, where: str, *, is_hedge: bool = False) -> Iterator[Attempt]:
+    def attempt(self, tier: str, where: str) -> Iterator[Attempt]:
         """Adds an attempt, which ends with the context.
 
         Args:
             tier: prefill or decode.
             where: the worker's `host:port`.
-            is_hedge: whether another replica computes the prompt already.
         """
         trace = self.trace.child() if self.trace else None
         traceparent = trace.header if trace else self.traceparent
-        one = Attempt(
-            tier=tier, where=where, traceparent=traceparent, trace=trace, is_hedge=is_hedge
-        )
-        self.attempts.append(one)
+        attempt = Attempt(tier=tier, where=where, traceparent=traceparent, trace=trace)
+        self.attempts.append(attempt)
         try:
-            yield one
+            yield attempt
         except BaseException as error:
             # A call that is cancelled after its first output has given all that was needed.
-            if isinstance(error, Exception) or one.first_output_at is None:
-                one.error = _status_name(error, has_expired=False)
+            if isinstance(error, Exception) or attempt.first_output_at is None:
+                attempt.error = _status_name(error, has_expired=False)
             raise
         finally:
-            one.ended_at = time.monotonic()
+            attempt.ended_at = time.monotonic()
 
     def ms_since_arrival(self, moment: float | None = None) -> float:
         """Milliseconds from the arrival to a moment; None is now."""

@@ -45,7 +45,7 @@ def stages_of(record: RequestRecord) -> Sequence[Stage]:
     for attempt in record.attempts:
         parts += _routing(record, done_at, attempt.started_at)
         parts += _parts_of(attempt, record.usage.prompt_tokens)
-        done_at = max(done_at, attempt.ended_at or ended_at)  # a hedged attempt may end earlier
+        done_at = attempt.ended_at or ended_at
     parts.append(("send", _ROUTER, done_at, ended_at))
     stages = (
         Stage(name, where, record.ms_since_arrival(start), record.ms_since_arrival(end))

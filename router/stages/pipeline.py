@@ -83,12 +83,7 @@ class Pipeline:
         self._backlog = backlog
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(
-            fleet,
-            prefix_index,
-            queue_timeout_s=config.queue_timeout_s,
-            hedge_after_s=config.hedge_prefill_after_s,
-        )
+        self._prefill = PrefillStage(fleet, prefix_index, queue_timeout_s=config.queue_timeout_s)
         self._decode = DecodeStage(
             fleet,
             prefix_index,

@@ -1,5 +1,6 @@
 """`PrefillCall`: one prompt on one prefill replica."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
@@ -50,7 +51,6 @@ class Prompt:
         handoff: gets the location of the KV.
         tried: ids of the replicas that it was sent to.
         num_stalled: those of which a step hung while they had it.
-        is_hedged: whether two replicas have computed it at the same time.
     """
 
     request: RoutedRequest
@@ -59,50 +59,25 @@ class Prompt:
     handoff: HeldHandoff
     tried: set[str] = field(default_factory=set)
     num_stalled: int = 0
-    is_hedged: bool = False
 
 
 class PrefillCall:
     """A prompt on one replica, from its reservation there to the end of its saves.
 
-    The replica's place is reserved at once. `answer` waits for the first tokens, then `outputs`
-    yields them and the rest; or `withdraw` ends the call.
-
     Args:
         prompt: the prompt.
         replica: computes it.
         num_tokens: how many of its tokens the replica has to compute.
-        is_hedge: whether another replica computes the prompt already. Saved blocks go to decode
-            only once this call has answered, as decode loads from one replica at a time.
     """
 
-    def __init__(
-        self, prompt: Prompt, replica: PrefillReplica, num_tokens: int, *, is_hedge: bool = False
-    ) -> None:
+    def __init__(self, prompt: Prompt, replica: PrefillReplica, num_tokens: int) -> None:
         self._prompt = prompt
         self._replica = replica
         self._number = len(prompt.tried)
-        self._request_id = prompt.request.spec.for_attempt(self._number).request_id
         prompt.tried.add(replica.replica_id)
-        self._is_hedge = is_hedge
-        self._unsent: list[prefill_pb2.KvHandoff] = []
-        self._answer: prefill_pb2.PrefillResponse | None = None
-        self._own: Attempt
+        self._attempt: Attempt
         self._queued = ExitStack()
         self._queued.enter_context(replica.reserve(num_tokens=num_tokens))
-        self._events = self._run()
-
-    async def answer(self) -> None:
-        """Waits for the first tokens. Blocks that are saved until then go to decode.
-
-        Raises:
-            BatonError: the replica failed, or was lost.
-        """
-        async for event in self._events:
-            if event.WhichOneof("event") != "saved":
-                self._answer = event
-                return
-            self._add_saved(event.saved)
 
     async def outputs(self) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields the first tokens, then an output with timings once the KV is saved. The caller
@@ -111,52 +86,39 @@ class PrefillCall:
         Raises:
             BatonError: the replica failed, or was lost.
         """
-        try:
-            self._send_saved()
-            for output in self._outputs_of(self._answer) if self._answer else ():
-                yield output
-            async for event in self._events:
-                for output in self._outputs_of(event):
-                    yield output
-        finally:
-            await self._close()
-
-    async def withdraw(self) -> None:
-        """Cancels the call and makes the replica drop the KV; `answer` must not be running."""
-        try:
-            await self._close()
-        finally:
-            self._prompt.handoff.forget(self._replica)
-            self._replica.release_request(self._request_id)
-
-    async def _close(self) -> None:
-        await self._events.aclose()
-        self._queued.close()
-
-    async def _run(self) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         request, replica = self._prompt.request, self._replica
-        with self._queued, replica.attempt(request.record, is_hedge=self._is_hedge) as self._own:
-            spec = request.spec.for_attempt(self._number, self._own.traceparent)
+        with self._queued, replica.attempt(request.record) as self._attempt:
+            spec = request.spec.for_attempt(self._number, self._attempt.traceparent)
             replica.log_start(spec)
             try:
                 async with aclosing(replica.prefill(spec, request.namespace)) as events:
                     async for event in events:
-                        _check(event)
-                        yield event
+                        for output in self._apply(event):
+                            yield output
             except REPLICA_ERRORS as error:
                 self._prompt.num_stalled += replica.load.stalled
                 self._log_failure(error)
                 raise
+            except asyncio.CancelledError:
+                if self._attempt.first_output_at is None:
+                    # It may have ended meanwhile, with a handoff that is not known here.
+                    self._prompt.handoff.forget(replica)
+                    replica.release_request(spec.request_id)
+                raise
 
-    def _outputs_of(
-        self, event: prefill_pb2.PrefillResponse
-    ) -> Sequence[request_pb2.CandidateOutput]:
-        """Applies an event; returns its outputs for the client."""
+    def _apply(self, event: prefill_pb2.PrefillResponse) -> Sequence[request_pb2.CandidateOutput]:
+        """Applies an event; returns its outputs for the client.
+
+        Raises:
+            InternalError: the replica sent a result without outputs.
+        """
         outputs: Sequence[request_pb2.CandidateOutput] = []
         match event.WhichOneof("event"):
             case "saved":
                 self._add_saved(event.saved)
             case "result":
+                if not event.result.outputs:
+                    raise InternalError("the prefill replica sent a result without outputs")
                 self._prompt.progress.add_prefilled(event.result)
                 outputs = event.result.outputs
             case "end":
@@ -167,20 +129,13 @@ class PrefillCall:
                 outputs = [event.end.output]
         for output in outputs:
             self._queued.close()  # the prompt's tokens are computed
-            self._own.take(output)
+            self._attempt.take(output)
         return outputs
 
     def _add_saved(self, saved: prefill_pb2.KvHandoff) -> None:
+        """Makes decode load blocks that are saved."""
         self._prompt.handoff.hold(saved, self._replica)
-        self._unsent.append(saved)
-        if not self._is_hedge or self._answer is not None:
-            self._send_saved()
-
-    def _send_saved(self) -> None:
-        """Makes decode load the blocks that it does not know of."""
-        unsent, self._unsent = self._unsent, []
-        for saved in unsent:
-            self._prompt.decode.connection.prefetch(self._prompt.request.spec.request_id, saved)
+        self._prompt.decode.connection.prefetch(self._prompt.request.spec.request_id, saved)
 
     def _log_failure(self, error: BatonError) -> None:
         _LOGGER.warning(
@@ -189,13 +144,3 @@ class PrefillCall:
             self._replica.address,
             error.message,
         )
-
-
-def _check(event: prefill_pb2.PrefillResponse) -> None:
-    """Refuses an event that is not allowed.
-
-    Raises:
-        InternalError: the replica sent a result without outputs.
-    """
-    if event.WhichOneof("event") == "result" and not event.result.outputs:
-        raise InternalError("the prefill replica sent a result without outputs")

@@ -3,27 +3,24 @@
 Decode loads blocks that prefill has saved while the prompt is still computed. The
 first tokens do not wait for the last block.
 
-When a replica fails, another one is tried at once, up to three in all. If one is slow, a second
-one may compute the prompt too (`router.stages.hedging`). If none computes the prompt, the fleet's
-`no_prefill_policy` decides; by default decode computes it. Decode also does so if a replica fails
-between the first tokens, which stay valid, and the end of its saves.
+When a replica fails, another one is tried at once, up to three in all. If none computes the
+prompt, the fleet's `no_prefill_policy` decides; by default decode computes it. Decode also does so
+if a replica fails between the first tokens, which stay valid, and the end of its saves.
 """
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 
 from baton.common.errors import InternalError, UnavailableError
 from baton.common.reasons import Reason
 from baton.v1 import request_pb2
 from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
-from router.fleet.policy import PrefixIndex, pick_hedge, pick_prefill
+from router.fleet.policy import PrefixIndex, pick_prefill
 from router.fleet.prefill_replica import PrefillReplica
 from router.fleet.replica import Capacity, without_ejected
 from router.fleet.waiting import Turn, waited
 from router.requests.request import RoutedRequest
-from router.stages.hedging import Hedging
 from router.stages.held_handoff import HeldHandoff
 from router.stages.prefill_call import REPLICA_ERRORS, PrefillCall, Prompt
 from router.stages.progress import Progress
@@ -43,22 +40,12 @@ class PrefillStage:
         prefix_index: estimates the replicas' prefix caches.
         queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
             to wait.
-        hedge_after_s: how long a replica may take to answer before another one computes the prompt
-            too; None for no bound.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        prefix_index: PrefixIndex,
-        *,
-        queue_timeout_s: float,
-        hedge_after_s: float | None,
-    ) -> None:
+    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, *, queue_timeout_s: float) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
         self._queue_timeout_s = queue_timeout_s
-        self._hedging = Hedging(hedge_after_s)
 
     async def run(
         self,
@@ -91,7 +78,7 @@ class PrefillStage:
             if replica.replica_id == decode.replica_id:
                 return  # a worker of both tiers, which computes the prompt where it decodes
             try:
-                async with aclosing(self._attempt(prompt, replica)) as outputs:
+                async with aclosing(self._call(prompt, replica).outputs()) as outputs:
                     async for output in outputs:
                         yield output
                 return
@@ -130,13 +117,8 @@ class PrefillStage:
             reason=Reason.NO_REPLICA_READY,
         )
 
-    def _pick(self, prompt: Prompt, slow: PrefillReplica | None = None) -> PrefillReplica | None:
-        """Chooses a replica that was not tried yet.
-
-        Args:
-            prompt: the prompt.
-            slow: computes the prompt already; only free replicas are chosen then.
-        """
+    def _pick(self, prompt: Prompt) -> PrefillReplica | None:
+        """Chooses a replica that was not tried yet."""
         request, num_tokens = prompt.request, prompt.request.num_prompt_tokens
         possible = [
             replica
@@ -147,35 +129,13 @@ class PrefillStage:
         states = [
             replica.state(self._prefix_index.overlap(replica_id, request.block_keys))
             for replica_id, replica in replicas.items()
-            if slow is None or (replica.has_room and replica_id != prompt.decode.replica_id)
         ]
-        pick = partial(pick_hedge, slow=slow.state(0)) if slow else pick_prefill
-        chosen = pick(states, num_tokens, request.block_size)
+        chosen = pick_prefill(states, num_tokens, request.block_size)
         return replicas[chosen] if chosen is not None else None
 
-    async def _attempt(
-        self, prompt: Prompt, replica: PrefillReplica
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
-        """Yields the outputs of a replica, or of a second one that answers before it."""
-        call = self._start(prompt, replica)
-        winner = await self._hedging.first(call, lambda: self._hedge(prompt, replica))
-        async with aclosing(winner.outputs()) as outputs:
-            async for output in outputs:
-                yield output
-
-    def _hedge(self, prompt: Prompt, slow: PrefillReplica) -> PrefillCall | None:
-        """Sends a prompt that a replica is slow with to another one, if one is free. Once only."""
-        replica = None if prompt.is_hedged else self._pick(prompt, slow)
-        if replica is None:
-            return None
-        prompt.is_hedged = True
-        return self._start(prompt, replica, is_hedge=True)
-
-    def _start(
-        self, prompt: Prompt, replica: PrefillReplica, *, is_hedge: bool = False
-    ) -> PrefillCall:
+    def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
         request = prompt.request
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
         uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
         self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
-        return PrefillCall(prompt, replica, uncached_tokens, is_hedge=is_hedge)
+        return PrefillCall(prompt, replica, uncached_tokens)

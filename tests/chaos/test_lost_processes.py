@@ -104,7 +104,7 @@ async def test_no_token_is_lost_when_replicas_are_killed(tmp_path: Path) -> None
             kv_connector=f"file://{tmp_path}/kv",
             num_prefill=2,
             num_decode=2,
-            router_flags=["--max-local-prefill-tokens=0", "--hedge-prefill-after-s=0.05"],
+            router_flags=["--max-local-prefill-tokens=0"],
         ) as cluster,
         AsyncClient(cluster.router.address) as client,
     ):

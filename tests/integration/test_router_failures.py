@@ -485,12 +485,17 @@ async def test_client_cancel_reaches_decode():
 
 
 async def test_client_cancel_reaches_prefill():
+    """The handoff is released too, although the router does not know of one yet."""
     prefill, decode = FakePrefill(SCRIPT, hold=True), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         call = router.stub.Generate(request())
         await prefill.changes.until(lambda: prefill.requests)
         call.cancel()
-        await prefill.changes.until(lambda: prefill.num_cancelled)
+        await prefill.changes.until(lambda: prefill.num_cancelled and prefill.released)
+        (spec,) = prefill.requests
+        assert prefill.released == [f"handoff-{spec.request_id}"]
+        (replica,) = router.fleet.prefill.candidates
+        assert replica.state(0).num_requests == replica.state(0).num_queued_tokens == 0
     assert not decode.starts
 
 

@@ -64,10 +64,10 @@ def clients(authority, revoked, tmp_path_factory):
 def tls_config(files, cert_reqs):
     return RouterSecurityConfig(
         clients=ClientTlsConfig(
-            ssl_certfile=files.certfile,
-            ssl_keyfile=files.keyfile,
-            ssl_ca_certs=files.ca_certs,
-            ssl_crlfile=files.crlfile,
+            certfile=files.certfile,
+            keyfile=files.keyfile,
+            ca_certs=files.ca_certs,
+            crlfile=files.crlfile,
             ssl_cert_reqs=cert_reqs,
         ),
         workers=WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS),
@@ -234,10 +234,10 @@ def test_files_that_openssl_refuses_are_an_error_that_names_the_flag(tmp_path, a
     with pytest.raises(ConfigurationError, match=r"--ssl-cert-reqs is required; .* --ssl-ca-certs"):
         RouterSecurityConfig(
             clients=ClientTlsConfig(
-                ssl_certfile=files.certfile, ssl_keyfile=files.keyfile, ssl_cert_reqs="required"
+                certfile=files.certfile, keyfile=files.keyfile, ssl_cert_reqs="required"
             )
         )
     with pytest.raises(ConfigurationError, match="--ssl-certfile is set and --ssl-keyfile is not"):
-        ClientTlsConfig(ssl_certfile=files.certfile)
+        ClientTlsConfig(certfile=files.certfile)
     with pytest.raises(ConfigurationError, match=r"--ssl-certfile .*nothing\.pem"):
         ClientTls.pinned(str(tmp_path / "nothing.pem"))

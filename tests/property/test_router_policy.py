@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from router.fleet.policy import (
     ReplicaState,
     pick_decode,
-    pick_hedge,
     pick_prefill,
     wants_remote_prefill,
 )
@@ -169,22 +168,3 @@ def test_the_share_of_a_new_replica_follows_its_weight():
     for weight in (0.1, 0.3, 0.5, 1.0):
         for share in share_of_new(weight):
             assert abs(share - weight / (1 + weight)) < 0.01
-
-
-# Hedges.
-
-
-@given(fleets(), replica_states("slow"), st.integers(1, 200))
-def test_a_hedge_goes_to_a_replica_with_room_and_no_longer_queue(fleet, slow, num_tokens):
-    def is_free(state):
-        missing = max(num_tokens - state.overlap_blocks * BLOCK_SIZE, 1)
-        return (
-            missing <= state.num_free_blocks * BLOCK_SIZE
-            and state.num_queued_tokens <= slow.num_queued_tokens
-        )
-
-    picked = pick_hedge(fleet, num_tokens, BLOCK_SIZE, slow)
-    if picked is None:
-        assert not any(map(is_free, fleet))
-    else:
-        assert is_free(chosen(fleet, picked))

@@ -5,9 +5,9 @@ import socket
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 
+from baton.common.addresses import join_host_port
 from baton.common.errors import ConfigurationError
 from rpc.listeners import open_listeners
-from rpc.server_config import join_host_port
 
 __all__ = ["bound_ports", "free_port", "local_address"]
 

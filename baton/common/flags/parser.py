@@ -23,6 +23,10 @@ _FURTHER_NAMES = re.compile(r"^(--?[\w-]+)(?:/--?[\w-]+)+(?=[ :])")
 """In argparse's errors, all names of a flag; the first one is enough."""
 _JSON = "JSON"
 """The metavar of flags that take JSON, which a file may have as YAML."""
+_REMOVED = {
+    "hedge-prefill-after-s": "it was removed, since it brought no gain: leave it out",
+}
+"""Flags of earlier versions, without dashes in front, with what to do instead."""
 _ON = frozenset({"true", "yes", "on", "1"})
 _OFF = frozenset({"false", "no", "off", "0"})
 
@@ -165,7 +169,11 @@ class FlagParser(argparse.ArgumentParser):
         }
 
     def _suggestion(self, name: str, known: Mapping[str, argparse.Action]) -> str:
-        """Returns the end of an error about an unknown name: the flag that may be meant."""
+        """Returns the end of an error about an unknown name: the flag that may be meant, or why an
+        earlier version's is gone.
+        """
+        if (reason := _REMOVED.get(name.removeprefix("--"))) is not None:
+            return f"; {reason}"
         flags = [flag for flag, action in known.items() if action.help != argparse.SUPPRESS]
         nearest = [flag for flag in flags if flag.startswith(name)]
         nearest = nearest or difflib.get_close_matches(name, flags, n=1, cutoff=0.7)

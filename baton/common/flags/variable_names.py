@@ -84,7 +84,6 @@ VARIABLE_NAMES = frozenset(
         "BATON_GRPC_PORT_2",
         "BATON_GRPC_PORT_FILE",
         "BATON_HEADER_TIMEOUT_S",
-        "BATON_HEDGE_PREFILL_AFTER_S",
         "BATON_HOST",
         "BATON_HTML",
         "BATON_HUB_MODEL",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.json_values import object_at, text_at
 from baton.common.short_texts import short_repr
 
 __all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "check_text", "compact_json", "utf8_of"]
@@ -32,8 +33,7 @@ def compact_json(field: str, source: Any, most_bytes: int = MAX_JSON_BYTES) -> s
     if isinstance(source, str):
         check_text(field, source, most_bytes)
         source = _parsed(field, source)
-    if not isinstance(source, Mapping):
-        raise InvalidArgumentError(f"{field} must be a JSON object, not {type(source).__name__}")
+    object_at(field, source)
     try:
         _check_structure(field, source, most_bytes)
         text = json.dumps(source, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -50,9 +50,7 @@ def check_text(field: str, text: Any, most_bytes: int) -> int:
         InvalidArgumentError: it is not a str, is empty or too large, or has NUL or a lone
             surrogate.
     """
-    if not isinstance(text, str):
-        raise InvalidArgumentError(f"{field} must be a text, not {type(text).__name__}")
-    if not text:
+    if not text_at(field, text):
         raise InvalidArgumentError(f"{field} is empty")
     if "\0" in text:
         raise InvalidArgumentError(f"{field} contains a NUL character")

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
+from baton.common.request.json_values import array_at, boolean_at, object_at, text_at
 from baton.common.request.schema_parts import SchemaPart, change_references, rebase
 from baton.common.short_texts import short_name, short_repr
 
@@ -26,7 +27,7 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
     """
-    given = _object("response_format", response_format)
+    given = object_at("response_format", response_format)
     kind = given.get("type")
     match kind:
         case "text":
@@ -111,9 +112,7 @@ def read_tools(tools: Any, schema_fields: Sequence[str] = ()) -> dict[str, ToolS
     Raises:
         InvalidArgumentError: a tool is malformed, or two have one name; names it.
     """
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise InvalidArgumentError(f"tools must be a list of tools, not {type(tools).__name__}")
-    if not tools:
+    if not array_at("tools", tools):
         raise InvalidArgumentError("tools is empty; tool_choice forces a call")
     functions: dict[str, ToolSchema] = {}
     for i, tool in enumerate(tools):
@@ -160,11 +159,11 @@ def _schema_of(field: str, value: Any) -> str:
 
     `strict` is accepted for any value: the schema is enforced in either case.
     """
-    part = _object(field, value)
+    part = object_at(field, value)
     _check_names(field, part, ("name", "description", "schema", "strict"))
-    _check_kind(f"{field}.name", part.get("name"), str)
-    _check_kind(f"{field}.description", part.get("description"), str)
-    _check_kind(f"{field}.strict", part.get("strict"), bool)
+    for name, check in (("name", text_at), ("description", text_at), ("strict", boolean_at)):
+        if part.get(name) is not None:
+            check(f"{field}.{name}", part[name])
     return compact_json(f"{field}.schema", part.get("schema"))
 
 
@@ -175,23 +174,24 @@ def _chosen_name(tool_choice: Any) -> str:
         raise InvalidArgumentError.for_field("tool_choice", tool_choice, limit)
     _check_names("tool_choice", tool_choice, ("type", "function"))
     _check_is_function("tool_choice", tool_choice)
-    function = _object("tool_choice.function", tool_choice.get("function"))
+    function = object_at("tool_choice.function", tool_choice.get("function"))
     _check_names("tool_choice.function", function, ("name",))
     return _name_of("tool_choice.function", function)
 
 
 def _function_of(field: str, value: Any, schema_field: str) -> ToolSchema:
-    tool = _object(field, value)
+    tool = object_at(field, value)
     _check_is_function(field, tool)
     field = f"{field}.function"
-    function = _object(field, tool.get("function"))
-    _check_kind(f"{field}.strict", function.get("strict"), bool)
+    function = object_at(field, tool.get("function"))
+    strict = function.get("strict")
+    is_strict = strict is not None and boolean_at(f"{field}.strict", strict)
     parameters = json.loads(compact_json(schema_field, function.get("parameters") or {}))
     return ToolSchema(
         name=_name_of(field, function),
         schema=_without_identity(parameters) or dict(_NO_PARAMETERS),
         field=schema_field,
-        is_strict=bool(function.get("strict")),
+        is_strict=is_strict,
     )
 
 
@@ -222,21 +222,9 @@ def _check_is_function(field: str, value: Mapping[str, Any]) -> None:
         raise InvalidArgumentError.for_field(f"{field}.type", value.get("type"), "'function'")
 
 
-def _object(field: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidArgumentError(f"{field} must be a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _check_names(field: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in value:
         if name not in known:
             raise InvalidArgumentError(
                 f"{field}.{short_name(name)} is unknown; it has {', '.join(known)}"
             )
-
-
-def _check_kind(field: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        what = "a text" if kind is str else "true or false"
-        raise InvalidArgumentError.for_field(field, value, what)

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import MAX_JSON_BYTES, check_text, compact_json
+from baton.common.request.json_values import array_at, boolean_at
 from baton.common.request.response_format import fields_of_response_format, fields_of_tools
 from baton.common.request.schema_parts import MAX_PARTS, SchemaPart, value_at
 from baton.common.short_texts import short_name, short_repr
@@ -179,9 +180,7 @@ class StructuredOutputs:
                 self._check_choice()
 
     def _check_choice(self) -> None:
-        choices = self.choice
-        if isinstance(choices, str) or not isinstance(choices, Sequence):
-            raise _error("choice", "must be a list of texts")
+        choices = array_at(_name("choice"), self.choice)
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise _error("choice", f"has {len(choices)} entries; it must have 1 to {MAX_CHOICES}")
         num_bytes = sum(check_text(_name("choice"), text, MAX_SOURCE_BYTES) for text in choices)
@@ -209,9 +208,7 @@ class StructuredOutputs:
         object.__setattr__(self, "parts", tuple(self.parts))
 
     def _check_whitespace(self) -> None:
-        if not isinstance(self.disable_any_whitespace, bool):
-            problem = f"is {short_repr(self.disable_any_whitespace)}; it must be true or false"
-            raise _error("disable_any_whitespace", problem)
+        boolean_at(_name("disable_any_whitespace"), self.disable_any_whitespace)
         if self.whitespace_pattern is None:
             return
         check_text(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 
-__all__ = ["CertificateFiles", "ClusterConfig", "TlsConfig"]
+__all__ = ["CertificateFiles", "ClusterConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +14,39 @@ class CertificateFiles:
     """Paths of PEM files, and the flags that name them in errors.
 
     Attributes:
-        certfile: the process's certificate, followed by those between it and its CA; None for
-            a process that only verifies others.
-        keyfile: the certificate's private key, without a password.
-        ca_certs: the CAs that sign the certificates of others; None: no certificates are verified.
-        crlfile: certificates that these CAs have revoked.
+        certfile: None for a process that only verifies others.
+        keyfile: has no password.
+        ca_certs: None: no certificates are verified.
         prefix: what the flags begin with, such as `--ssl-`.
+
+    Raises:
+        ConfigurationError: a file is missing; names the flag.
     """
 
-    certfile: str | None = None
-    keyfile: str | None = None
-    ca_certs: str | None = None
-    crlfile: str | None = None
+    certfile: str | None = flag(
+        None,
+        "PEM file of this process's certificate and those between it and its CA; turns TLS on",
+        name="ssl-certfile",
+        metavar="FILE",
+    )
+    keyfile: str | None = flag(
+        None,
+        "PEM file of the certificate's private key",
+        name="ssl-keyfile",
+        metavar="FILE",
+    )
+    ca_certs: str | None = flag(
+        None,
+        "PEM file of the CAs that sign the certificates of other processes",
+        name="ssl-ca-certs",
+        metavar="FILE",
+    )
+    crlfile: str | None = flag(
+        None,
+        "PEM file of certificates that these CAs have revoked",
+        name="ssl-crlfile",
+        metavar="FILE",
+    )
     prefix: str = "--ssl-"
 
     def __post_init__(self) -> None:
@@ -49,40 +70,6 @@ class CertificateFiles:
             "crlfile": self.crlfile,
         }
         return [(self.prefix + name, path) for name, path in named.items() if path is not None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """The flags of a process's certificates.
-
-    Raises:
-        ConfigurationError: a file is missing; names the flag.
-    """
-
-    ssl_certfile: str | None = flag(
-        None,
-        "PEM file of this process's certificate and those between it and its CA; turns TLS on",
-        metavar="FILE",
-    )
-    ssl_keyfile: str | None = flag(
-        None, "PEM file of the certificate's private key", metavar="FILE"
-    )
-    ssl_ca_certs: str | None = flag(
-        None, "PEM file of the CAs that sign the certificates of other processes", metavar="FILE"
-    )
-    ssl_crlfile: str | None = flag(
-        None, "PEM file of certificates that these CAs have revoked", metavar="FILE"
-    )
-
-    def __post_init__(self) -> None:
-        _ = self.files  # refuses half of a pair
-
-    @property
-    def files(self) -> CertificateFiles:
-        """The paths of the files."""
-        return CertificateFiles(
-            self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_crlfile
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, MovedError
 from typing_extensions import override
 
+from baton.common.addresses import join_host_port
 from kvstore.guard.breaker import Breaker
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.redis.connection import CallDeadline
@@ -26,7 +27,6 @@ from kvstore.stores.redis.messages import describe
 from kvstore.stores.redis.reply import Reply
 from kvstore.stores.redis.servers import OneServer, Pools, RedisServers, borrowed, master_pool
 from kvstore.stores.redis.url import Address, RedisUrl
-from kvstore.url import join_host_port
 
 __all__ = ["Cluster", "SlotRange", "open_servers", "parse_slots"]
 

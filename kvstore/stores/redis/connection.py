@@ -22,12 +22,12 @@ from redis import AuthenticationError, Connection, RedisError, ResponseError, SS
 from redis import ConnectionError as RedisConnectionError
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
+from baton.common.addresses import join_host_port
 from kvstore.store import KvObject
 from kvstore.stores.redis.addresses import AddressBook
 from kvstore.stores.redis.messages import describe, is_closed, is_timeout
 from kvstore.stores.redis.protocols import other_protocol
 from kvstore.stores.redis.reply import Reply, ReplyReader
-from kvstore.url import join_host_port
 
 __all__ = [
     "Argument",

@@ -15,6 +15,7 @@ from redis.exceptions import AskError
 from redis.sentinel import Sentinel, SentinelConnectionPool
 from typing_extensions import override
 
+from baton.common.addresses import join_host_port
 from kvstore.stores.redis.addresses import AddressBook
 from kvstore.stores.redis.connection import (
     BoundedConnection,
@@ -26,7 +27,6 @@ from kvstore.stores.redis.connection import (
 from kvstore.stores.redis.credentials import login_settings
 from kvstore.stores.redis.messages import describe
 from kvstore.stores.redis.url import Address, RedisUrl
-from kvstore.url import join_host_port
 
 __all__ = ["OneServer", "Pools", "RedisServers", "borrowed", "master_pool", "name_of"]
 

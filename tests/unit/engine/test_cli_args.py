@@ -165,8 +165,12 @@ def test_flags_of_vllm_mean_the_same(arguments, field, value):
     [
         (["--swap-space", "4"], "--swap-space: '4' has no unit; write 4GiB, or 4B for bytes"),
         (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
-        (["--quantization", "awq"], "--quantization: 'awq' is not supported; it must be none"),
-        (["--download-dir", "x"], "--download-dir: set the environment variable HF_HUB_CACHE"),
+        (
+            ["--quantization", "awq"],
+            "--quantization: 'awq' is not supported; it must be none: models",
+        ),
+        (["-dp", "2"], "--data-parallel-size: '2' is not supported; it must be 1: a process has"),
+        (["--download-dir", "x"], "the environment variable HF_HUB_CACHE names the folder"),
         (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),
     ],
 )

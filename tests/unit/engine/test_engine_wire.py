@@ -142,13 +142,13 @@ STORE = BackendStatus("KV store redis://cache:6379/0", "a")
         ((), []),
         ((STORE, replace(STORE, identity="b")), ["a", "b"]),
         ((STORE, replace(STORE, identity="")), []),
-        ((BackendStatus("grpc://127.0.0.1:7100", is_store=False), STORE), []),
+        ((BackendStatus("grpc://127.0.0.1:7100"), STORE), []),
     ],
 )
 def test_a_load_names_the_stores_through_which_alone_kv_is_handed_over(statuses, ids):
     message = load_to_proto(EngineLoad(0, 0, 0, 0, 0), statuses)
     assert list(message.kv_store_ids) == ids
     backends = kv_backends_to_proto(statuses)
-    assert [(each.name, each.can_load, each.is_store) for each in backends] == [
-        (each.name, each.can_load, each.is_store) for each in statuses
+    assert [(each.name, each.identity, each.can_load) for each in backends] == [
+        (each.name, each.identity, each.can_load) for each in statuses
     ]

@@ -42,9 +42,9 @@ def client_tls(folder):
     client = authority.issue()
     files = write_files(folder, authority.issue(), authority.certificate)
     return ClientTlsConfig(
-        ssl_certfile=files.certfile,
-        ssl_keyfile=files.keyfile,
-        ssl_ca_certs=files.ca_certs,
+        certfile=files.certfile,
+        keyfile=files.keyfile,
+        ca_certs=files.ca_certs,
         ssl_cert_reqs="required",
     ), client.certificate
 

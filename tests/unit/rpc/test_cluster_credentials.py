@@ -248,14 +248,14 @@ def test_the_error_does_not_say_what_was_wrong():
     assert TOKEN not in str(error.value)
 
 
-OWN = {"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a", "ssl_crlfile": "r"}
+OWN = {"certfile": "c", "keyfile": "k", "ca_certs": "a", "crlfile": "r"}
 
 
 @pytest.mark.parametrize(
     ("clients", "workers", "files"),
     [
         ({}, {}, None),
-        ({"ssl_certfile": "c", "ssl_keyfile": "k"}, {}, None),
+        ({"certfile": "c", "keyfile": "k"}, {}, None),
         (OWN, {}, ("c", "k", "a", "r")),
         (OWN, {"ca_certs": "none"}, None),
         (OWN, {"ca_certs": "A"}, ("c", "k", "A", None)),

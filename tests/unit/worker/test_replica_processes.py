@@ -10,7 +10,7 @@ import pytest
 from baton import cli
 from baton.common.flags.config_flags import config_from_args
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig, TlsConfig
+from baton.common.security.config import CertificateFiles, ClusterConfig
 from engine.cli_args import engine_config_from_args
 from kvstore.registry import has_fixed_host, has_fixed_port
 from rpc.metrics_config import MetricsConfig
@@ -60,7 +60,7 @@ def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
     own = parse(*spec.arguments, "--kv-connector=redis://:secret@host:1/0")
     assert own.data_parallel_size is None
     assert engine_config_from_args(own) == engine
-    for config in (TlsConfig, ClusterConfig, TracingConfig):
+    for config in (CertificateFiles, ClusterConfig, TracingConfig):
         assert config_from_args(config, own) == config_from_args(config, given)
     server = config_from_args(ServerConfig, given)
     assert config_from_args(ServerConfig, own) == replace(server, port=7123, port_file=None)
@@ -77,7 +77,7 @@ def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():
     own = parse(*spec.arguments, "--kv-connector=redis://:secret@host:1/0")
     assert (own.on, own.data_parallel_size) == ("machine", None)
     assert engine_config_from_args(own) == engine
-    assert config_from_args(TlsConfig, own) == config_from_args(TlsConfig, given)
+    assert config_from_args(CertificateFiles, own) == config_from_args(CertificateFiles, given)
     assert config_from_args(ClusterConfig, own) == ClusterConfig()
     server = config_from_args(ServerConfig, given)
     assert config_from_args(ServerConfig, own) == replace(
@@ -124,7 +124,7 @@ async def test_a_worker_elsewhere_is_listed_at_the_address_of_its_latest_start(m
     monkeypatch.setattr("worker.replicas.wait_until_serving", wait_until_serving)
     spec = ProcessSpec("decode-0", "worker.decode", ())
     policy = RestartPolicy(first_delay_s=0.0)
-    replica = RemoteReplica(spec, spawn, TlsConfig(), lambda _: None, policy)
+    replica = RemoteReplica(spec, spawn, CertificateFiles(), lambda _: None, policy)
     moves = asyncio.Queue()
     async with asyncio.timeout(10):
         await replica.start(lambda: moves.put_nowait(replica.address))
@@ -148,11 +148,8 @@ async def test_a_set_calls_its_workers_with_their_own_certificate(tmp_path, asks
     leaf = authority.issue("worker", dns=["worker.test"], addresses=[])
     ca_certs = authority.certificate if asks_for_certificates else None
     files = write_files(tmp_path, leaf, ca_certs)
-    tls = TlsConfig(
-        ssl_certfile=files.certfile, ssl_keyfile=files.keyfile, ssl_ca_certs=files.ca_certs
-    )
-    async with FakeDecode([1], security=ClusterSecurity(files=tls.files)) as worker:
-        assert await check_health(worker.address, tls=tls_of_caller(tls)) == "SERVING"
+    async with FakeDecode([1], security=ClusterSecurity(files=files)) as worker:
+        assert await check_health(worker.address, tls=tls_of_caller(files)) == "SERVING"
 
 
 @pytest.mark.parametrize(

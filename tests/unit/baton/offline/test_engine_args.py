@@ -1,9 +1,18 @@
 """`EngineArgs`: vLLM's usual arguments."""
 
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from baton import EngineArgs
 from baton.common.errors import ConfigurationError
+from baton.common.flags.vllm_arguments import FIXED_ARGUMENTS, WITHOUT_EFFECT
+from engine.config import EngineConfig
+
+PAGE = Path(__file__).parents[4] / "docs" / "from-vllm.md"
 
 USUAL = {
     "tokenizer": "m",
@@ -44,7 +53,7 @@ def test_the_usual_arguments_are_accepted_if_they_ask_for_what_baton_does():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("data_parallel_size", 2, "data_parallel_size is 2; it must be 1: a model runs on one"),
+        ("data_parallel_size", 2, "data_parallel_size is 2; it must be 1: a process has one"),
         ("tokenizer", "other", "tokenizer is 'other'; it must be 'm'"),
         ("trust_remote_code", True, "trust_remote_code is True; it must be False"),
         ("load_format", "bitsandbytes", "--load-format is 'bitsandbytes'"),
@@ -64,6 +73,20 @@ def test_the_usual_arguments_are_accepted_if_they_ask_for_what_baton_does():
 def test_other_values_are_refused_by_name(name, value, message):
     with pytest.raises(ConfigurationError, match=message):
         EngineArgs("m", **{name: value})
+
+
+def test_the_page_names_arguments_that_are_refused():
+    (row,) = [line for line in PAGE.read_text().splitlines() if "cannot serve, such as" in line]
+    examples = re.findall(r"`(\w+)=([^`]+)`", row)
+    assert len(examples) == 3
+    for name, value in examples:
+        with pytest.raises(ConfigurationError, match=f"^{name} is "):
+            EngineArgs("m", **{name: ast.literal_eval(value)})
+
+
+def test_no_argument_is_lacking_that_the_engine_has():
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert not known & {*FIXED_ARGUMENTS, *WITHOUT_EFFECT}
 
 
 def test_values_are_converted_to_those_of_the_engine():

@@ -266,7 +266,7 @@ async def test_a_large_schema_does_not_block_the_event_loop(schema: str):
         ),
         (
             {"sampling": common_pb2.SamplingParams(seed=1, extra_args_json="[]")},
-            "extra_args must be a JSON object",
+            r"extra_args is \[\]; it must be a JSON object",
         ),
         (
             {"sampling": common_pb2.SamplingParams(seed=1, extra_args_json="")},

@@ -9,7 +9,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.certificates import Certificates
-from baton.common.security.config import CertificateFiles, TlsConfig
+from baton.common.security.config import CertificateFiles
 from tests.support.certificates import Authority, write_files
 
 
@@ -132,7 +132,7 @@ def test_half_of_what_belongs_together_is_refused(given, message):
 
 def test_the_flags_of_a_process_are_checked_as_well():
     with pytest.raises(ConfigurationError, match="--ssl-keyfile is not"):
-        TlsConfig(ssl_certfile="a")
+        CertificateFiles(certfile="a")
 
 
 @pytest.mark.parametrize(

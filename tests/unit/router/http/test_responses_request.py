@@ -346,7 +346,7 @@ def test_the_cost_of_tools_grows_with_their_number():
             "tools[0].tools[0].type is 'mcp'",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].name is missing"),
-        ({"tools": [TOOL | {"parameters": 1}]}, "tools[0].parameters must be a JSON object"),
+        ({"tools": [TOOL | {"parameters": 1}]}, "tools[0].parameters is 1; it must be a JSON"),
         ({"tool_choice": "required"}, "tools is empty"),
         ({"tool_choice": "any"}, "tool_choice is 'any'"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type is 'file_search'"),
