@@ -51,7 +51,7 @@ _COMMANDS = {
     ),
     "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
     "compare": _Command("benchmarks.compare_command", "Baton, compared with other engines"),
-    "scheduling": _Command("benchmarks.scheduling.command", "KV memory and the scheduler"),
+    "scheduling": _Command("benchmarks.scheduling.command", "steps of the scheduler"),
 }
 
 
