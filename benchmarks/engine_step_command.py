@@ -32,7 +32,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Profiles the steps of an engine in this process, phase by phase, at several batch sizes:
-    scheduling, building inputs, forward pass, logits, drawing, committing, and the rest.
+    transfers, scheduling, executing (inputs, forward pass, draws), and committing.
     """
     check_output_args(args)
     cases = make_cases(args.batch_size, [args.input_len], [args.num_steps])
@@ -90,8 +90,7 @@ def _table(kind: str, profiles: Sequence["StepProfile"]) -> Table:
         rows.append(row)
     rows.append(["step", *(cell for profile in own for cell in (profile.total_us, ""))])
     rows.append(["steps", *(cell for profile in own for cell in (profile.num_steps, ""))])
-    note = "Medians. Where logits are 0 they are part of forward: the step is replayed as a whole."
-    return Table(f"A {kind} step", ("", *columns), rows, note)
+    return Table(f"A {kind} step", ("", *columns), rows, "Medians.")
 
 
 def _panel(kind: str, profiles: Sequence["StepProfile"]) -> Panel:
