@@ -95,7 +95,7 @@ async def test_a_refusal_is_an_error_with_its_reason(endpoint):
 
 async def test_an_absent_http_server_is_an_error():
     async with opened_target("http://127.0.0.1:1/v1", "") as target:
-        with pytest.raises(UnavailableError, match="cannot reach http://127.0.0.1:1/v1/models"):
+        with pytest.raises(UnavailableError, match="cannot reach http:"):
             await target.describe()
         (record,) = await run_load([THREE_TOKENS], target, LIMITS)
     assert record.error.startswith("ConnectError")

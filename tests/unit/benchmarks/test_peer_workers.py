@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -232,10 +234,20 @@ def test_peers_run_their_own_interpreter_without_the_environment_of_baton(tmp_pa
     assert Path(launch.command[1]).is_file()
     assert launch.command[2:] == (
         *("/model", "--num-threads", "3", "--dtype", "bfloat16", "--max-model-len", "64"),
+        *("--device", "cpu"),
     )
     assert launch.environment["OMP_NUM_THREADS"] == "3"
     assert "PYTHONPATH" not in launch.environment
     assert "PYTHONPATH" in launch_of("baton", setting_of(tmp_path)).environment
+
+
+def test_on_a_gpu_peers_without_an_environment_run_in_batons(tmp_path):
+    setting = replace(setting_of(tmp_path), device="cuda")
+    launch = launch_of("transformers-cb", setting)
+    assert launch.command[0] == sys.executable
+    assert launch.command[-2:] == ("--device", "cuda")
+    with pytest.raises(ConfigurationError, match="--engines has 'vllm', which is not measured on"):
+        launch_of("vllm", setting)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
