@@ -241,9 +241,14 @@ def _run_round(
         ],
         max_concurrency=batch_size,
     )
-    guesses = (int(b - a) for a, b in zip(before, _num_guesses(engine.core), strict=True))
-    tokens = [record.token_ids for record in run.records]
-    return Round(tokens, run.num_draws, *guesses, run.duration_s)
+    accepted, rejected = (b - a for a, b in zip(before, _num_guesses(engine.core), strict=True))
+    return Round(
+        tokens=[record.token_ids for record in run.records],
+        num_draws=run.num_draws,
+        num_accepted=int(accepted),
+        num_rejected=int(rejected),
+        duration_s=run.duration_s,
+    )
 
 
 def _num_guesses(core: EngineCore) -> tuple[float, float]:
