@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from baton.common.errors import ConfigurationError
 from benchmarks.gpu_machine import results_folder
@@ -43,31 +42,25 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for all parts (default: %(default).0f)",
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="gets a file of figures per part and instruction set (default: benchmarks/results)",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Measures on this machine, which should be idle, what README and the top of
     docs/performance.md show: Baton beside the other engines that are installed, two tiers beside
     one, transfers, the router, the scheduler, speculation. Writes PART_INSTRUCTION-SET.json files
-    with processor, commit and date. Exit status 1: a part failed; the others were measured.
+    with processor, commit and date to benchmarks/results. Exit status 1: a part failed; the others
+    were measured.
     """
     parts = choose_parts(PARTS, args.part)
     if not args.deadline > 0:
         raise ConfigurationError(f"--deadline is {args.deadline}; it must be > 0")
-    if args.folder is not None and not args.folder.is_dir():
-        raise ConfigurationError(f"--folder is {args.folder}; there is no such folder")
     machine = name_machine()
     print(f"{in_words(machine)}\nall parts together: at most {args.deadline / 60:.0f} min")
     if (load := os.getloadavg()[0]) > _BUSY_LOAD:
         print(f"other programs are running (load average {load:.1f}); figures will suffer")
     # The files that are written change the working tree, which must not change the commit's name.
     os.environ[COMMIT_VARIABLE] = str(machine["commit"])
-    folder = (args.folder or results_folder()).resolve()
+    folder = results_folder().resolve()
     reports = list(run_parts(parts, folder, f"_{machine['instruction_set']}", args.deadline))
     print(f"\n{summarize_reports(reports)}")
     for report in reports:

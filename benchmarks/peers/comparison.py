@@ -15,7 +15,7 @@ from benchmarks.peers.rounds import Runs, take_turns
 from benchmarks.peers.summary import summarize_agreement
 from benchmarks.request import BenchRequest
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "find_installed"]
 
 _NUM_CHECKED = 2
 """Requests of each case whose tokens are compared with the reference's."""
@@ -61,7 +61,7 @@ def compare(
         ConfigurationError: an engine is unknown, or none is installed. No engine has started then.
         PeerError: an engine failed.
     """
-    launches, missing = _installed([*engines, REFERENCE], setting)
+    launches, missing = find_installed([*engines, REFERENCE], setting)
     reference = launches.pop(REFERENCE, None)
     if not launches:
         raise ConfigurationError("; ".join(missing.values()))
@@ -88,7 +88,7 @@ def compare(
     return Comparison(facts, missing, cases, runs)
 
 
-def _installed(
+def find_installed(
     engines: Sequence[str], setting: Setting
 ) -> tuple[dict[str, Launch], dict[str, str]]:
     """Returns how to start the engines that are installed, and why others are not."""

@@ -10,7 +10,8 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from benchmarks.peers.cases import Case
-from benchmarks.peers.catalogue import ENGINES, Setting, launch_of
+from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
+from benchmarks.peers.comparison import find_installed
 from benchmarks.peers.peer_messages import (
     PeerAnswer,
     PeerError,
@@ -239,6 +240,13 @@ def test_peers_run_their_own_interpreter_without_the_environment_of_baton(tmp_pa
     assert launch.environment["OMP_NUM_THREADS"] == "3"
     assert "PYTHONPATH" not in launch.environment
     assert "PYTHONPATH" in launch_of("baton", setting_of(tmp_path)).environment
+
+
+def test_engines_that_are_not_installed_are_left_out_and_named(tmp_path):
+    launches, missing = find_installed(["baton", "openvino", REFERENCE], setting_of(tmp_path))
+    assert list(launches) == ["baton"]
+    assert list(missing) == ["openvino", REFERENCE]
+    assert "make_env.sh openvino" in missing["openvino"]
 
 
 def test_on_a_gpu_peers_without_an_environment_run_in_batons(tmp_path):
