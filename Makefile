@@ -8,7 +8,7 @@
 #                         downloads gigabytes of CUDA packages. Without a GPU, use
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS="..."            additional arguments of baton serve (run, up, chat), pytest (test, test-slow)
-#                         or baton bench (bench, bench-gpu)
+#                         or baton bench (bench, bench-record, bench-gpu)
 
 VENV := .venv
 INTEGRATIONS := .venv-integrations
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up chat test test-slow test-gpu lint type proto docs bench bench-gpu check clean
+.PHONY: help run up chat test test-slow test-gpu lint type proto docs bench bench-record bench-gpu check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -62,8 +62,11 @@ docs: $(VENV)/.dev ## generate docs/configuration.md from the commands' flags
 bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:50051", ARGS=--help
 	$(BIN)/baton bench $(ARGS)
 
+bench-record: $(VENV)/.bench $(VENV)/.native $(VENV)/.smollm2 ## measure again what README shows, on an idle machine; see docs/benchmarks.md
+	$(BIN)/baton bench record $(ARGS)
+
 bench-gpu: ## measure a GPU: kernels, steps, tiers; see docs/gpu.md
-	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+	$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
 check: lint type test test-slow ## lint, type and test
 

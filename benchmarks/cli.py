@@ -49,9 +49,12 @@ _COMMANDS = {
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
     ),
-    "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
+    "gpu": _Command("benchmarks.gpu_command", "a GPU: kernels, steps, two tiers, transformers"),
     "compare": _Command("benchmarks.compare_command", "Baton, compared with other engines"),
-    "scheduling": _Command("benchmarks.scheduling.command", "KV memory and the scheduler"),
+    "record": _Command(
+        "benchmarks.record_command", "again what README and docs/performance.md show"
+    ),
+    "scheduling": _Command("benchmarks.scheduling.command", "steps of the scheduler"),
 }
 
 

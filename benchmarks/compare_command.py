@@ -47,6 +47,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="repeatable; split: Baton's two tiers as servers (default: all)",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the engines compute; on a GPU those without an environment of their own run in "
+        "Baton's (default: %(default)s)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
     parser.add_argument(
         "--num-threads", type=int, help="threads of each engine (default: every core)"
@@ -93,10 +100,11 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
             setting,
             args.repeats,
             write_line,
-            lambda: machines.append(describe_machine(num_threads=setting.num_threads)),
+            lambda: machines.append(describe_machine(setting.device, setting.num_threads)),
         )
         report["machine"] = with_median_rates(machines)
         report["rates_by_round"] = [rates_of(machine) for machine in machines]
+        report["not_measured"] = comparison.missing
         report["engines"] = comparison.engines
         report["figures"] = summarize(
             comparison.runs,
@@ -114,7 +122,10 @@ def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
     case = build_cases(vocab_size)["mixed"]
     rounds = [requests_of_round(case, number, vocab_size) for number in range(1 + repeats)]
     engine = EngineConfig(
-        model=str(setting.model), dtype="bfloat16", max_model_len=setting.max_model_len
+        model=str(setting.model),
+        dtype="bfloat16",
+        max_model_len=setting.max_model_len,
+        device=setting.device,
     )
     return asyncio.run(measure_rates(engine, rounds, write_line))
 
@@ -126,6 +137,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         num_threads=args.num_threads or affine_cores(),
         peers_folder=peers_folder,
         max_model_len=_MAX_MODEL_LEN,
+        device=args.device,
     )
 
 
@@ -152,6 +164,8 @@ def print_comparison(report: dict[str, Any]) -> None:
         _print_engines(report["engines"], report["figures"])
     if "split" in report:
         _print_split(report["split"])
+    for reason in report.get("not_measured", {}).values():
+        print(f"\nnot measured: {reason}")
 
 
 def _print_engines(engines: dict[str, Any], figures: Sequence[dict[str, Any]]) -> None:
@@ -188,7 +202,7 @@ def _figure_row(entry: dict[str, Any], engines: Sequence[str]) -> Sequence[str]:
 
 
 def _engine_row(name: str, facts: dict[str, Any]) -> Sequence[str]:
-    agreement = facts["agreement"]
+    agreement = facts.get("agreement", {"agreeing": (), "of": ()})
     shares = zip(agreement["agreeing"], agreement["of"], strict=True)
     return (
         f"{name} ({facts['description']})",

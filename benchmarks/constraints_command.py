@@ -112,7 +112,7 @@ def _measure_masks(args: argparse.Namespace, config: "EngineConfig") -> "Iterato
             )
             with OfflineEngine(sized) as engine:
                 for batch_size in args.batch_size:
-                    yield from measure_masks(engine.core, batch_size, args.num_steps, args.repeats)
+                    yield from measure_masks(engine, batch_size, args.num_steps, args.repeats)
 
 
 def _measure_jumps(args: argparse.Namespace, config: "EngineConfig") -> "Iterator[JumpTimes]":
@@ -133,24 +133,25 @@ def _measure_jumps(args: argparse.Namespace, config: "EngineConfig") -> "Iterato
         prompt = open_model_files(folder).load_tokenizer().encode(_PROMPT).ids
         with OfflineEngine(replace(config, model=str(folder))) as engine:
             for batch_size in args.jump_batch_size:
-                yield measure_jumps(engine.core, prompt, batch_size, args.temperature, args.repeats)
+                yield measure_jumps(engine, prompt, batch_size, args.temperature, args.repeats)
 
 
 def _masks_table(masks: "Sequence[MaskTimes]") -> Table:
     rows: list[list[str | float | int]] = []
     for plain, *others in (masks[index : index + 3] for index in range(0, len(masks), 3)):
-        row: list[str | float | int] = [f"{plain.vocab_size:,}", plain.batch_size, plain.step_ms]
+        row: list[str | float | int] = [f"{plain.vocab_size:,}", plain.batch_size]
+        row += [plain.execute_ms, plain.commit_ms, plain.step_ms]
         for each in others:
-            share = 100 * (each.guides_ms + each.rules_ms) / plain.step_ms
-            row += [each.guides_ms, each.rules_ms, f"{share:.1f}", each.step_ms]
+            more = 100 * (each.step_ms / plain.step_ms - 1)
+            row += [each.execute_ms, each.commit_ms, each.step_ms, f"{more:.1f}"]
         rows.append(row)
-    kinds = [f"{column}, {mark}" for mark in "mr" for column in ("guides", "rules", "%", "step")]
+    kinds = [f"{column}, {mark}" for mark in "mr" for column in ("execute", "commit", "step", "+%")]
     return Table(
         f"Decode steps of {_MASKS_MODEL}, ms",
-        ("vocabulary", "sequences", "plain step", *kinds),
+        ("vocabulary", "sequences", "execute", "commit", "step", *kinds),
         rows,
-        "Medians. m: with masks; r: with masks and rules. Guides: grammars accept tokens and make "
-        "masks; rules: they change logits. %: their sum over a plain step.",
+        "Medians. m: with masks; r: with masks and rules, which change logits in execute. Grammars "
+        "accept tokens and make masks in commit. +%: the step over a plain one.",
     )
 
 
@@ -160,24 +161,17 @@ def _jump_tables(jumps: "Sequence[JumpTimes]", model: str) -> list[Table]:
     rows = [
         (
             str(each.batch_size),
-            each.num_tokens,
+            each.num_tokens[0],
             each.num_forced,
-            *each.num_steps,
-            each.jumping_s,
-            each.drawing_s,
-            each.speed_up,
+            each.num_steps[0],
+            *(each.num_tokens[1], each.num_steps[1]),
+            *(1e3 * each.jumping_s, 1e3 * each.drawing_s, each.speed_up),
         )
         for each in jumps
     ]
     columns = (
-        "sequences",
-        "tokens",
-        "forced",
-        "steps",
-        "steps, drawn",
-        "s",
-        "s, drawn",
-        "speed-up",
+        *("sequences", "tokens", "forced", "steps", "tokens, drawn", "steps, drawn"),
+        *("ms/token", "ms/token, drawn", "speed-up"),
     )
-    note = "Medians. Drawn: without jump-forward, the same tokens with a draw for each."
+    note = "Medians. Drawn: without jump-forward, with a draw for each token."
     return [Table(f"Jump-forward, {model}", columns, rows, note)]

@@ -1,20 +1,29 @@
 """`baton bench engine-step`: where the time of an engine's step goes."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.offline.cases import Case, make_cases
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.output import (
+    add_output_args,
+    check_output_args,
+    flags_of,
+    write_report,
+    write_results,
+)
 from benchmarks.report.report import Panel, Report, Series, Table
 
 if TYPE_CHECKING:
+    from benchmarks.offline.device_steps import DeviceStep
     from benchmarks.offline.step_profile import StepProfile
+    from engine.config import EngineConfig
 
 __all__ = ["add_args", "main"]
 
@@ -24,19 +33,31 @@ _WARM_UP_STEPS = 8
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add_numbers(parser, "--batch-size", [1, 8, 32], "requests that start together")
-    add_number(parser, "--input-len", 128, "tokens of a prompt")
+    add_numbers(parser, "--input-len", [128], "tokens of a prompt; on a CPU the first counts")
     add_number(parser, "--num-steps", 100, "decode steps per batch size")
     add_offline_args(parser)
     add_output_args(parser)
 
 
-def main(args: argparse.Namespace) -> None:
-    """Profiles the steps of an engine in this process, phase by phase, at several batch sizes:
-    scheduling, building inputs, forward pass, logits, drawing, committing, and the rest.
+def main(args: argparse.Namespace) -> int:
+    """Profiles the steps of an engine in this process. On a CPU phase by phase, at several batch
+    sizes: transfers, scheduling, executing (inputs, forward pass, draws), and committing. On a GPU
+    steps of the runner alone, launched ahead, the device's share of them, and the engine's steps;
+    the file of --json is written anew after each figure. Exit status 1: a figure failed.
     """
     check_output_args(args)
-    cases = make_cases(args.batch_size, [args.input_len], [args.num_steps])
     config = offline_config(args)
+
+    from engine.runtime.device import resolve_device
+
+    if resolve_device(config.device).type == "cuda":
+        return _measure_device(args, config)
+    _profile_phases(args, config)
+    return 0
+
+
+def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
+    cases = make_cases(args.batch_size, args.input_len[:1], [args.num_steps])
     if config.async_scheduling:
         raise ConfigurationError("--async-scheduling runs phases side by side; profile without it")
 
@@ -55,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
     write_report(
         Report(
             title=f"Steps of {config.model_name}",
-            facts={"machine": in_words(machine), "prompts": f"{args.input_len} tokens"},
+            facts={"machine": in_words(machine), "prompts": f"{args.input_len[0]} tokens"},
             tables=[_table(kind, profiles) for kind in _kinds(profiles)],
             panels=[_panel(kind, profiles) for kind in _kinds(profiles)],
             results={
@@ -65,6 +86,67 @@ def main(args: argparse.Namespace) -> None:
             },
         ),
         args,
+    )
+
+
+def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
+    from benchmarks.offline.device_steps import measure_device_steps
+    from benchmarks.offline.floors import measure_floors
+    from benchmarks.offline.offline_engine import OfflineEngine
+    from engine.core import EngineCore
+    from engine.runtime.device import with_device_defaults
+    from engine.runtime.model_runner import ModelRunner
+
+    floors = measure_floors(config)  # before the pool takes the memory
+    config = with_device_defaults(config)
+    steps: list[DeviceStep] = []
+    with ExitStack() as opened:
+        runner = ModelRunner(config, progress=False)
+        opened.callback(runner.close)
+        engine = opened.enter_context(OfflineEngine(config, EngineCore(config, runner)))
+        for step in measure_device_steps(
+            engine,
+            runner,
+            floors,
+            batch_sizes=args.batch_size,
+            contexts=args.input_len,
+            num_steps=args.num_steps,
+        ):
+            steps.append(step)
+            if args.json:
+                write_results(
+                    args.json, _device_report(args, config, floors.machine, steps).content
+                )
+    write_report(_device_report(args, config, floors.machine, steps), args)
+    return int(any(step.failed for step in steps))
+
+
+def _device_report(
+    args: argparse.Namespace,
+    config: "EngineConfig",
+    machine: Mapping[str, Any],
+    steps: Sequence["DeviceStep"],
+) -> Report:
+    failed = [f"{s.kind}, {s.batch_size} x {s.context}: {s.failed}" for s in steps if s.failed]
+    rows = [
+        (
+            *(step.kind, step.batch_size, step.context, step.median_us, step.floor_us),
+            step.median_us / step.floor_us if step.median_us and step.floor_us else None,
+            step.idle_share,
+        )
+        for step in steps
+    ]
+    columns = ("", "sequences", "context", "us", "floor, us", "x floor", "device idle")
+    return Report(
+        title=f"Steps of {config.model_name}",
+        facts={"machine": in_words(machine)},
+        tables=[Table("Steps", columns, rows, "; ".join(["Medians.", *failed]))],
+        panels=[],
+        results={
+            "machine": machine,
+            "flags": flags_of(args),
+            "steps": [asdict(step) for step in steps],
+        },
     )
 
 
@@ -90,8 +172,7 @@ def _table(kind: str, profiles: Sequence["StepProfile"]) -> Table:
         rows.append(row)
     rows.append(["step", *(cell for profile in own for cell in (profile.total_us, ""))])
     rows.append(["steps", *(cell for profile in own for cell in (profile.num_steps, ""))])
-    note = "Medians. Where logits are 0 they are part of forward: the step is replayed as a whole."
-    return Table(f"A {kind} step", ("", *columns), rows, note)
+    return Table(f"A {kind} step", ("", *columns), rows, "Medians.")
 
 
 def _panel(kind: str, profiles: Sequence["StepProfile"]) -> Panel:

@@ -5,32 +5,46 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from baton.common.machine_limits import affine_cores, usable_cores
+from kernels.library.cpu import cpu_features, cpu_model
+from kernels.library.variants import variants_for
 
 __all__ = [
+    "COMMIT_VARIABLE",
+    "describe_commit",
     "describe_machine",
     "in_words",
+    "instruction_set",
     "name_machine",
     "rates_of",
     "with_best_ceilings",
     "with_median_rates",
 ]
 
-_COMMIT_VARIABLE = "BATON_COMMIT"
+COMMIT_VARIABLE = "BATON_COMMIT"
 _UNKNOWN_COMMIT = "unknown"
 
 
 def name_machine() -> dict[str, object]:
-    """Returns the machine's hardware, versions and commit."""
+    """Returns the machine's hardware, versions, commit, and the date."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_model() or platform.processor(),
+        "instruction_set": instruction_set(),
         "cores": affine_cores(),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": describe_commit(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def instruction_set() -> str:
+    """Returns the best instruction set of the CPU that the kernels are compiled for."""
+    features = cpu_features()
+    return next(v.name for v in variants_for() if v.cpu_features <= features)
 
 
 def in_words(machine: Mapping[str, object]) -> str:
@@ -81,15 +95,9 @@ def with_median_rates(machines: Sequence[Mapping[str, Any]]) -> dict[str, object
     }
 
 
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _commit() -> str:
+def describe_commit() -> str:
     """Returns the commit that git reports, or BATON_COMMIT for sources without a repository."""
-    copied = os.environ.get(_COMMIT_VARIABLE)
+    copied = os.environ.get(COMMIT_VARIABLE)
     if copied:
         return copied
     here = str(Path(__file__).parent)

@@ -24,6 +24,7 @@ __all__ = [
     "read_config",
     "resolve_model",
     "write_dummy_model",
+    "write_random_config",
 ]
 
 _MODELS_FOLDER = Path("~/.cache/baton-bench")
@@ -46,13 +47,48 @@ _QWEN2: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+_LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": True,
+}
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": ("Llama", _LLAMA | {"intermediate_size": 2048}),
     "llama-120m": ("Llama", _LLAMA | {"intermediate_size": 2816}),
     "qwen2-0.5b": ("Qwen2", _QWEN2),
+    "qwen3-0.6b": ("Qwen3", _QWEN3),
+    "llama-3.1-8b": ("Llama", _LLAMA_8B),
 }
 """By name: the family and the shape. The shape of qwen2-0.5b is the real one's except for a smaller
-vocabulary."""
+vocabulary. That of llama-3.1-8b is for --load-format dummy, which needs no 16 GB on disk."""
 
 
 def make_random_model(name: str, folder: Path) -> Path:
@@ -79,10 +115,21 @@ def write_dummy_model(config: Mapping[str, Any], folder: Path) -> Path:
         config: the fields of its config.json.
         folder: is made if it does not exist.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     _copy_tokenizer(folder)
     return folder
+
+
+def write_random_config(name: str, folder: Path) -> Path:
+    """Writes one of `RANDOM_MODELS` without weights; returns its folder."""
+    family, shape = RANDOM_MODELS[name]
+    known = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "dtype": "bfloat16",
+    }
+    return write_dummy_model(shape | known, folder)
 
 
 def cached_random_model(name: str, root: Path) -> Path:
@@ -138,16 +185,21 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
-    return engine_config_from_args(args, model=resolve_model(args.model))
+    return engine_config_from_args(args, model=resolve_model(args.model, args.load_format))
 
 
-def resolve_model(model: str | None) -> str:
-    """Returns the checkpoint folder or Hub name that `--model` means; makes random models."""
+def resolve_model(model: str | None, load_format: str = "auto") -> str:
+    """Returns the checkpoint folder or Hub name that `--model` means; makes random models, without
+    weights if the format is "dummy".
+    """
     if model is None:
         return str(demo_model_path())
-    if model in RANDOM_MODELS:
-        return str(cached_random_model(model, _MODELS_FOLDER.expanduser()))
-    return model
+    if model not in RANDOM_MODELS:
+        return model
+    folder = _MODELS_FOLDER.expanduser()
+    if load_format == "dummy":
+        return str(write_random_config(model, folder / f"{model}-dummy"))
+    return str(cached_random_model(model, folder))
 
 
 def _copy_tokenizer(folder: Path) -> None:

@@ -12,18 +12,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import Answer, ServedCluster, served_cluster
-from benchmarks.models import num_weights
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 
-__all__ = ["MODELS", "Workload", "measure_latencies", "measure_rates"]
+__all__ = ["Workload", "measure_latencies", "measure_rates"]
 
-MODELS = {"demo": "float32", "llama-100m": "bfloat16"}
-"""The models that `baton bench split` measures, and the type that each computes in."""
 _WARM_UP_REQUESTS = 3
 _PROMPT_VOCABULARY = 2000  # smaller than every model's
 _STAGES = ("route_ms", "queue_ms", "prefill_ms", "transfer_ms", "load_ms", "decode_ms")
@@ -36,22 +32,18 @@ class Workload:
     """Requests of which one is in flight at a time. Figures are medians over `repeats` requests.
 
     Attributes:
-        model: a name in `MODELS`.
-        path: the model's folder.
+        model: the model's name.
+        engine: configures every worker.
         prompt_tokens: length of every prompt. No prompt is sent twice.
         output_tokens: tokens to generate for each.
         repeats: requests that count.
-        num_threads: threads of each worker.
-        kv_connector: URL; None for a `shm://` store.
     """
 
     model: str
-    path: Path
+    engine: EngineConfig
     prompt_tokens: int
     output_tokens: int
     repeats: int
-    num_threads: int
-    kv_connector: str | None
 
 
 async def measure_latencies(workload: Workload) -> dict[str, object]:
@@ -60,14 +52,7 @@ async def measure_latencies(workload: Workload) -> dict[str, object]:
     Raises:
         BatonError: a cluster did not start, or a request failed.
     """
-    engine = EngineConfig(
-        model=str(workload.path),
-        dtype=MODELS[workload.model],
-        kv_connector=workload.kv_connector,
-        num_threads=workload.num_threads,
-        kv_cache_memory_bytes=1 << 28,
-    )
-    async with _both_clusters(engine) as clusters:
+    async with _both_clusters(workload.engine) as clusters:
         answers = await _ask_in_turn(workload, clusters)
     return _summarize(workload, answers)
 
@@ -156,9 +141,8 @@ def _summarize(workload: Workload, answers: Mapping[str, list[Answer]]) -> dict[
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "repeats": workload.repeats,
-        "num_threads": workload.num_threads,
-        "dtype": MODELS[workload.model],
-        "num_weights": num_weights(workload.path),
+        "num_threads": workload.engine.num_threads,
+        "dtype": workload.engine.dtype,
         "whole": rows["whole"],
         "split": rows["split"],
         "split_to_whole": ratios,

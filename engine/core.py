@@ -183,6 +183,11 @@ class EngineCore:
         return self._connector.statuses
 
     @property
+    def step_timer(self) -> StepTimer:
+        """Splits the time of steps into phases."""
+        return self._timer
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a request has not had its last output."""
         return self.scheduler.num_unfinished > 0

@@ -135,9 +135,9 @@ VARIABLES = (
     ),
     Variable(
         "BATON_RESULTS_FOLDER",
-        "`make test-gpu`, `make bench-gpu`",
+        "`make test-gpu`, `make bench-gpu`, `make bench-record`",
         "benchmarks/results",
-        "folder for the reports of a GPU",
+        "folder for their reports",
     ),
     Variable(
         "BATON_CONTAINERS",

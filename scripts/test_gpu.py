@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.common.machine_limits import usable_cores
-from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, results_folder
+from benchmarks.gpu_machine import describe_gpu_machine, find_problem, results_folder
 from benchmarks.report.output import write_results
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,8 +31,13 @@ __all__ = [
     "OpenAiEndpoint",
     "add_endpoint_args",
     "client_options",
+    "ended_early",
     "error_text",
+    "first_model",
+    "is_end",
     "parse_base_url",
+    "parse_line",
+    "raise_for_status",
     "unreachable",
 ]
 
@@ -139,11 +144,7 @@ class OpenAiEndpoint:
         if not self._model:
             with self._answers():
                 response = self._client.get(f"{self.url}/models")
-            self._check(response)
-            try:
-                self._model = response.json()["data"][0]["id"]
-            except (ValueError, LookupError, TypeError):
-                raise NotFoundError(f"{self.url}/models lists no model") from None
+            self._model = first_model(response)
         return self._model
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -164,15 +165,15 @@ class OpenAiEndpoint:
             try:
                 if response.is_error:
                     response.read()
-                self._check(response)
-                yield from _events(response)
+                raise_for_status(response)
+                for line in response.iter_lines():
+                    if is_end(line):
+                        return
+                    if (event := parse_line(line)) is not None:
+                        yield event
+                raise ended_early()
             finally:
                 response.close()
-
-    def _check(self, response: httpx2.Response) -> None:
-        if response.is_error:
-            kind = _ERRORS.get(response.status_code, BatonError)
-            raise kind(f"HTTP {response.status_code}: {error_text(response.content)}")
 
     @contextmanager
     def _answers(self) -> Generator[None, None, None]:
@@ -188,7 +189,7 @@ class OpenAiEndpoint:
 
 
 def client_options(
-    url: str, api_key: str | None, timeout_s: float, tls: ClientTls = _PLAIN
+    url: str, api_key: str | None, timeout_s: float = _MAX_TIMEOUT_S, tls: ClientTls = _PLAIN
 ) -> dict[str, Any]:
     """Returns the arguments of an HTTP client for requests to `url`.
 
@@ -252,18 +253,41 @@ def error_text(body: bytes) -> str:
     return str(error)[:_MAX_REASON_LENGTH]
 
 
-def _events(response: httpx2.Response) -> Generator[dict[str, Any], None, None]:
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
-            continue  # a comment that keeps the connection open, or the blank line after an event
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield _parse_event(data)
-    raise AbortedError("the stream ended before its end; the server was stopped?")
+def raise_for_status(response: httpx2.Response) -> None:
+    """Raises the error that a response, which was read, reports by its status; else nothing."""
+    if response.is_error:
+        kind = _ERRORS.get(response.status_code, BatonError)
+        raise kind(f"HTTP {response.status_code}: {error_text(response.content)}")
 
 
-def _parse_event(data: str) -> dict[str, Any]:
+def first_model(response: httpx2.Response) -> str:
+    """Returns the first model of an answer to `GET /models`.
+
+    Raises:
+        BatonError: the answer is an error, or lists no model.
+    """
+    raise_for_status(response)
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise NotFoundError(f"{response.url} lists no model") from None
+
+
+def is_end(line: str) -> bool:
+    """Returns whether a line of a stream of events ends it."""
+    return _data_of(line) == "[DONE]"
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """Returns the event of a line of a stream; None for a comment that keeps the connection open,
+    or the blank line after an event.
+
+    Raises:
+        BatonError: the event is an error, or not a JSON object.
+    """
+    data = _data_of(line)
+    if data is None:
+        return None
     try:
         event = json.loads(data)
     except ValueError:
@@ -273,3 +297,12 @@ def _parse_event(data: str) -> dict[str, Any]:
     if event.get("error"):
         raise BatonError(error_text(data.encode()))
     return event
+
+
+def ended_early() -> AbortedError:
+    """Returns the error of a stream without the event that ends it."""
+    return AbortedError("the stream ended before its end; the server was stopped?")
+
+
+def _data_of(line: str) -> str | None:
+    return line.removeprefix("data:").strip() if line.startswith("data:") else None

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Result
+from benchmarks.kernels.case import CPU, Call, Case, DecoderShape, Numbers, Result, Sizes
 from benchmarks.kernels.cost import Cost, Span, attention_cost
 from kernels import AttentionMetadata, Rotation
 
@@ -15,11 +15,8 @@ __all__ = ["BLOCK_SIZE", "attention_cases", "rotation_cases", "step_metadata"]
 
 BLOCK_SIZE = 16
 """The engine's default."""
-_DECODE = ((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512))
-"""(number of sequences, context of each)."""
-_CHUNK = 512
-_CACHED = (0, 2048)
 _WINDOW = 512
+_ROTATED_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +33,9 @@ class _Step:
         return sum(span.num_queries for span in self.spans)
 
 
-def attention_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def attention_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Decoding, chunks of a prompt, and both within a window."""
-    for step in _steps():
+    for step in _steps(sizes):
         yield Case(
             "paged_attention",
             step.what,
@@ -54,10 +51,11 @@ def attention_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def rotation_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def rotation_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Cases of `rotate_and_write_kv` on similar steps: Q, K and V are read, K and V written."""
     num_moved = shape.num_query_features + 4 * shape.num_kv_features
-    for step in (_decode_step(1, 512), _decode_step(16, 512), _decode_step(48, 512), _chunk(0)):
+    decodes = (_decode_step(number, _ROTATED_CONTEXT) for number in sizes.rotated)
+    for step in (*decodes, _chunk(*sizes.chunks[0])):
         yield Case(
             "rotate_and_write_kv",
             step.what,
@@ -69,13 +67,13 @@ def rotation_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def _steps() -> Iterator[_Step]:
-    for batch_size, context in _DECODE:
+def _steps(sizes: Sizes) -> Iterator[_Step]:
+    for batch_size, context in sizes.decode:
         yield _decode_step(batch_size, context)
-    for num_cached in _CACHED:
-        yield _chunk(num_cached)
+    for num_cached, num_queries in sizes.chunks:
+        yield _chunk(num_cached, num_queries)
     yield _decode_step(16, 2048, _WINDOW)
-    yield _chunk(2048, _WINDOW)
+    yield _chunk(*sizes.chunks[-1], _WINDOW)
 
 
 def _decode_step(batch_size: int, context: int, window: int | None = None) -> _Step:
@@ -83,9 +81,9 @@ def _decode_step(batch_size: int, context: int, window: int | None = None) -> _S
     return _Step(_named("decode", window), f"{batch_size} x {context}", spans, window)
 
 
-def _chunk(num_cached: int, window: int | None = None) -> _Step:
-    size = f"{_CHUNK} after {num_cached}"
-    return _Step(_named("chunk", window), size, (Span(num_cached, _CHUNK),), window)
+def _chunk(num_cached: int, num_queries: int, window: int | None = None) -> _Step:
+    size = f"{num_queries} after {num_cached}"
+    return _Step(_named("chunk", window), size, (Span(num_cached, num_queries),), window)
 
 
 def _named(what: str, window: int | None) -> str:
@@ -95,7 +93,7 @@ def _named(what: str, window: int | None) -> str:
 def _attention_calls(
     shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
-    meta, num_blocks = step_metadata(step.spans)
+    meta, num_blocks = step_metadata(step.spans, numbers.device)
     query = numbers.normal(step.num_tokens, shape.num_heads, shape.head_dim)
     return [
         partial(
@@ -113,10 +111,8 @@ def _attention_calls(
 def _rotation_calls(
     shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
-    meta, num_blocks = step_metadata(step.spans)
-    angles = Numbers(numbers.module, torch.float32, torch.float32).normal(
-        step.num_tokens, shape.head_dim // 2
-    )
+    meta, num_blocks = step_metadata(step.spans, numbers.device)
+    angles = numbers.in_float32().normal(step.num_tokens, shape.head_dim // 2)
     rotation = Rotation(angles.cos(), angles.sin())
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     qkv = numbers.normal(step.num_tokens, num_heads, shape.head_dim)
@@ -159,7 +155,9 @@ def _kv_layers(
     return layers[:num_copies]
 
 
-def step_metadata(spans: Sequence[Span]) -> tuple[AttentionMetadata, int]:
+def step_metadata(
+    spans: Sequence[Span], device: torch.device = CPU
+) -> tuple[AttentionMetadata, int]:
     """Returns metadata of a step with scattered blocks, and the number of blocks."""
     sizes = [-(-span.context // BLOCK_SIZE) for span in spans]
     block_ids = random.Random(0).sample(range(sum(sizes)), sum(sizes))
@@ -173,10 +171,10 @@ def step_metadata(spans: Sequence[Span]) -> tuple[AttentionMetadata, int]:
         starts.append(starts[-1] + span.num_queries)
     contexts = [span.context for span in spans]
     meta = AttentionMetadata(
-        block_tables=tables,
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        slot_mapping=torch.cat(slots),
+        block_tables=tables.to(device),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        slot_mapping=torch.cat(slots).to(device),
         max_query_len=max(span.num_queries for span in spans),
         max_context_len=max(contexts),
     )

@@ -1,8 +1,8 @@
 """`Case`: a primitive on inputs of one shape; `Numbers`: its inputs; `DecoderShape`: of a model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -10,7 +10,17 @@ import torch
 from benchmarks.kernels.cost import Cost
 from kernels import Weight, WeightUse
 
-__all__ = ["CPU", "Call", "Case", "DecoderShape", "Numbers", "Result", "rows_in_words"]
+__all__ = [
+    "CPU",
+    "SIZES",
+    "Call",
+    "Case",
+    "DecoderShape",
+    "Numbers",
+    "Result",
+    "Sizes",
+    "rows_in_words",
+]
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 Call = Callable[[], Result]
@@ -28,17 +38,23 @@ class Numbers:
         module: `kernels`, or `kernels.reference`.
         dtype: the type that inputs are rounded to.
         kept_as: the type of the tensors that hold them.
+        device: where they are.
     """
 
     module: ModuleType
     dtype: torch.dtype
     kept_as: torch.dtype
+    device: torch.device = CPU
 
     def normal(self, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
         """Returns normal numbers of standard deviation `scale`, a function of shape and seed."""
-        generator = torch.Generator().manual_seed(seed)
-        numbers = scale * torch.randn(shape, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        numbers = torch.randn(shape, generator=generator, device=self.device).mul_(scale)
         return numbers.to(self.dtype).to(self.kept_as)
+
+    def in_float32(self) -> "Numbers":
+        """Returns the same with inputs of float32, such as logits."""
+        return replace(self, dtype=torch.float32, kept_as=torch.float32)
 
     def weights(
         self, num_rows: int, num_columns: int, use: WeightUse, num_copies: int
@@ -48,7 +64,7 @@ class Numbers:
         return [self._filled(matrix, use) for _ in range(num_copies)]
 
     def _filled(self, matrix: torch.Tensor, use: WeightUse) -> Weight:
-        weight: Weight = self.module.make_weight(*matrix.shape, matrix.dtype, CPU, use)
+        weight: Weight = self.module.make_weight(*matrix.shape, matrix.dtype, self.device, use)
         parts = matrix.chunk(2 if use is WeightUse.GATED_LINEAR else 1)
         for index, part in enumerate(parts):
             weight.rows(index * len(part), len(part)).copy_(part)
@@ -79,6 +95,58 @@ class Case:
     make_calls: Callable[[Numbers, int], Sequence[Call]]
     max_copies: int | None = None
     is_recordable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of the cases on one kind of device.
+
+    Attributes:
+        product_rows: rows of products.
+        hidden_rows: rows of hidden states, for norms and look-ups.
+        sequences: rows of logits, of which the head computes no more.
+        drawn: rows that draw.
+        ruled: rows that have rules.
+        decode: (number of sequences, context of each) of decode steps.
+        chunks: (tokens cached, tokens computed) of chunks of a prompt.
+        rotated: numbers of sequences whose tokens are rotated.
+    """
+
+    product_rows: Sequence[int]
+    hidden_rows: Sequence[int]
+    sequences: Sequence[int]
+    drawn: Sequence[int]
+    ruled: Sequence[int]
+    decode: Sequence[tuple[int, int]]
+    chunks: Sequence[tuple[int, int]]
+    rotated: Sequence[int]
+
+
+SIZES: Mapping[str, Sizes] = MappingProxyType(
+    {
+        "cpu": Sizes(
+            product_rows=(1, 4, 16, 48, 128, 512),
+            hidden_rows=(1, 16, 512),
+            sequences=(1, 16, 48),
+            drawn=(1, 32),  # in torch, more would take seconds
+            ruled=(1, 32, 256),
+            decode=((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512)),
+            chunks=((0, 512), (2048, 512)),
+            rotated=(1, 16, 48),
+        ),
+        "cuda": Sizes(
+            product_rows=(1, 16, 64, 256, 8192),
+            hidden_rows=(1, 256, 8192),
+            sequences=(1, 64, 256),
+            drawn=(1, 256),
+            ruled=(1, 256),
+            decode=tuple((count, context) for context in (512, 8192) for count in (1, 16, 64, 256)),
+            chunks=((0, 2048), (0, 8192), (6144, 2048)),
+            rotated=(1, 64, 256),
+        ),
+    }
+)
+"""By the type of a torch device."""
 
 
 def rows_in_words(num_rows: int) -> str:

@@ -5,13 +5,20 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Result, rows_in_words
+from benchmarks.kernels.case import (
+    Call,
+    Case,
+    DecoderShape,
+    Numbers,
+    Result,
+    Sizes,
+    rows_in_words,
+)
 from benchmarks.kernels.cost import Cost
 from kernels import DrawTable, RuleTable
 
 __all__ = ["draw_cases", "rule_cases"]
 
-_NUMS_SEQUENCES = (1, 32, 256)
 _NUM_TOKENS = 1000  # of each sequence; half of them are its prompt
 _NUM_LISTED = 64  # entries of each list of a row's rules
 _DRAWS = {
@@ -22,10 +29,10 @@ _DRAWS = {
 }  # top-k, top-p and min-p
 
 
-def rule_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def rule_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Sequences that all have rules of every kind."""
     del dtype
-    for num_rows in _NUMS_SEQUENCES:
+    for num_rows in sizes.ruled:
         yield Case(
             "apply_logit_rules",
             f"{shape.vocab_size} logits, {_NUM_TOKENS} tokens",
@@ -37,11 +44,11 @@ def rule_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def draw_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def draw_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Draws at random from normal logits, with a temperature of 1."""
     del dtype
     for name in _DRAWS:
-        for num_rows in _NUMS_SEQUENCES[:2]:  # in torch, more would take seconds
+        for num_rows in sizes.drawn:
             yield Case(
                 "draw_tokens",
                 f"{shape.vocab_size} logits, {name}",
@@ -54,14 +61,14 @@ def draw_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _logits(numbers: Numbers, num_rows: int, vocab_size: int) -> torch.Tensor:
-    wide = Numbers(numbers.module, torch.float32, torch.float32)
-    return wide.normal(num_rows, vocab_size, scale=3.0)
+    return numbers.in_float32().normal(num_rows, vocab_size, scale=3.0)
 
 
 def _rule_calls(
     vocab_size: int, num_rows: int, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
-    logits, table = _logits(numbers, num_rows, vocab_size), _rule_table(vocab_size, num_rows)
+    logits = _logits(numbers, num_rows, vocab_size)
+    table = _rule_table(vocab_size, num_rows, numbers.device)
     calls = []
     for _ in range(num_copies):
         scores = (logits.clone(), *numbers.module.row_maxima(logits))
@@ -73,7 +80,7 @@ def _apply(
     numbers: Numbers, scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rules: RuleTable
 ) -> Result:
     """Returns the maxima and the likeliest tokens; the logits may be infinite."""
-    ids = torch.arange(len(rules.history))
+    ids = torch.arange(len(rules.history), device=numbers.device)
     numbers.module.apply_logit_rules(
         *scores,
         rules,
@@ -85,36 +92,40 @@ def _apply(
     return scores[1:]
 
 
-def _rule_table(vocab_size: int, num_rows: int) -> RuleTable:
+def _rule_table(vocab_size: int, num_rows: int, device: torch.device) -> RuleTable:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(*shape: int) -> torch.Tensor:
-        return torch.randint(vocab_size, (num_rows, *shape), generator=generator).int()
+        return torch.randint(vocab_size, (num_rows, *shape), generator=generator).int().to(device)
 
     listed = torch.arange(_NUM_LISTED, dtype=torch.int32) * (vocab_size // _NUM_LISTED)
     num_words = -(-vocab_size // 32)
+    ends = torch.tensor([_NUM_TOKENS // 2, _NUM_TOKENS + 1], device=device)
+    penalties = torch.tensor([1.1, 0.5, 0.2], device=device)
     return RuleTable(
         history=tokens(_NUM_TOKENS),
-        lengths=torch.tensor([_NUM_TOKENS // 2, _NUM_TOKENS + 1]).repeat(num_rows, 1),
-        penalties=torch.tensor([1.1, 0.5, 0.2]).repeat(num_rows, 1),
-        bias_ids=listed.repeat(num_rows, 1),
-        biases=torch.full((num_rows, _NUM_LISTED), 0.01),
+        lengths=ends.repeat(num_rows, 1),
+        penalties=penalties.repeat(num_rows, 1),
+        bias_ids=listed.to(device).repeat(num_rows, 1),
+        biases=torch.full((num_rows, _NUM_LISTED), 0.01, device=device),
         stop_ids=tokens(_NUM_LISTED),
         bad_words=tokens(_NUM_LISTED, 3),
-        allowed=torch.full((num_rows, num_words), 0x7FFFFFFF, dtype=torch.int32),
+        allowed=torch.full((num_rows, num_words), 0x7FFFFFFF, dtype=torch.int32, device=device),
     )
 
 
 def _draw_calls(
     vocab_size: int, num_rows: int, name: str, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
-    logits, ids = _logits(numbers, num_rows, vocab_size), torch.arange(num_rows)
+    logits = _logits(numbers, num_rows, vocab_size)
+    ids = torch.arange(num_rows, device=numbers.device)
     top_k, top_p, min_p = _DRAWS[name]
+    ones = torch.ones(num_rows, dtype=torch.float64, device=numbers.device)
     draws = DrawTable(
-        temperature=torch.ones(num_rows, dtype=torch.float64),
-        top_k=torch.full((num_rows,), top_k),
-        top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        log_min_p=torch.full((num_rows,), min_p, dtype=torch.float64).log(),
+        temperature=ones,
+        top_k=torch.full_like(ids, top_k),
+        top_p=top_p * ones,
+        log_min_p=(min_p * ones).log(),
         seed=ids,
     )
     calls = []

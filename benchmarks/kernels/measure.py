@@ -4,8 +4,9 @@ A new primitive is a function that yields cases, and a line in `PRIMITIVES`.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -13,8 +14,10 @@ import torch
 import kernels
 from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels.attention import attention_cases, rotation_cases
-from benchmarks.kernels.case import Case, DecoderShape, Numbers, Result
+from benchmarks.kernels.blocks import gather_cases, scatter_cases
+from benchmarks.kernels.case import CPU, SIZES, Case, DecoderShape, Numbers, Result, Sizes
 from benchmarks.kernels.cost import Cost
+from benchmarks.kernels.device_timing import sample_calls
 from benchmarks.kernels.draws import draw_cases, rule_cases
 from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
 from benchmarks.kernels.products import gated_linear_cases, linear_cases
@@ -23,7 +26,8 @@ from kernels import reference
 
 __all__ = ["PRIMITIVES", "Outcome", "Setting", "find_difference", "make_cases", "measure"]
 
-PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] = MappingProxyType(
+MakeCases = Callable[[DecoderShape, torch.dtype, Sizes], Iterator[Case]]
+PRIMITIVES: Mapping[str, MakeCases] = MappingProxyType(
     {
         "linear": linear_cases,
         "linear_silu_and_mul": gated_linear_cases,
@@ -34,18 +38,24 @@ PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] 
         "row_maxima": maxima_cases,
         "apply_logit_rules": rule_cases,
         "draw_tokens": draw_cases,
+        "gather_blocks": gather_cases,
+        "scatter_blocks": scatter_cases,
     }
 )
 """Functions that yield a primitive's cases for a model and an element type, by name."""
 
 _EPS32 = torch.finfo(torch.float32).eps
+_MAX_ERROR_LENGTH = 500
 _NUM_ROUNDINGS = 8
 """Roundings to the inputs' type, of results and intermediate values, that are allowed for."""
 
 
-def make_cases(primitives: Sequence[str], shape: DecoderShape, dtype: torch.dtype) -> list[Case]:
+def make_cases(
+    primitives: Sequence[str], shape: DecoderShape, dtype: torch.dtype, device: torch.device = CPU
+) -> list[Case]:
     """Returns all cases of the named `PRIMITIVES`."""
-    return [case for name in primitives for case in PRIMITIVES[name](shape, dtype)]
+    sizes = SIZES[device.type]
+    return [case for name in primitives for case in PRIMITIVES[name](shape, dtype, sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +65,14 @@ class Setting:
     Attributes:
         dtype: of weights, KV and hidden states.
         num_threads: of the selected kernels, and of the reference.
-        cache_bytes: size of the machine's largest cache.
+        cache_bytes: size of the largest cache.
+        device: where the kernels compute.
     """
 
     dtype: torch.dtype
     num_threads: int
     cache_bytes: int
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +85,10 @@ class Outcome:
         size: rows, or sequences and their contexts, in words.
         cost: of a call.
         kernel_s: median seconds of a call of the selected kernels; None if the result is wrong.
-        reference_s: median seconds of a call of the reference; None if `kernel_s` is None.
-        difference: how the result differs from the reference's, in words; None if it is right.
+        reference_s: median seconds of a call of the reference; None if `kernel_s` is None, and on
+            a GPU.
+        difference: how the result differs from the reference's, in words, or the error of a call;
+            None if it is right.
     """
 
     primitive: str
@@ -89,25 +103,37 @@ class Outcome:
 def measure(case: Case, setting: Setting) -> Outcome:
     """Checks a case, and times it if the check passes."""
     known = (case.primitive, case.what, case.size, case.cost)
-    difference = _check(case, setting)
-    if difference is not None:
-        return Outcome(*known, difference=difference)
+    try:
+        with torch.inference_mode():
+            difference = _check(case, setting)
+            if difference is not None:
+                return Outcome(*known, difference=difference)
+            return Outcome(*known, *_times(case, setting))
+    except Exception as error:  # any error ends this case, but not the run
+        return Outcome(*known, difference=f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH])
+
+
+def _times(case: Case, setting: Setting) -> tuple[float, float | None]:
+    """Returns the median seconds of the kernels and of the reference."""
+    numbers = Numbers(kernels, setting.dtype, setting.dtype, setting.device)
     cycle = plan_cycle(case.cost.num_bytes, case.max_copies, setting.cache_bytes)
+    if setting.device.type != "cpu":
+        return statistics.median(sample_calls(case.make_calls(numbers, cycle.num_copies))), None
     with kernel_threads(setting.num_threads):
-        kernel_s = _time(case, Numbers(kernels, setting.dtype, setting.dtype), cycle, setting)
+        kernel_s = _time(case, numbers, cycle, setting)
     with torch_threads(setting.num_threads):
-        reference_s = _time(case, Numbers(reference, setting.dtype, setting.dtype), cycle, setting)
-    return Outcome(*known, kernel_s, reference_s)
+        return kernel_s, _time(case, replace(numbers, module=reference), cycle, setting)
 
 
 def _check(case: Case, setting: Setting) -> str | None:
-    dtype = setting.dtype
+    numbers = Numbers(kernels, setting.dtype, setting.dtype, setting.device)
     with kernel_threads(setting.num_threads):
-        (call,) = case.make_calls(Numbers(kernels, dtype, dtype), 1)
+        (call,) = case.make_calls(numbers, 1)
         actual = call()
     with torch_threads(setting.num_threads):
-        (call,) = case.make_calls(Numbers(reference, dtype, torch.float32), 1)
-        return find_difference(actual, call(), dtype, case.num_terms)
+        exact = replace(numbers, module=reference, kept_as=torch.float32)
+        (call,) = case.make_calls(exact, 1)
+        return find_difference(actual, call(), setting.dtype, case.num_terms)
 
 
 def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float:

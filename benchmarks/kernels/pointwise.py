@@ -5,20 +5,18 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Sizes, rows_in_words
 from benchmarks.kernels.cost import Cost
 from kernels import WeightUse
 
 __all__ = ["embed_cases", "maxima_cases", "norm_cases"]
 
-_NUMS_ROWS = (1, 16, 512)
-_NUMS_SEQUENCES = (1, 16, 48)
 _EPS = 1e-5
 
 
-def norm_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def norm_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Norms of hidden states."""
-    for num_rows in _NUMS_ROWS:
+    for num_rows in sizes.hidden_rows:
         yield Case(
             "rms_norm",
             f"width {shape.width}",
@@ -29,10 +27,10 @@ def norm_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def embed_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def embed_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Look-ups in the embedding; no two calls share a row."""
     layout = "panels of the head" if shape.has_tied_head else "rows"
-    for num_rows in _NUMS_ROWS:
+    for num_rows in sizes.hidden_rows:
         yield Case(
             "embed",
             f"{shape.vocab_size} x {shape.width}, {layout}",
@@ -44,10 +42,10 @@ def embed_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def maxima_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def maxima_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """The likeliest token of each sequence: float32 logits, whatever the model's type."""
     del dtype
-    for num_rows in _NUMS_SEQUENCES:
+    for num_rows in sizes.sequences:
         yield Case(
             "row_maxima",
             f"{shape.vocab_size} logits",
@@ -72,14 +70,12 @@ def _embed_calls(
     use = WeightUse.LINEAR if shape.has_tied_head else WeightUse.LOOKUP
     (weight,) = numbers.weights(shape.vocab_size, shape.width, use, 1)
     ids = torch.randperm(shape.vocab_size, generator=torch.Generator().manual_seed(0))
-    parts = torch.split(ids, num_rows)[:num_copies]
+    parts = torch.split(ids.to(numbers.device), num_rows)[:num_copies]
     return [partial(numbers.module.embed, part, weight) for part in parts]
 
 
 def _maxima_calls(
     shape: DecoderShape, num_rows: int, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
-    logits = Numbers(numbers.module, torch.float32, torch.float32).normal(
-        num_rows, shape.vocab_size
-    )
+    logits = numbers.in_float32().normal(num_rows, shape.vocab_size)
     return [partial(numbers.module.row_maxima, logits.clone()) for _ in range(num_copies)]

@@ -6,15 +6,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Sizes, rows_in_words
 from benchmarks.kernels.cost import product_cost
 from kernels import WeightUse
 
 __all__ = ["gated_linear_cases", "linear_cases"]
-
-_NUMS_ROWS = (1, 4, 16, 48, 128, 512)
-_MAX_SEQUENCES = 48
-"""The head computes one row per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +32,11 @@ class _Layer:
     is_head: bool = False
 
 
-def linear_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """Every linear layer of the model, from one row to a chunk of a prompt."""
     for layer in _layers(shape):
-        for num_rows in _NUMS_ROWS:
-            if layer.is_head and num_rows > _MAX_SEQUENCES:
+        for num_rows in sizes.product_rows:
+            if layer.is_head and num_rows > max(sizes.sequences):
                 continue
             yield Case(
                 "linear",
@@ -52,10 +48,10 @@ def linear_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
             )
 
 
-def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """The gated layer, from one row to a chunk of a prompt."""
     num_outputs, num_inputs = 2 * shape.num_gated, shape.width
-    for num_rows in _NUMS_ROWS:
+    for num_rows in sizes.product_rows:
         yield Case(
             "linear_silu_and_mul",
             f"gate, up {num_outputs} x {num_inputs}",

@@ -58,7 +58,7 @@ def _notes(outcomes: Sequence[Outcome], ceilings: Ceilings) -> Iterator[str]:
 
 def _row(outcome: Outcome, ceilings: Ceilings) -> list[Cell]:
     limit, cost = limit_s(outcome.cost, ceilings), outcome.cost
-    if outcome.kernel_s is None or outcome.reference_s is None:
+    if outcome.kernel_s is None:
         return [outcome.what, outcome.size, None, None, None, 1e6 * limit, None, None, None]
     return [
         outcome.what,
@@ -68,6 +68,9 @@ def _row(outcome: Outcome, ceilings: Ceilings) -> list[Cell]:
         cost.num_operations / outcome.kernel_s / 1e9 if cost.num_operations else None,
         1e6 * limit,
         outcome.kernel_s / limit,
-        1e6 * outcome.reference_s,
-        outcome.reference_s / outcome.kernel_s,
+        *_compared(outcome.kernel_s, outcome.reference_s),
     ]
+
+
+def _compared(kernel_s: float, reference_s: float | None) -> list[Cell]:
+    return [None, None] if reference_s is None else [1e6 * reference_s, reference_s / kernel_s]

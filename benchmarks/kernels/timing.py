@@ -12,7 +12,14 @@ import torch
 import kernels
 from benchmarks.kernels.case import CPU, Call
 
-__all__ = ["Cycle", "last_level_cache_bytes", "make_sweep", "median_call_s", "plan_cycle"]
+__all__ = [
+    "Cycle",
+    "cache_bytes_of",
+    "last_level_cache_bytes",
+    "make_sweep",
+    "median_call_s",
+    "plan_cycle",
+]
 
 _BATCH_SECONDS = 1e-3
 _MIN_BATCHES = 9
@@ -37,6 +44,13 @@ class Cycle:
 
     num_copies: int
     must_sweep: bool
+
+
+def cache_bytes_of(device: torch.device) -> int:
+    """Returns the size of a device's largest cache."""
+    if device.type == "cpu":
+        return last_level_cache_bytes()
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int:

@@ -11,7 +11,7 @@ from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel
 from kvstore.layout import DTYPE_BYTES
 
-__all__ = ["Floors", "measure_floors"]
+__all__ = ["Floors", "measure_floors", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,15 @@ def measure_floors(config: EngineConfig) -> Floors:
 
     It needs half a GiB of memory, so call it after `peak_memory_bytes`.
     """
-    shape, dtype = _shape_and_dtype(config)
+    shape, dtype = read_shape(config)
     machine = describe_machine(str(resolve_device(config.device)), config.num_threads)
     # Where float16 products are fast, they are as fast as bfloat16 products.
     product = "float32" if dtype == "float32" else "bfloat16"
     return Floors(machine, Ceilings.of_machine(machine, product), shape, dtype)
 
 
-def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
+def read_shape(config: EngineConfig) -> tuple[ModelShape, str]:
+    """Returns the size of a checkpoint's model, and the type that it computes in."""
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     described = DescribedModel.of(checkpoint)
     model, num_weights = described.config, described.build().num_weights()

@@ -6,16 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.common.errors import ConfigurationError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from benchmarks.offline.driven_rows import DrivenRows
+from benchmarks.offline.offline_engine import OfflineEngine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineOutput, EngineRequest
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from engine.speculative_config import SpeculativeConfig
@@ -23,8 +23,10 @@ from engine.speculative_config import SpeculativeConfig
 __all__ = [
     "Comparison",
     "Engine",
+    "Round",
     "RowTimes",
     "compare_methods",
+    "compare_rounds",
     "open_engines",
     "time_rows",
 ]
@@ -43,12 +45,12 @@ class Engine:
 
     Attributes:
         method: of its guesses; None: it guesses nothing.
-        core: the engine.
+        offline: the engine.
         runner: runs its steps.
     """
 
     method: str | None
-    core: EngineCore
+    offline: OfflineEngine
     runner: ModelRunner
 
 
@@ -123,10 +125,9 @@ def open_engines(
             )
             runner = ModelRunner(own)
             opened.callback(runner.close)
-            core = EngineCore(own, runner)
-            opened.callback(core.close)
+            offline = opened.enter_context(OfflineEngine(own, EngineCore(own, runner)))
             method = speculative_config.method if speculative_config else None
-            engines.append(Engine(method, core, runner))
+            engines.append(Engine(method, offline, runner))
         yield engines
 
 
@@ -148,15 +149,16 @@ def compare_methods(
         rounds: the prompts of each round.
         max_tokens: the most tokens of an answer.
     """
-    runs: list[list[_Run]] = [[] for _ in engines]
+    results: list[list[Round]] = [[] for _ in engines]
     for index, prompts in enumerate(rounds):
         for place in range(len(engines)):
             number = (index + place) % len(engines)
-            core = engines[number].core
-            runs[number].append(_run(core, _requests(core, prompts, max_tokens), batch_size))
-    plain, *others = runs
+            results[number].append(
+                _run_round(engines[number].offline, prompts, max_tokens, batch_size)
+            )
+    plain, *others = results
     return [
-        _compare(workload, batch_size, engine.method or "", plain, own)
+        compare_rounds(workload, batch_size, engine.method or "", plain, own)
         for engine, own in zip(engines[1:], others, strict=True)
     ]
 
@@ -171,7 +173,7 @@ def time_rows(engine: Engine, batch_size: int) -> RowTimes:
     Raises:
         ConfigurationError: the pool cannot hold the rows.
     """
-    runner, most = engine.runner, 1 + engine.core.config.max_drafts
+    runner, most = engine.runner, 1 + engine.offline.core.config.max_drafts
     numbers = [number for number in _ROW_TOKENS if number <= most]
     context = min(_ROW_CONTEXT, runner.info.max_model_len - most)
     rows = DrivenRows(runner)
@@ -196,67 +198,57 @@ def time_rows(engine: Engine, batch_size: int) -> RowTimes:
     )
 
 
-@dataclass(slots=True)
-class _Run:
-    """The outcome of a round on one engine: tokens by request; how many steps gave a sequence
-    tokens, summed over sequences; guesses; seconds.
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The outcome of a round on one engine.
+
+    Attributes:
+        tokens: those of each request.
+        num_draws: steps that gave a sequence tokens, summed over the sequences.
+        num_accepted: guesses that were right.
+        num_rejected: guesses that were wrong.
+        duration_s: seconds of the round.
     """
 
-    tokens: dict[str, list[int]]
-    num_draws: int = 0
-    num_accepted: int = 0
-    num_rejected: int = 0
-    duration_s: float = 0.0
-    ended: list[str] = field(default_factory=list)
+    tokens: Sequence[Sequence[int]]
+    num_draws: int
+    num_accepted: int
+    num_rejected: int
+    duration_s: float
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.tokens.values()))
+        """Generated tokens of all requests."""
+        return sum(map(len, self.tokens))
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
         return self.num_tokens / self.duration_s
 
-    def record(self, outputs: Sequence[EngineOutput]) -> None:
-        """Records outputs; each has a step's tokens of one sequence."""
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            self.tokens[output.request_id] += output.token_ids
-            self.num_draws += bool(output.token_ids)
-            if output.is_last:
-                self.ended.append(output.request_id)
 
-
-def _requests(core: EngineCore, prompts: Sequence[Prompt], max_tokens: int) -> list[EngineRequest]:
+def _run_round(
+    engine: OfflineEngine, prompts: Sequence[Prompt], max_tokens: int, batch_size: int
+) -> Round:
+    """Runs a round, at most `batch_size` requests at once."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
-    return [
-        EngineRequest(
-            spec=RequestSpec.with_defaults(
-                str(index), prompt, params, eos_token_ids=core.info.eos_token_ids
-            )
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _run(core: EngineCore, requests: Sequence[EngineRequest], batch_size: int) -> _Run:
-    """Runs requests, at most `batch_size` at once."""
-    for request in requests:
-        core.check(request)
-    run = _Run({request.spec.request_id: [] for request in requests})
-    before = _num_guesses(core)
-    waiting = list(reversed(requests))
-    started = time.perf_counter()
-    while len(run.ended) < len(requests):
-        while waiting and len(requests) - len(waiting) - len(run.ended) < batch_size:
-            run.record(core.add_request(waiting.pop()))
-        core.run_step(run.record)
-        core.wait()
-    run.duration_s = time.perf_counter() - started
-    after = _num_guesses(core)
-    run.num_accepted, run.num_rejected = (int(b - a) for a, b in zip(before, after, strict=True))
-    return run
+    eos_token_ids = engine.core.info.eos_token_ids
+    before = _num_guesses(engine.core)
+    run = engine.run_specs(
+        [
+            RequestSpec.with_defaults("", prompt, params, eos_token_ids=eos_token_ids)
+            for prompt in prompts
+        ],
+        max_concurrency=batch_size,
+    )
+    accepted, rejected = (b - a for a, b in zip(before, _num_guesses(engine.core), strict=True))
+    return Round(
+        tokens=[record.token_ids for record in run.records],
+        num_draws=run.num_draws,
+        num_accepted=int(accepted),
+        num_rejected=int(rejected),
+        duration_s=run.duration_s,
+    )
 
 
 def _num_guesses(core: EngineCore) -> tuple[float, float]:
@@ -269,17 +261,20 @@ def _num_guesses(core: EngineCore) -> tuple[float, float]:
     return accepted, rejected
 
 
-def _compare(
+def compare_rounds(
     workload: str,
     batch_size: int,
     method: str,
-    without: Sequence[_Run],
-    guessing: Sequence[_Run],
+    without: Sequence[Round],
+    guessing: Sequence[Round],
 ) -> Comparison:
+    """Compares rounds with a method's guesses with the same rounds without guesses; the speed of
+    the first one does not count.
+    """
     num_differing = sum(
-        plain.tokens[name] != own.tokens[name]
+        tokens != other
         for plain, own in zip(without, guessing, strict=True)
-        for name in plain.tokens
+        for tokens, other in zip(plain.tokens, own.tokens, strict=True)
     )
     without, guessing = without[1:], guessing[1:]
     ratios = tuple(

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.common.errors import ConfigurationError
 from benchmarks.peers.peer_process import Launch
 
-__all__ = ["ENGINES", "REFERENCE", "Setting", "launch_of"]
+__all__ = ["ENGINES", "REFERENCE", "NotInstalledError", "Setting", "launch_of"]
 
 REFERENCE = "reference"
 """The engine of the reference tokens: transformers in float32, one request at a time."""
@@ -20,6 +20,10 @@ _HERE = Path(__file__).parent
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 """Environment variables of Baton's environment that would affect those of peers."""
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+
+
+class NotInstalledError(ConfigurationError):
+    """An engine, or a library that it is measured with, is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,14 @@ class Setting:
         num_threads: threads that compute.
         peers_folder: has an environment per peer.
         max_model_len: most tokens of a request.
+        device: torch's name of where engines compute.
     """
 
     model: Path
     num_threads: int
     peers_folder: Path
     max_model_len: int
+    device: str = "cpu"
 
 
 def _same_model(setting: Setting) -> Path:
@@ -57,6 +63,7 @@ class _Engine:
         prepare: makes the model folder in the engine's own format, if it has one.
         variables: environment variables beyond those that all engines get.
         dtype: the type that it computes in.
+        devices: where it can be measured.
     """
 
     worker: str
@@ -64,20 +71,24 @@ class _Engine:
     prepare: Callable[[Setting], Path] = _same_model
     variables: Callable[[Setting], Mapping[str, str]] = _no_variables
     dtype: str = "bfloat16"
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
     """Returns how to start an engine. Exports the model first if the engine has its own format.
 
     Raises:
-        ConfigurationError: the engine is unknown, or its environment is missing.
+        ConfigurationError: the engine is unknown, or is not measured on the device.
+        NotInstalledError: its environment, or a library, is missing.
     """
     entry = _entry(engine)
+    if setting.device not in entry.devices:
+        raise ConfigurationError(f"--engines has {engine!r}, which is not measured on a GPU")
     python = _python(engine, entry, setting)
     command = (
         *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
         *("--num-threads", str(setting.num_threads), "--dtype", entry.dtype),
-        *("--max-model-len", str(setting.max_model_len)),
+        *("--max-model-len", str(setting.max_model_len), "--device", setting.device),
     )
     environment = (dict(os.environ) if entry.home is None else _inherited()) | {
         "OMP_NUM_THREADS": str(setting.num_threads),
@@ -99,8 +110,10 @@ def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
     if entry.home is None:
         return Path(sys.executable)
     python = setting.peers_folder / entry.home / "bin" / "python"
+    if not python.exists() and setting.device != "cpu":
+        return Path(sys.executable)  # a machine with a GPU may have no other
     if not python.exists():
-        raise ConfigurationError(
+        raise NotInstalledError(
             f"{engine} has no environment in {python.parents[1]}; make it with "
             f"{_HERE / 'make_env.sh'} {entry.home} {python.parents[1]}"
         )
@@ -123,7 +136,7 @@ def _tcmalloc() -> Path:
     for folder in _TCMALLOC_FOLDERS:
         for library in sorted(Path(folder).glob("libtcmalloc_minimal.so.*")):
             return library
-    raise ConfigurationError(
+    raise NotInstalledError(
         "vllm is to run with tcmalloc, which is missing; apt-get install libtcmalloc-minimal4"
     )
 
@@ -166,8 +179,10 @@ def _inherited() -> dict[str, str]:
 
 ENGINES = {
     "baton": _Engine("baton_worker", home=None),
-    "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables),
-    "openvino": _Engine("openvino_worker", home="openvino", prepare=_exported_for_openvino),
+    "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
+    "openvino": _Engine(
+        "openvino_worker", home="openvino", prepare=_exported_for_openvino, devices=("cpu",)
+    ),
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
 }

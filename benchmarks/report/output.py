@@ -52,8 +52,7 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
     """Prints the report, and writes the files that parsed flags name."""
     print(format_report(report))
     if args.json:
-        content = {"title": report.title, **report.results}
-        args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        write_results(args.json, report.content)
     if args.plot:
         from benchmarks.report.figures import write_png
 
@@ -74,7 +73,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, object]:
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces a JSON file. A reader never sees a part of it, even after an interruption."""
     unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
     unfinished.replace(path)
 
 

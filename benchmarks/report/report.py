@@ -80,7 +80,7 @@ class Report:
         facts: the conditions of the run, for readers.
         tables: the figures, for readers.
         panels: the plots.
-        results: all figures, for programs; the content of the JSON file.
+        results: all figures, for programs.
     """
 
     title: str
@@ -88,6 +88,11 @@ class Report:
     tables: Sequence[Table]
     panels: Sequence[Panel]
     results: Mapping[str, Any]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        return {"title": self.title, **self.results}
 
 
 def format_report(report: Report) -> str:

@@ -1,1 +1,1 @@
-"""Measures KV memory and scheduling without a model: waste, savings and costs."""
+"""The scheduler without a model: the time of its steps."""

@@ -1,77 +1,83 @@
 """An OpenAI-style HTTP endpoint: `POST /completions` with a prompt of token ids, streamed."""
 
-import json
-import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
 from typing_extensions import override
 
-from baton.common.errors import UnavailableError
+from baton.cli.openai_endpoint import (
+    client_options,
+    ended_early,
+    first_model,
+    is_end,
+    parse_base_url,
+    parse_line,
+    raise_for_status,
+)
+from baton.common.errors import BatonError, UnavailableError
 from baton.common.security.client import ClientTls
-from baton.common.security.tokens import bearer
 from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
-__all__ = ["OpenAiTarget", "TokenCounter", "read_events"]
+__all__ = ["OpenAiTarget", "TokenCounter"]
 
 _CONNECT_TIMEOUT_S = 30.0
 _PLAIN = ClientTls()
-_MAX_REASON_LENGTH = 200
 
 
 class OpenAiTarget(Target):
     """An OpenAI-style endpoint.
 
     Args:
-        base_url: the URL, such as `http://127.0.0.1:8000/v1`.
+        url: its base URL, such as `http://127.0.0.1:8000/v1`.
         model: the model to ask for; empty for the first that the endpoint lists.
         api_key: key of its API; None takes the variable OPENAI_API_KEY, if it is set.
         tls: how it is verified.
     """
 
     def __init__(
-        self, base_url: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
+        self, url: str, model: str, api_key: str | None = None, tls: ClientTls = _PLAIN
     ) -> None:
-        key = api_key or os.environ.get("OPENAI_API_KEY")
-        context = tls.http_context()
-        self._base_url = base_url.rstrip("/")
-        self._model = model
+        self._url, self._model = parse_base_url(url), model
         # No limits here: the sender of a request limits its whole time.
-        self._client = httpx2.AsyncClient(
-            verify=True if context is None else context,
-            headers={"Authorization": bearer(key)} if key else {},
-            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        limits: dict[str, Any] = {
+            "timeout": httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        }
+        options = client_options(self._url, api_key, tls=tls)
+        self._client = httpx2.AsyncClient(**(options | limits))
 
     @override
     async def describe(self) -> EndpointDescription:
         if not self._model:
+            url = f"{self._url}/models"
             try:
-                response = await self._client.get(
-                    f"{self._base_url}/models", timeout=_CONNECT_TIMEOUT_S
-                )
-                self._model = response.raise_for_status().json()["data"][0]["id"]
-            except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
-                raise UnavailableError(
-                    f"{self._base_url}/models does not list a model: {error!r}"
-                ) from error
+                response = await self._client.get(url, timeout=_CONNECT_TIMEOUT_S)
+            except httpx2.HTTPError as error:
+                raise UnavailableError(f"cannot reach {url}: {error}") from error
+            self._model = first_model(response)
         return EndpointDescription(self._model, vocab_size=None)
 
     @override
     async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
         counter = TokenCounter()
-        url = f"{self._base_url}/completions"
+        url = f"{self._url}/completions"
         try:
             async with self._client.stream("POST", url, json=self._body(request)) as response:
                 if response.is_error:
-                    raise LostRequestError(_reason(response.status_code, await response.aread()))
-                async for event in read_events(response.aiter_lines()):
-                    yield counter.count_tokens(event)
+                    await response.aread()
+                raise_for_status(response)
+                async for line in response.aiter_lines():
+                    if is_end(line):
+                        counter.check()
+                        return
+                    if (event := parse_line(line)) is not None:
+                        yield counter.count_tokens(event)
+                raise ended_early()
+        except BatonError as error:
+            raise LostRequestError(error.message) from error
         except httpx2.HTTPError as error:
             raise LostRequestError(f"{type(error).__name__}: {error}") from error
-        counter.check()
 
     @override
     async def close(self) -> None:
@@ -89,32 +95,6 @@ class OpenAiTarget(Target):
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
-
-
-async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the JSON objects of a stream of server-sent events.
-
-    Raises:
-        LostRequestError: an event is an error or not JSON, or the stream ends before `[DONE]`.
-    """
-    async for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield _parse_event(data)
-    raise LostRequestError("the stream ended before [DONE]")
-
-
-def _parse_event(data: str) -> dict[str, Any]:
-    try:
-        event = json.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict) or "error" in event:
-        raise LostRequestError(f"in the stream: {data[:_MAX_REASON_LENGTH]}")
-    return event
 
 
 class TokenCounter:
@@ -163,7 +143,3 @@ class TokenCounter:
                 "when each came is not known"
             )
         self._num_unproven = 0
-
-
-def _reason(status: int, body: bytes) -> str:
-    return f"HTTP {status}: {body.decode(errors='replace')[:_MAX_REASON_LENGTH]}"

@@ -6,7 +6,7 @@ The engine's thread counts requests and steps, and the threads that compile gram
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -15,7 +15,7 @@ from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, 
 from engine.batch import ScheduledBatch
 from engine.request import EngineOutput, FinishReason
 
-__all__ = ["METRICS", "WAITS", "EngineMetrics", "Phase", "RankReport", "StepTimer"]
+__all__ = ["METRICS", "PHASES", "WAITS", "EngineMetrics", "Phase", "RankReport", "StepTimer"]
 
 Phase = Literal["transfers", "schedule", "execute", "commit"]
 
@@ -321,9 +321,14 @@ class StepTimer:
     Args:
         metrics: counts the phases.
         clock: monotonic seconds.
+
+    Attributes:
+        on_step: called with the seconds of each phase at the end of each step that has executed
+            anything; None to call nothing.
     """
 
     def __init__(self, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
+        self.on_step: Callable[[Mapping[Phase, float]], None] | None = None
         self._metrics = metrics
         self._clock = clock
         self._at = 0.0
@@ -344,3 +349,5 @@ class StepTimer:
         """Ends the step, which is counted if it has executed anything."""
         if "execute" in self._spent:
             self._metrics.step_timed(self._spent)
+            if self.on_step is not None:
+                self.on_step(dict(self._spent))

@@ -1,97 +1,60 @@
-"""`baton bench gpu --smoke`: each part at a tiny size on the CPU, and the command."""
+"""The benchmarks of a GPU, tiny and on the CPU: a runner's steps, and `baton bench gpu --smoke`."""
 
-import argparse
 import json
-from dataclasses import replace
 
 import pytest
 
-import kernels
-from baton.common.errors import ConfigurationError
-from benchmarks.gpu import command
-from benchmarks.gpu import run as run_module
-from benchmarks.gpu.parts import kernels as kernels_part
-from benchmarks.gpu.parts import model as model_part
-from benchmarks.gpu.parts import rates, tiers, transformers
-from benchmarks.gpu.plan import SMOKE, Part
-from benchmarks.gpu.record import Record, TimeLeft, read_record
+from baton.cli import main
 from benchmarks.model_cost import Ceilings
+from benchmarks.offline import device_steps
+from benchmarks.offline.device_steps import measure_device_steps
+from benchmarks.offline.floors import Floors, read_shape
+from benchmarks.offline.offline_engine import OfflineEngine
+from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
+from tests.support.checkpoints import tiny_checkpoint
 
-_CEILINGS = Ceilings(1e10, 1e11)
-
-
-@pytest.fixture
-def record(tmp_path):
-    (tmp_path / "record").touch()
-    return Record(tmp_path / "record", TimeLeft.of(100.0))
+SIZES = {"batch_sizes": (1, 3), "contexts": (20, 48), "num_steps": 4}
 
 
-def results_of(record):
-    results = read_record(record._path)
-    for result in results:
-        assert "failed" not in result, result
-        assert "skipped" not in result, result
-    return results
+@pytest.fixture(scope="module")
+def running():
+    config = EngineConfig(
+        model=str(tiny_checkpoint("llama")),
+        dtype="float32",
+        num_threads=1,
+        max_model_len=128,
+        num_gpu_blocks_override=64,
+        async_scheduling=True,
+    )
+    runner = ModelRunner(config, progress=False)
+    with OfflineEngine(config, EngineCore(config, runner)) as engine:
+        floors = Floors({}, Ceilings(1e10, 1e11), *read_shape(config))
+        yield engine, runner, floors
+    runner.close()
 
 
-def arguments(*flags):
-    parser = argparse.ArgumentParser()
-    command.add_args(parser)
-    return parser.parse_args(flags)
+def steps_of(running, **sizes):
+    return list(measure_device_steps(*running, **(SIZES | sizes)))
 
 
-def test_rates_become_ceilings(record):
-    rates.measure(SMOKE, None, record)
-    ceilings = rates.ceilings_of(results_of(record))
-    assert ceilings.read_bytes_per_s > 1e6
-    assert ceilings.operations_per_s > 1e6
+def test_steps_are_measured_and_compared_with_their_floors(running):
+    steps = steps_of(running)
+    assert not [step.failed for step in steps if step.failed]
+    kinds = [step.kind for step in steps]
+    assert kinds.count("decode") == kinds.count("device busy") == 2 * 2
+    assert kinds.count("engine step") == kinds.count("prompt") == 2
+    busy_us = {(s.batch_size, s.context): s.median_us for s in steps if s.kind == "device busy"}
+    for step in steps:
+        assert step.median_us > 0
+        assert (step.floor_us is None) == (step.kind == "device busy")
+        if step.kind == "engine step":
+            idle_share = 1 - busy_us[step.batch_size, step.context] / step.median_us
+            assert step.idle_share == pytest.approx(idle_share)
 
 
-def test_every_kernel_is_checked_and_timed(record):
-    kernels_part.measure(SMOKE, _CEILINGS, record)
-    results = results_of(record)
-    names = {result["name"].partition(",")[0] for result in results}
-    assert names == {
-        "decode attention", "prefill attention", "rotate and write KV", "gather blocks",
-        "scatter blocks", "sample", "rms norm", "silu and mul", "gated layer",
-    }  # fmt: skip
-    assert all(result["share_of_ceiling"] > 0 for result in results)
-
-
-@pytest.mark.parametrize("name", ["paged_attention", "rms_norm", "rotate_and_write_kv"])
-def test_a_wrong_kernel_gets_no_figure(record, monkeypatch, name):
-    right = getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *a, **k: right(*a, **k) * 1.01)
-    kernels_part.measure(SMOKE, _CEILINGS, record)
-    wrong = [result for result in read_record(record._path) if "failed" in result]
-    assert wrong
-    for result in wrong:
-        assert result["failed"].startswith("the result differs from the reference")
-        assert "median_us" not in result
-
-
-def test_a_model_is_measured_and_compared_with_its_floors(record):
-    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
-    results = results_of(record)
-    kinds = [result["kind"] for result in results]
-    assert kinds.count("decode step") == len(SMOKE.batch_sizes) * len(SMOKE.contexts)
-    assert kinds.count("engine step") == len(SMOKE.batch_sizes)
-    assert kinds.count("prefill") == len(SMOKE.prompts)
-    assert kinds.count("served") == 1
-    for result in results:
-        if result["kind"] in ("decode step", "engine step"):
-            ratio = result["median_us"] / result["floor_us"]
-            assert result["times_floor"] == pytest.approx(ratio, rel=1e-3)
-    busy_us = {r["name"]: r["median_us"] for r in results if r["kind"] == "device busy"}
-    assert len(busy_us) == kinds.count("decode step")
-    for result in results:
-        if result["kind"] == "engine step":
-            idle_share = 1 - busy_us[result["name"]] / result["median_us"]
-            assert result["idle_share"] == pytest.approx(idle_share, rel=1e-3, abs=1e-3)
-
-
-def test_the_device_is_measured_with_the_same_contexts_as_the_engine(record, monkeypatch):
+def test_the_device_is_measured_with_the_same_contexts_as_the_engine(running, monkeypatch):
     calls = []  # for each measurement, the positions of the rows at its decode steps
     launch = ModelRunner._launch
 
@@ -108,111 +71,50 @@ def test_the_device_is_measured_with_the_same_contexts_as_the_engine(record, mon
         return measure_noted
 
     monkeypatch.setattr(ModelRunner, "_launch", launch_noted)
-    for name in ("_busy", "_run"):
-        monkeypatch.setattr(model_part._Figures, name, noted(getattr(model_part._Figures, name)))
-    plan = replace(SMOKE, batch_sizes=(3,), contexts=(20,), prompts=())
-    model_part.measure(plan, _CEILINGS, record, "tiny")
-    results_of(record)
+    for name in ("busy", "_run"):
+        monkeypatch.setattr(device_steps._Steps, name, noted(getattr(device_steps._Steps, name)))
+    steps_of(running, batch_sizes=(3,), contexts=(20,))
     busy, _, engine, *_ = calls  # between them, the engine warms up
-    assert len(busy) == plan.num_steps - 1
+    assert len(busy) == SIZES["num_steps"] - 1
     assert busy == engine
 
 
-def test_a_device_that_is_busier_than_the_engines_step_is_reported(record, monkeypatch):
-    monkeypatch.setattr(model_part, "time_busy", lambda *calls: [100.0])
-    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
-    shares = [r["idle_share"] for r in results_of(record) if r["kind"] == "engine step"]
-    assert len(shares) == len(SMOKE.batch_sizes)
+def test_a_device_that_is_busier_than_the_engines_step_is_reported(running, monkeypatch):
+    monkeypatch.setattr(device_steps, "time_busy", lambda *calls: [100.0])
+    shares = [step.idle_share for step in steps_of(running) if step.kind == "engine step"]
+    assert len(shares) == 2
     assert max(shares) < 0
 
 
-def test_a_failed_measurement_of_the_device_loses_no_other_figure(record, monkeypatch):
+def test_a_failed_measurement_loses_no_other_figure(running, monkeypatch):
     def fall_behind(*calls):
         raise RuntimeError("the host fell behind")
 
-    monkeypatch.setattr(model_part, "time_busy", fall_behind)
-    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
-    results = read_record(record._path)
-    assert {r["kind"] for r in results if "failed" in r} == {"device busy"}
-    assert not any("idle_share" in r for r in results)
+    monkeypatch.setattr(device_steps, "time_busy", fall_behind)
+    steps = steps_of(running, batch_sizes=(1,), contexts=(20,))
+    assert {(s.kind, s.failed) for s in steps if s.failed} == {
+        ("device busy", "RuntimeError: the host fell behind")
+    }
+    assert not any(step.idle_share for step in steps)
+
+
+def test_a_case_without_room_in_the_pool_says_so(running):
+    steps = steps_of(running, batch_sizes=(30,), contexts=(48,))
+    assert "the pool lacks" in steps[0].failed
 
 
 @pytest.mark.slow
-def test_two_tiers_and_one_engine_serve_the_same_requests(record):
-    tiers.measure(SMOKE, _CEILINGS, record, "tiny")
-    undivided, split = results_of(record)
-    assert "undivided" in undivided["name"]
-    assert "two tiers" in split["name"]
-    for result in (undivided, split):
-        assert result["first_token_ms"] <= result["second_token_ms"]
-        assert result["output_tokens_per_s"] > 0
-
-
-@pytest.mark.slow
-def test_transformers_serves_the_same_requests(record):
-    transformers.measure(SMOKE, None, record, "tiny")
-    (result,) = results_of(record)
-    assert result["output_tokens_per_s"] > 0
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_results_of_its_parts(tmp_path, capsys):
+def test_the_command_writes_the_figures_of_its_parts(tmp_path, capsys):
     path = tmp_path / "figures.json"
-    flags = ["--smoke", "--part", "rates", "--part", "kernels", "--json", str(path)]
-    assert command.main(arguments(*flags)) == 0
+    flags = ["--part", "kernels", "--part", "steps", "--json", str(path)]
+    assert main(["bench", "gpu", "--smoke", *flags]) == 0
     content = json.loads(path.read_text())
     assert content["is_smoke"]
     assert content["finished"]
-    assert [part["part"] for part in content["parts"]] == ["rates", "kernels"]
-    shares = [r["share_of_ceiling"] for r in content["results"] if r["kind"] == "kernel"]
-    assert shares
-    assert all(share > 0 for share in shares)
+    assert [part["part"] for part in content["parts"]] == ["kernels", "steps"]
+    kernels, steps = (
+        json.loads((tmp_path / part["file"]).read_text()) for part in content["parts"]
+    )
+    assert all(outcome["kernel_s"] > 0 for outcome in kernels["outcomes"])
+    assert all(profile["total_us"] > 0 for profile in steps["profiles"])
     assert "nothing failed" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_part_that_dies_or_is_late_is_reported():
-    dies = Part("dies", "benchmarks.gpu.no_such_module", 1)
-    (report,) = run_module.run_parts([dies], is_smoke=True, deadline_s=60.0)
-    assert "No module named 'benchmarks.gpu.no_such_module'" in report["problem"]
-    late = Part("late", "benchmarks.gpu.parts.rates", 1)  # ended before its interpreter has started
-    (report,) = run_module.run_parts([late], is_smoke=True, deadline_s=0.01)
-    assert report["problem"] == "ended: its 0 s were over"
-    assert report["results"] == []
-
-
-def test_an_interrupted_run_writes_the_results_so_far(tmp_path, monkeypatch):
-    result = {"kind": "rate", "name": "copy", "median_us": 1.0}
-
-    def interrupted(parts, **settings):
-        yield {"part": parts[0].name, "seconds": 1.0, "problem": None, "results": [result]}
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_module, "run_parts", interrupted)
-    path = tmp_path / "figures.json"
-    with pytest.raises(KeyboardInterrupt):
-        command.main(arguments("--smoke", "--json", str(path)))
-    content = json.loads(path.read_text())
-    assert not content["finished"]
-    assert content["parts"] == [{"part": "rates", "seconds": 1.0, "problem": None}]
-    assert content["results"] == [result]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_problem", lambda: "no CUDA device")
-    assert command.main(arguments()) == 2
-    assert capsys.readouterr().out == "bench gpu: no CUDA device; nothing was measured\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--part", "lunch"], "--part is 'lunch'; it must be one of rates, kernels"),
-        (["--deadline", "0"], "--deadline is 0.0; it must be > 0"),
-        (["--json", "/no/such/file"], "--json is /no/such/file; there is no folder /no/such"),
-    ],
-)
-def test_bad_flags_are_refused(flags, message):
-    with pytest.raises(ConfigurationError, match=message):
-        command.main(arguments("--smoke", *flags))

@@ -128,8 +128,7 @@ def test_engine_step_reports_the_time_of_each_phase(tmp_path, capsys):
     for profile in profiles:
         assert profile["num_steps"] == (1 if profile["kind"] == "prefill" else 5)
         phases = profile["phases_us"]
-        # Recorded steps have their logits within the forward pass.
-        assert all(phases[phase] > 0 for phase in phases if phase != "logits")
+        assert all(microseconds > 0 for microseconds in phases.values())
         assert 0.5 < sum(phases.values()) / profile["total_us"] < 1.5
     assert "A decode step" in capsys.readouterr().out
 
@@ -146,12 +145,11 @@ def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, caps
     cases = [(each["batch_size"], each["kind"]) for each in report["masks"]]
     assert cases == list(product((1, 3), ("plain", "masks", "masks and rules")))
     for each in report["masks"]:
-        is_plain = each["kind"] == "plain"
-        assert (each["guides_ms"] == 0) == (each["rules_ms"] == 0) == is_plain
-        assert each["guides_ms"] + each["rules_ms"] < each["step_ms"]
+        assert 0 < each["commit_ms"] < each["step_ms"]
+        assert 0 < each["execute_ms"] < each["step_ms"]
         assert each["num_steps"] >= 2
     (jump,) = report["jump_forward"]
-    assert 0 < jump["num_forced"] < jump["num_tokens"]
+    assert 0 < jump["num_forced"] < jump["num_tokens"][0]
     assert jump["num_steps"][0] < jump["num_steps"][1]
     assert "speed-up" in capsys.readouterr().out
 
@@ -190,10 +188,8 @@ def test_speculation_needs_room_for_its_rows(capsys):
 
 
 def test_profiling_does_not_change_the_engine(engine):
-    scheduler, runner = engine.core.scheduler, engine.core._runner
     profile_steps(engine, [BenchRequest(prompt_of(9), 4)])
-    for owner in (engine.core, scheduler, runner, runner._steps, runner._model):
-        assert not {"step", "schedule", "commit", "logits"} & vars(owner).keys()
+    assert engine.core.step_timer.on_step is None
     (record,) = engine.run([BenchRequest(prompt_of(9), 4)])
     assert record.error is None
 

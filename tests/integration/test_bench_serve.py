@@ -52,7 +52,7 @@ def test_http_needs_the_size_of_the_vocabulary(capsys):
 
 def test_an_absent_server_is_reported(capsys):
     assert main(["bench", "serve", "--target", "http://127.0.0.1:1/v1", "--vocab-size", "9"]) == 1
-    assert "does not list a model" in capsys.readouterr().err
+    assert "cannot reach http://127.0.0.1:1/v1/models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ async def test_the_api_key_is_sent(endpoint, monkeypatch):
         ([TEXT, TEXT, TEXT, "[DONE]"], "the server sends neither token ids nor usage"),
         ([TEXT, by_usage(3), "[DONE]"], "1 messages brought 3 tokens"),
         ([{"error": {"message": "out of memory"}}, "[DONE]"], "out of memory"),
-        (["<html>", "[DONE]"], "in the stream: <html>"),
+        (["<html>", "[DONE]"], "the server sent no JSON object: <html>"),
     ],
 )
 async def test_missing_extra_and_malformed_events_are_errors(endpoint, events, message):
@@ -95,7 +95,7 @@ async def test_a_refusal_is_an_error_with_its_reason(endpoint):
 
 async def test_an_absent_http_server_is_an_error():
     async with opened_target("http://127.0.0.1:1/v1", "") as target:
-        with pytest.raises(UnavailableError, match="does not list a model"):
+        with pytest.raises(UnavailableError, match="cannot reach http:"):
             await target.describe()
         (record,) = await run_load([THREE_TOKENS], target, LIMITS)
     assert record.error.startswith("ConnectError")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.hardware import RESULTS_VARIABLE
+from benchmarks.gpu_machine import RESULTS_VARIABLE
 from tests.support.gpu_image import ABSENT, environment_without_git, make_gpu_image
 
 pytestmark = pytest.mark.slow  # importing torch takes seconds in each process
@@ -57,7 +57,7 @@ def test_all_files_of_tests_are_collected(image):
 def test_the_suite_writes_its_results_to_the_named_folder(image, tmp_path):
     script = (
         "from pathlib import Path\n"
-        "from benchmarks.gpu.hardware import results_folder\n"
+        "from benchmarks.gpu_machine import results_folder\n"
         "from scripts import test_gpu\n"
         "path = results_folder() / test_gpu.REPORT_NAME\n"
         "folder = Path('tests/triton').resolve()\n"
@@ -75,11 +75,13 @@ def test_the_suite_writes_its_results_to_the_named_folder(image, tmp_path):
 
 
 def test_a_bench_skips_the_part_that_needs_more_packages(image, tmp_path):
-    arguments = ["-m", "benchmarks.gpu", "--smoke", "--part", "rates", "--part", "tiers"]
+    arguments = ["-m", "benchmarks", "gpu", "--smoke", "--part", "steps", "--part", "split"]
     path = tmp_path / "figures.json"
     result = run(image, *arguments, "--json", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "part, tiers: not installed: cryptography, grpc_health" in result.stdout
+    assert "split: not installed: cryptography, grpc_health" in result.stdout
     content = json.loads(path.read_text())
     assert content["finished"]
     assert content["machine"]["commit"] == "unknown"
+    steps = json.loads((tmp_path / content["parts"][0]["file"]).read_text())
+    assert steps["profiles"]

@@ -24,6 +24,7 @@ class BatonEngine:
                 dtype=args.dtype,
                 num_threads=args.num_threads,
                 max_model_len=args.max_model_len,
+                device=args.device,
             )
         )
 

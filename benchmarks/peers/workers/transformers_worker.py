@@ -30,9 +30,13 @@ class GenerateEngine:
             [
                 [_PAD_TOKEN_ID] * padding + request.prompt_token_ids
                 for request, padding in zip(requests, paddings, strict=True)
-            ]
+            ],
+            device=self._model.device,
         )
-        mask = torch.tensor([[0] * padding + [1] * (width - padding) for padding in paddings])
+        mask = torch.tensor(
+            [[0] * padding + [1] * (width - padding) for padding in paddings],
+            device=self._model.device,
+        )
         clock = _StepClock()
         output = self._model.generate(
             input_ids,
@@ -76,7 +80,7 @@ def load_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = _PAD_TOKEN_ID
-    return model.eval()
+    return model.to(args.device).eval()
 
 
 if __name__ == "__main__":

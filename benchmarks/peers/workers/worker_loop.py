@@ -159,6 +159,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--device", default="cpu")
     return parser
 
 

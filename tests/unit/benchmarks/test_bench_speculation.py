@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.offline.speculation import _compare, _Run
+from benchmarks.offline.speculation import Round, compare_rounds
 from benchmarks.offline.speculation_prompts import NUM_TEMPLATES, WORKLOADS, fill_template
 from benchmarks.speculation_command import _comparison_row
 
@@ -19,7 +19,7 @@ def test_every_number_has_another_prompt(workload):
 def runs_of(seconds, num_draws, token=5):
     """A round that does not count, and as many rounds of 6 tokens as there are seconds."""
     return [
-        _Run({"0": [1, 2], "1": [3, 4, token, 6]}, num_draws, 3, 1, duration_s)
+        Round([[1, 2], [3, 4, token, 6]], num_draws, 3, 1, duration_s)
         for duration_s in (100.0, *seconds)
     ]
 
@@ -27,7 +27,7 @@ def runs_of(seconds, num_draws, token=5):
 def test_a_comparison_has_medians_of_the_rounds_that_count():
     plain = runs_of((1.0, 2.0, 3.0), num_draws=6)
     guessing = runs_of((0.5, 2.0, 1.0), num_draws=4)
-    result = _compare("ordinary", 2, "ngram", plain, guessing)
+    result = compare_rounds("ordinary", 2, "ngram", plain, guessing)
     assert (result.tokens_per_s_without, result.tokens_per_s_with) == (3.0, 6.0)
     assert (result.ratios, result.ratio) == ((2.0, 1.0, 3.0), 2.0)
     assert (result.num_guesses, result.num_accepted) == (12, 9)
@@ -37,6 +37,6 @@ def test_a_comparison_has_medians_of_the_rounds_that_count():
 
 def test_other_tokens_are_counted_and_leave_no_figures():
     plain, guessing = runs_of((1.0,), 6), runs_of((1.0,), 6, token=9)
-    result = _compare("ordinary", 2, "ngram", plain, guessing)
+    result = compare_rounds("ordinary", 2, "ngram", plain, guessing)
     assert result.num_differing == 2  # that of the first round counts, too
     assert _comparison_row(result) == ["ordinary", 2, "ngram", *[None] * 7, "2 differ"]

@@ -2,13 +2,16 @@
 
 import io
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.common.errors import ConfigurationError
 from benchmarks.peers.cases import Case
-from benchmarks.peers.catalogue import ENGINES, Setting, launch_of
+from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
+from benchmarks.peers.comparison import find_installed
 from benchmarks.peers.peer_messages import (
     PeerAnswer,
     PeerError,
@@ -232,10 +235,27 @@ def test_peers_run_their_own_interpreter_without_the_environment_of_baton(tmp_pa
     assert Path(launch.command[1]).is_file()
     assert launch.command[2:] == (
         *("/model", "--num-threads", "3", "--dtype", "bfloat16", "--max-model-len", "64"),
+        *("--device", "cpu"),
     )
     assert launch.environment["OMP_NUM_THREADS"] == "3"
     assert "PYTHONPATH" not in launch.environment
     assert "PYTHONPATH" in launch_of("baton", setting_of(tmp_path)).environment
+
+
+def test_engines_that_are_not_installed_are_left_out_and_named(tmp_path):
+    launches, missing = find_installed(["baton", "openvino", REFERENCE], setting_of(tmp_path))
+    assert list(launches) == ["baton"]
+    assert list(missing) == ["openvino", REFERENCE]
+    assert "make_env.sh openvino" in missing["openvino"]
+
+
+def test_on_a_gpu_peers_without_an_environment_run_in_batons(tmp_path):
+    setting = replace(setting_of(tmp_path), device="cuda")
+    launch = launch_of("transformers-cb", setting)
+    assert launch.command[0] == sys.executable
+    assert launch.command[-2:] == ("--device", "cuda")
+    with pytest.raises(ConfigurationError, match="--engines has 'vllm', which is not measured on"):
+        launch_of("vllm", setting)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -185,6 +185,17 @@ def test_steps_and_their_phases():
     assert rig.summary("baton_engine_step_tokens") == (3, 6 + 1 + 1)
 
 
+def test_the_seconds_of_each_step_are_passed_to_a_hook():
+    rig = Rig(async_scheduling=False)
+    steps = []
+    rig.core.step_timer.on_step = steps.append
+    rig.add("a", num_tokens=6, max_tokens=3)
+    rig.run()
+    rig.core.run_step(rig.take)  # executes nothing
+    assert [step["execute"] for step in steps] == [1.0, 1.0, 1.0]
+    assert all(set(step) == {"transfers", "schedule", "execute", "commit"} for step in steps)
+
+
 def test_rows_with_rules_are_counted_until_their_sequence_ends():
     rig = Rig(async_scheduling=False)
     rig.add("a", max_tokens=5, frequency_penalty=1.0)

@@ -57,7 +57,7 @@ def missing_of(modules: Sequence[str]) -> list[str]:
 def results_folder() -> Path:
     """Returns the folder for results, which it makes: BATON_RESULTS_FOLDER, or this package's."""
     named = os.environ.get(RESULTS_VARIABLE)
-    folder = Path(named) if named else Path(__file__).resolve().parents[1] / "results"
+    folder = Path(named) if named else Path(__file__).resolve().parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -1,1 +1,0 @@
-"""The parts of a run. Each is a module with `measure(plan, ceilings, record)`."""

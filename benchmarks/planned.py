@@ -1,0 +1,155 @@
+"""A plan of several benchmarks: each runs in a process of its own, within a share of the time.
+
+A part that crashes, hangs or leaves memory behind does not affect the others, and the file of its
+figures keeps those that it had written.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.common.errors import ConfigurationError
+from benchmarks.gpu_machine import missing_of
+
+__all__ = ["Part", "PartReport", "choose_parts", "run_parts", "summarize_reports", "time_for"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_LAST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A benchmark of a plan.
+
+    Attributes:
+        name: the name by which `--part` chooses it; its figures go to a file of this name.
+        arguments: of `baton bench`.
+        weight: its share of the time, relative to the other parts.
+        needs: modules without which it is skipped.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    weight: float
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """The end of a part.
+
+    Attributes:
+        part: its name.
+        seconds: how long it ran.
+        problem: why it failed; None if it did not.
+        skipped: why it did not run; None if it did.
+        file: name of the file of its figures; None if there is none.
+    """
+
+    part: str
+    seconds: float
+    problem: str | None = None
+    skipped: str | None = None
+    file: str | None = None
+
+
+def choose_parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+    """Returns the named parts in the order of the plan; all without names.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+    known = ", ".join(part.name for part in parts)
+    for name in names or ():
+        if name not in [part.name for part in parts]:
+            raise ConfigurationError(f"--part is {name!r}; it must be one of {known}")
+    return [part for part in parts if not names or part.name in names]
+
+
+def time_for(parts: Sequence[Part], index: int, seconds_left: float) -> float:
+    """Returns the seconds for a part. Time that earlier parts left is shared by all later ones."""
+    return seconds_left * parts[index].weight / sum(part.weight for part in parts[index:])
+
+
+def run_parts(
+    parts: Sequence[Part], folder: Path, suffix: str, deadline_s: float
+) -> Iterator[PartReport]:
+    """Runs all parts, one after the other, within the deadline, and prints their output.
+
+    Args:
+        parts: the parts, in the order to run them.
+        folder: gets the file of each part's figures.
+        suffix: of the files' names, before ".json".
+        deadline_s: seconds for all parts together.
+
+    Yields:
+        The report of each part when it has ended.
+    """
+    ends_at = time.monotonic() + deadline_s
+    for index, part in enumerate(parts):
+        seconds = time_for(parts, index, max(0.0, ends_at - time.monotonic()))
+        if missing := missing_of(part.needs):
+            report = PartReport(part.name, 0.0, skipped=f"not installed: {', '.join(missing)}")
+        else:
+            print(f"\n{part.name}, at most {seconds:.0f} s: bench {' '.join(part.arguments)}")
+            sys.stdout.flush()
+            report = _run_part(part, folder / f"{part.name}{suffix}.json", seconds)
+        yield report
+
+
+def summarize_reports(reports: Sequence[PartReport]) -> str:
+    """Returns a line for each part that failed or was skipped."""
+    lines = [f"{report.part}: {report.skipped}" for report in reports if report.skipped]
+    lines += [
+        f"{report.part}: {report.problem.splitlines()[-1]}" for report in reports if report.problem
+    ]
+    return "\n".join(lines or ["nothing failed"])
+
+
+def _run_part(part: Part, path: Path, seconds: float) -> PartReport:
+    began, wrote_before = time.monotonic(), _changed_at(path)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output")
+        status = _run_process((*part.arguments, "--json", str(path)), output, seconds)
+        text = output.read_text(errors="replace").strip()
+    print(text)
+    problem = None
+    if status is None:
+        problem = f"ended: its {seconds:.0f} s were over"
+    elif status != 0:
+        problem = f"ended with status {status}: {text[-_LAST_CHARACTERS:]}"
+    file = path.name if _changed_at(path) != wrote_before else None
+    return PartReport(part.name, round(time.monotonic() - began, 1), problem, file=file)
+
+
+def _changed_at(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _run_process(arguments: Sequence[str], output: Path, seconds: float) -> int | None:
+    """Returns the exit status; None if the process was killed because its time was over."""
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", *arguments],
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                # With the compilers and servers that it started, also after an interruption.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

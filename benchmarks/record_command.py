@@ -1,0 +1,69 @@
+"""`baton bench record`: measures again what README and the top of docs/performance.md show."""
+
+import argparse
+import os
+
+from baton.common.errors import ConfigurationError
+from benchmarks.gpu_machine import results_folder
+from benchmarks.machine import COMMIT_VARIABLE, in_words, name_machine
+from benchmarks.planned import Part, choose_parts, run_parts, summarize_reports
+
+__all__ = ["PARTS", "add_args", "main"]
+
+_DEADLINE_S = 6000.0
+_BUSY_LOAD = 0.5
+PARTS = (
+    Part("compare_llama_100m", ("compare", "--model", "llama-100m", "--repeats", "5"), 45),
+    Part(
+        "compare_qwen2_05b",
+        ("compare", "--model", "qwen2-0.5b", "--engines", "baton,openvino", "--repeats", "3"),
+        20,
+    ),
+    Part("split_vs_whole", ("split",), 5),
+    Part("transfer", ("transfer", "--layer-slices", "1", "4"), 15),
+    Part("router", ("router",), 5),
+    Part("scheduling", ("scheduling",), 5),
+    Part("speculation", ("speculation", "--max-tokens", "64"), 15),
+)
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--part",
+        action="append",
+        metavar="NAME",
+        help=f"repeatable; all by default: {', '.join(part.name for part in PARTS)}",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=_DEADLINE_S,
+        metavar="SECONDS",
+        help="time for all parts (default: %(default).0f)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures on this machine, which should be idle, what README and the top of
+    docs/performance.md show: Baton beside the other engines that are installed, two tiers beside
+    one, transfers, the router, the scheduler, speculation. Writes PART_INSTRUCTION-SET.json files
+    with processor, commit and date to benchmarks/results. Exit status 1: a part failed; the others
+    were measured.
+    """
+    parts = choose_parts(PARTS, args.part)
+    if not args.deadline > 0:
+        raise ConfigurationError(f"--deadline is {args.deadline}; it must be > 0")
+    machine = name_machine()
+    print(f"{in_words(machine)}\nall parts together: at most {args.deadline / 60:.0f} min")
+    if (load := os.getloadavg()[0]) > _BUSY_LOAD:
+        print(f"other programs are running (load average {load:.1f}); figures will suffer")
+    # The files that are written change the working tree, which must not change the commit's name.
+    os.environ[COMMIT_VARIABLE] = str(machine["commit"])
+    folder = results_folder().resolve()
+    reports = list(run_parts(parts, folder, f"_{machine['instruction_set']}", args.deadline))
+    print(f"\n{summarize_reports(reports)}")
+    for report in reports:
+        if report.file is not None:
+            print(f"written in {report.seconds:.0f} s: {folder / report.file}")
+    return int(any(report.problem for report in reports))
