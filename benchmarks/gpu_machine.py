@@ -1,4 +1,4 @@
-"""Describes the machine of a GPU run: hardware, versions, commit."""
+"""Describes the machine of a GPU run, and what it lacks for one."""
 
 import os
 import platform
@@ -64,15 +64,10 @@ def results_folder() -> Path:
 
 def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:
     """Returns the machine's names and versions, with the GPU's if `device` is one."""
-    known = name_machine()
-    return {
+    return name_machine() | {
         "device": _gpu() if device.startswith("cuda") else {"name": "cpu"},
-        "cpu": known["cpu"],
-        "cores": known["cores"],
         "os": platform.platform(),
-        "python": known["python"],
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": known["commit"],
     }
 
 
