@@ -225,7 +225,9 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    (action,) = (
+        option for option in parser._actions if isinstance(option, argparse._SubParsersAction)
+    )
     return dict(action.choices)
 
 
@@ -289,14 +291,16 @@ def _command_list() -> Iterator[str]:
 def _own_section(name: str, parser: argparse.ArgumentParser) -> list[str]:
     """Returns a command's section without the flags of the shared groups."""
     groups = [group for group in parser._action_groups if _flags_of(group)]
-    own = [group for group in groups if group.title not in _SHARED_GROUPS]
-    shared = [f"[{group.title}](#{group.title}-flags)" for group in groups if group not in own]
+    own_groups = [group for group in groups if group.title not in _SHARED_GROUPS]
+    shared = [
+        f"[{group.title}](#{group.title}-flags)" for group in groups if group not in own_groups
+    ]
     lines = [f"\n## baton {name}\n", " ".join((parser.description or "").split())]
     if shared:
         lines.append(f"\nIt also has the flags of these tables: {', '.join(shared)}.")
-    if own:
+    if own_groups:
         lines += ["", *_table("flag", "default", "meaning")]
-        lines += [_flag_row(action) for group in own for action in _flags_of(group)]
+        lines += [_flag_row(action) for group in own_groups for action in _flags_of(group)]
     return lines
 
 
@@ -359,9 +363,9 @@ def _split_default(action: argparse.Action) -> tuple[str, str]:
     is_required = action.required or getattr(action, "is_needed", False)
     if is_required and action.option_strings:
         return text, "required"
-    found = _DEFAULT_AT_END.search(text)
-    if found:
-        return text[: found.start()], {"False": "off", "True": "on"}.get(found[1], found[1])
+    default = _DEFAULT_AT_END.search(text)
+    if default:
+        return text[: default.start()], {"False": "off", "True": "on"}.get(default[1], default[1])
     if isinstance(action.default, bool):
         return text, "on" if action.default else "off"
     is_set = action.default not in (None, "", [], (), argparse.SUPPRESS)

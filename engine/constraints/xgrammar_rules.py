@@ -61,7 +61,7 @@ def schema_refusal(node: Mapping[str, Any]) -> str | None:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds is None:
         return f"{min(keywords)} without type" if keywords else None
-    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+    if not isinstance(kinds, list) or not all(isinstance(name, str) for name in kinds):
         return "type"
     if not kinds or not _KEYWORDS.keys() >= set(kinds):
         return "type"
@@ -77,7 +77,7 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     value = node[keyword]
     if keyword in ("enum", "const"):
         values = value if keyword == "enum" and isinstance(value, list) else [value]
-        is_typed = "type" not in node or all(_is_of(node["type"], one) for one in values)
+        is_typed = "type" not in node or all(_is_of(node["type"], allowed) for allowed in values)
         return None if others <= {"type"} and is_typed else f"{keyword} beside other keywords"
     if others:
         return f"{min(others)} beside {keyword}"

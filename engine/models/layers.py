@@ -195,8 +195,8 @@ class CausalModel(nn.Module, ABC):
         Args:
             make_layer: makes a layer by its number.
         """
-        own = self.part.layers(self.config.num_layers)
-        numbers = range(own.start, own.end)
+        part_layers = self.part.layers(self.config.num_layers)
+        numbers = range(part_layers.start, part_layers.end)
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
 
     def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:

@@ -180,8 +180,8 @@ def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchT
         raise _bad(folder / f"{_DEFAULT}.json", missing[0], "is missing")
     names = {prefix: table for table in tables.values() for prefix in table.devices}
     fitting = [prefix for prefix in names if device_name.startswith(prefix)]
-    own = names[max(fitting, key=len)].kernels if fitting else {}
-    return LaunchTable(**{**default.kernels, **own})
+    measured = names[max(fitting, key=len)].kernels if fitting else {}
+    return LaunchTable(**{**default.kernels, **measured})
 
 
 @dataclass(frozen=True, slots=True)

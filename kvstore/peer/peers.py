@@ -236,8 +236,8 @@ class Peers:
         """Breakers open now; how often a breaker opened, those of forgotten peers included."""
         with self._lock:
             counts = [peer.breaker.counts for peer in self._peers.values()]
-            num_opened = self._num_opened_before + sum(each.num_opened for each in counts)
-        return BreakerCounts(sum(each.num_open for each in counts), num_opened)
+            num_opened = self._num_opened_before + sum(count.num_opened for count in counts)
+        return BreakerCounts(sum(count.num_open for count in counts), num_opened)
 
     @property
     def problems(self) -> list[BackendStatus]:

@@ -106,8 +106,8 @@ class PeerConnectorWorker(KvConnectorWorker):
     @override
     def statuses(self) -> Sequence[BackendStatus]:
         """Its own state, then that of the peers that do not answer."""
-        own = BackendStatus(f"{self._scheme}://{self.address.endpoint}")
-        return [own, *self._peers.problems]
+        lender = BackendStatus(f"{self._scheme}://{self.address.endpoint}")
+        return [lender, *self._peers.problems]
 
     @override
     def register_pool(

@@ -206,8 +206,8 @@ class RayNodes:
         finally:
             starting.cancel()  # changes nothing if it is done
         if starting.cancelled():
-            wanted = f"{spec.name}: {described(self._resources)}"
-            raise OSError(await asyncio.to_thread(lack_of_room, self._ray, wanted, PLACING_S))
+            purpose = f"{spec.name}: {described(self._resources)}"
+            raise OSError(await asyncio.to_thread(lack_of_room, self._ray, purpose, PLACING_S))
         address, pid = starting.result()
         return RemoteProcess(self._ray, actor, address, pid)
 

@@ -27,20 +27,20 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
     """
-    given = object_at("response_format", response_format)
-    kind = given.get("type")
+    form = object_at("response_format", response_format)
+    kind = form.get("type")
     match kind:
         case "text":
-            _check_names("response_format", given, ("type",))
+            _check_names("response_format", form, ("type",))
             return None
         case "json_object":
-            _check_names("response_format", given, ("type",))
+            _check_names("response_format", form, ("type",))
             return {"json_object": True}
         case "json_schema":
-            _check_names("response_format", given, ("type", "json_schema"))
-            return {"json": _schema_of("response_format.json_schema", given.get("json_schema"))}
+            _check_names("response_format", form, ("type", "json_schema"))
+            return {"json": _schema_of("response_format.json_schema", form.get("json_schema"))}
         case "structural_tag":
-            return {"structural_tag": compact_json("response_format", given)}
+            return {"structural_tag": compact_json("response_format", form)}
     limit = "one of text, json_object, json_schema, structural_tag"
     raise InvalidArgumentError.for_field("response_format.type", kind, limit)
 
@@ -200,8 +200,8 @@ def _without_identity(schema: dict[str, Any]) -> dict[str, Any]:
     identity = schema.pop("$id", None)
     if not isinstance(identity, str):
         return schema
-    own = identity.removesuffix("#")
-    return dict(change_references(schema, partial(_local, own)))
+    base = identity.removesuffix("#")
+    return dict(change_references(schema, partial(_local, base)))
 
 
 def _local(identity: str, reference: str) -> str:

@@ -270,9 +270,13 @@ def _config_of(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) ->
 
 def _layers_of(checkpoint: _HeadCheckpoint, model: CausalModel) -> tuple[int, ...]:
     """Returns the layers whose inputs a head of EAGLE-3 reads, in their order."""
-    num_layers, own = model.config.num_layers, checkpoint.config.get("eagle_config")
-    given = own if isinstance(own, Mapping) and _LAYER_IDS in own else checkpoint.config
-    layers = given.get(_LAYER_IDS, [2, num_layers // 2, num_layers - 3])
+    num_layers, eagle_config = model.config.num_layers, checkpoint.config.get("eagle_config")
+    stated = (
+        eagle_config
+        if isinstance(eagle_config, Mapping) and _LAYER_IDS in eagle_config
+        else checkpoint.config
+    )
+    layers = stated.get(_LAYER_IDS, [2, num_layers // 2, num_layers - 3])
     is_valid = isinstance(layers, list) and all(
         type(layer) is int and 0 <= layer < num_layers for layer in layers
     )

@@ -82,7 +82,7 @@ class PipelineRanks(EngineRanks):
         self._limit_s: float | None = None
         # Two threads send batches and tokens. A lock for all connections would let tokens wait for
         # a rank whose buffer of batches is full, and which computes on only with these tokens.
-        self._sending = {each: threading.Lock() for each in links.steps}
+        self._sending = {linked_rank: threading.Lock() for linked_rank in links.steps}
         self._batches: deque[bytes] = deque()
         self._tokens: deque[bytes] = deque()
         self._is_lost = False

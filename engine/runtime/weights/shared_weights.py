@@ -184,9 +184,9 @@ def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) ->
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-    own = _pages_of(path, num_bytes + _DIGEST_BYTES)
-    if own is not None:
-        _use(slots, own)
+    written = _pages_of(path, num_bytes + _DIGEST_BYTES)
+    if written is not None:
+        _use(slots, written)
         return True
     for slot in slots:  # these pages could be changed by this process
         slot.put(slot.view_in(pages).clone())
