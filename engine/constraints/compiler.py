@@ -139,7 +139,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
                 future.set_result(cached)
                 is_known = True
-            elif (refusal := self._refusal_of(key)) is not None:
+            elif (refusal := self._known_refusal(key)) is not None:
                 future.set_exception(refusal)
                 is_known = True
             elif (
@@ -181,7 +181,7 @@ class GrammarCompiler:
                 del self._pending[key]
                 return
         start, result = self._clock(), self._compiled(outputs)
-        self._metrics.grammar_compiled(self._clock() - start, _outcome_of(result))
+        self._metrics.grammar_compiled(self._clock() - start, _name_outcome(result))
         self._end(key, result)
 
     def _compiled(self, outputs: StructuredOutputs) -> Constraint | BatonError:
@@ -295,7 +295,7 @@ class GrammarCompiler:
             _, dropped = self._cache.popitem(last=False)
             self._num_cached_bytes -= dropped.grammar.num_bytes
 
-    def _refusal_of(self, key: bytes) -> BatonError | None:
+    def _known_refusal(self, key: bytes) -> BatonError | None:
         until, error = self._refusals.get(key, (0.0, None))
         if error is not None and until <= self._clock():
             del self._refusals[key]
@@ -315,7 +315,7 @@ def marks_of(outputs: StructuredOutputs, vocabulary: Vocabulary) -> dict[int, by
     }
 
 
-def _outcome_of(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:
+def _name_outcome(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:
     if isinstance(result, Constraint):
         return "compiled"
     return "refused" if isinstance(result, InvalidArgumentError) else "failed"

@@ -77,7 +77,7 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     value = node[keyword]
     if keyword in ("enum", "const"):
         values = value if keyword == "enum" and isinstance(value, list) else [value]
-        is_typed = "type" not in node or all(_is_of(node["type"], allowed) for allowed in values)
+        is_typed = "type" not in node or all(_has_type(node["type"], allowed) for allowed in values)
         return None if others <= {"type"} and is_typed else f"{keyword} beside other keywords"
     if others:
         return f"{min(others)} beside {keyword}"
@@ -88,7 +88,7 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     return None
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def _has_type(kind: Any, value: Any) -> bool:
     """Whether a value is of a type that a schema names; False for several types."""
     is_boolean = isinstance(value, bool)
     is_known = isinstance(kind, str) and kind in _TYPES

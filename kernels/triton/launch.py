@@ -154,11 +154,11 @@ def launch_table(device: torch.device) -> LaunchTable:
     Raises:
         ConfigurationError: a table cannot be used; names its file and key.
     """
-    return _table_of(device.type, device.index)
+    return _load_table(device.type, device.index)
 
 
 @functools.cache
-def _table_of(device_type: str, index: int | None) -> LaunchTable:
+def _load_table(device_type: str, index: int | None) -> LaunchTable:
     name = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return load_launch_table(name)
 

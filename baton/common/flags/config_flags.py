@@ -161,7 +161,7 @@ def flags_of_config(config: Any, *, omit: Collection[str] = ()) -> list[str]:
         if isinstance(value, bool):
             flags.append(name if value else f"--no-{name[2:]}")
         else:
-            text = _text_of(field, value)
+            text = _format_value(field, value)
             # A text such as --end must not look like a flag.
             flags += [f"{name}={text}"] if text.startswith("-") else [name, text]
     return flags
@@ -257,11 +257,11 @@ def _help(field: dataclasses.Field[Any], default: Any, other_text: str | None) -
     text: str = (other_text or field.metadata[_METADATA_KEY].help).replace("%", "%%")
     if default is dataclasses.MISSING or default in (None, (), ""):
         return text
-    shown = _text_of(field, default).replace("%", "%%")
+    shown = _format_value(field, default).replace("%", "%%")
     return f"{text} (default: {shown})"
 
 
-def _text_of(field: dataclasses.Field[Any], value: Any) -> str:
+def _format_value(field: dataclasses.Field[Any], value: Any) -> str:
     """Returns the text that the flag's parser turns into `value`."""
     if isinstance(value, bool):
         return "on" if value else "off"

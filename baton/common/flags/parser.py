@@ -96,7 +96,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse_given(self, values: Mapping[str, Given]) -> argparse.Namespace:
         """Parses values that a file has, without a command line and the environment."""
         namespace: argparse.Namespace = super().parse_known_args([])[0]
-        self._apply(namespace, self._actions_of(values, self._settable()))
+        self._apply(namespace, self._match_actions(values, self._settable()))
         return namespace
 
     @override
@@ -224,9 +224,9 @@ class FlagParser(argparse.ArgumentParser):
         except ValueError as error:
             self.error(str(error))
         names.pop("config", None)
-        yield from self._actions_of(from_file, names)
+        yield from self._match_actions(from_file, names)
 
-    def _actions_of(
+    def _match_actions(
         self, values: Mapping[str, Given], names: Mapping[str, argparse.Action]
     ) -> Iterator[tuple[argparse.Action, Given]]:
         for name, value in values.items():
