@@ -136,7 +136,7 @@ def kernel(device: str, dtype: str = "None") -> Callable[[Callable[P, R]], Calla
 
 @cache
 def _backend_for(device_type: str, dtype: torch.dtype | None) -> Backend | None:
-    """Returns what serves a device and an element type; None if plain torch does.
+    """Returns the backend for a device and an element type; None for plain torch.
 
     Raises:
         ConfigurationError: see `kernels.library.library.select`.

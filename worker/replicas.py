@@ -49,7 +49,7 @@ def replicas_here(
     server: ServerConfig,
     share: LimitsShare | None = None,
 ) -> MakeReplica:
-    """Returns what makes the workers of this machine.
+    """Returns the maker of the workers of this machine.
 
     Args:
         args: parsed flags of a worker.
@@ -79,7 +79,7 @@ def replicas_on_ray(
     server: ServerConfig,
     security: ClusterSecurity,
 ) -> MakeReplica:
-    """Returns what makes the workers on a Ray cluster, which this process joins.
+    """Returns the maker of the workers on a Ray cluster, which this process joins.
 
     Args:
         args: parsed flags of a worker.

@@ -63,7 +63,7 @@ class _Writer:
         return [self.write(part) for part in parts]
 
     def _rest_of_tag(self, tag: Mapping[str, Any]) -> str:
-        """Returns what follows the begin of a tag."""
+        """Returns the grammar of the text after the begin of a tag."""
         content, end = tag.get("content"), _required_text(tag, "end")
         is_text = isinstance(content, Mapping) and content == {"type": "any_text"}
         if is_text and end:

@@ -52,7 +52,7 @@ _PLAIN_PATTERN = re.compile(rf"(?:{_CLASS}|{_ESCAPED}|[\w \-,:;@#%&=!<>~'/*+?(){
 
 
 def schema_refusal(node: Mapping[str, Any]) -> str | None:
-    """Returns what of a schema, without those in it, xgrammar may not enforce; None: nothing."""
+    """Returns the part of a schema, without those in it, that xgrammar may not enforce, or None."""
     keywords = node.keys() - _ANNOTATIONS
     for keyword in _ALONE:
         if keyword in keywords:
@@ -141,7 +141,7 @@ def _has_open_choice(pattern: str) -> bool:
 
 
 def regex_refusal(regex: str) -> str | None:
-    """Returns what of a regular expression xgrammar may not enforce; None: nothing."""
+    """Returns the part of a regular expression that xgrammar may not enforce, or None."""
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", regex, flags=re.DOTALL)
     if "(?" in bare.replace("(?:", ""):
         return "a group that begins with (?"

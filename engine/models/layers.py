@@ -143,7 +143,7 @@ class CausalModel(nn.Module, ABC):
         """The layers of this part, each with its number in the whole model."""
 
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Returns what each layer gets between its input and its KV."""
+        """Returns the arguments of each layer between its input and its KV."""
         return ()
 
     def _run_layers(

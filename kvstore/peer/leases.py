@@ -251,7 +251,7 @@ class LeaseTable:
         return bool(self._released.job_ids or self._released.tail_slots)
 
     def take_released(self) -> Released:
-        """Returns what was released since the last call."""
+        """Returns the jobs and tail slots released since the last call."""
         with self._lock:
             released, self._released = self._released, Released()
             return released

@@ -86,7 +86,7 @@ class PeerServicer:
     def Describe(  # noqa: N802 - gRPC's name
         self, request: pb.DescribeRequest, context: Any
     ) -> pb.DescribeResponse:
-        """Returns what this process is, and how its memory is reached."""
+        """Describes this process, and how its memory is reached."""
         lending = self._open_for(context)
         return pb.DescribeResponse(
             generation=self._generation,

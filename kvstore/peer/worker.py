@@ -220,7 +220,7 @@ def open_peer_connector(
 
 
 def _open_transport(scheme: str) -> PeerTransport | None:
-    """Returns what reads peers' memory; None for `grpc://`."""
+    """Returns the transport that reads peers' memory; None for `grpc://`."""
     if scheme == "grpc":
         return None
     from kvstore.peer.nixl.transport import NixlTransport

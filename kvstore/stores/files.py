@@ -226,7 +226,7 @@ def write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 
 def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns what is left of views behind their first bytes; the first of it is not empty."""
+    """Returns the rest of views behind their first bytes; its first view is not empty."""
     for index, part in enumerate(views):
         if num_bytes < part.nbytes:
             return [part[num_bytes:], *views[index + 1 :]]

@@ -235,7 +235,7 @@ def engine_on_ray(engine: EngineConfig) -> EngineConfig:
 
 
 def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
-    """Returns what a worker needs of its node: the cores of its threads, or a GPU.
+    """Returns the resources of a worker on its node: the cores of its threads, or a GPU.
 
     Ranks that are actors reserve their own room.
     """

@@ -95,7 +95,7 @@ class ToolSchema:
     is_strict: bool
 
     def part(self, pointer: str, root: str = "") -> SchemaPart:
-        """Returns what says whose schema the one at a JSON pointer is."""
+        """Returns the schema at a JSON pointer, with the field that it comes from."""
         return SchemaPart(pointer=pointer, field=self.field, is_hint=not self.is_strict, root=root)
 
 

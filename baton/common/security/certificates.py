@@ -243,7 +243,7 @@ def _read(flag: str, path: str) -> bytes:
 
 
 def _parse(flag: str, parse: Any, pem: bytes | None) -> Any:
-    """Returns what `parse` makes of a file's content; None for None."""
+    """Returns a file's content, parsed by `parse`; None for None."""
     if pem is None:
         return None
     try:

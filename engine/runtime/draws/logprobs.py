@@ -150,7 +150,7 @@ class DecodeReports:
     def of(
         cls, rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
     ) -> "DecodeReports":
-        """Reads what the rows report, which their chunks set.
+        """Reads the reported tokens of the rows, which their chunks set.
 
         Args:
             rows: the state of all rows.
@@ -340,7 +340,7 @@ def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _read(tensors: Sequence[torch.Tensor], nums: Sequence[int]) -> Iterator[TokenLogprobs]:
-    """Yields what `_details` computed, with `nums[i]` likeliest tokens for token i."""
+    """Yields the results of `_details`, with `nums[i]` likeliest tokens for token i."""
     if not nums:
         return
     values, ids = (tensor.tolist() for tensor in tensors)

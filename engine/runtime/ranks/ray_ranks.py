@@ -131,7 +131,7 @@ class RayRanks(HostRanks):
 
 
 def rank_resources(config: EngineConfig) -> dict[str, float]:
-    """Returns what a rank needs of its node: the cores of its threads, or a GPU."""
+    """Returns the resources of a rank on its node: the cores of its threads, or a GPU."""
     if resolve_device(config.device).type == "cuda":
         return {"CPU": 1, "GPU": 1}
     return {"CPU": config.num_threads or 1}
