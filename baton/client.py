@@ -294,7 +294,7 @@ class AsyncClient(_BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput | list[RequestOutput]:
-        """As `Client.generate`."""
+        """Does what `Client.generate` does."""
         request = build_request(prompt, params, self._model, **options)
         return parse_response(await self._call("Generate", request, timeout_s), prompt)
 
@@ -306,7 +306,7 @@ class AsyncClient(_BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatRequestOptions],
     ) -> RequestOutput:
-        """As `Client.chat`."""
+        """Does what `Client.chat` does."""
         request = build_chat_request(messages, params, self._model, **options)
         return parse_output(await self._call("Generate", request, timeout_s))
 

@@ -19,7 +19,7 @@ else:
     _MODULES = ("host", "paged_kv", "ranks", "recorded_step", "row_state", "weights")
 
     def _public_names() -> dict[str, Any]:
-        """Returns what the modules above export, with dispatched kernels in place of references."""
+        """Returns the exports of these modules, and dispatched kernels in place of references."""
         modules = [import_module(f"kernels.{name}") for name in _MODULES]
         public = {name: getattr(module, name) for module in modules for name in module.__all__}
         reference = vars(import_module("kernels.reference")).items()

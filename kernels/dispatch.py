@@ -85,11 +85,11 @@ class Kernel(dict[Key, Callable[..., Any]]):
     def __missing__(self, key: Key) -> Callable[..., Any]:
         """Finds the implementation for a device and type that was not called yet."""
         backend = _backend_for(*key)
-        found = self.reference
+        implementation = self.reference
         if backend is not None:
-            found = backend.implementations.get(found.__name__, found)
-        self[key] = found
-        return found
+            implementation = backend.implementations.get(implementation.__name__, implementation)
+        self[key] = implementation
+        return implementation
 
     def _make_call(self, device: str, dtype: str) -> Callable[..., Any]:
         """Compiles a function that looks up the implementation and calls it.
@@ -97,8 +97,10 @@ class Kernel(dict[Key, Callable[..., Any]]):
         One that takes `*args, **kwargs` would cost each call some 0.2 us more.
         """
         parameters = signature(self.reference).parameters.values()
-        keywords = [each.name for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
-        others = [each.name for each in parameters if each.name not in keywords]
+        keywords = [
+            parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY
+        ]
+        others = [parameter.name for parameter in parameters if parameter.name not in keywords]
         taken = ", ".join([*others, *(["*", *keywords] if keywords else [])])
         passed = ", ".join([*others, *(f"{name}={name}" for name in keywords)])
         source = f"lambda {taken}: implementations[{device}.type, {dtype}]({passed})"
@@ -134,7 +136,7 @@ def kernel(device: str, dtype: str = "None") -> Callable[[Callable[P, R]], Calla
 
 @cache
 def _backend_for(device_type: str, dtype: torch.dtype | None) -> Backend | None:
-    """Returns what serves a device and an element type; None if plain torch does.
+    """Returns the backend for a device and an element type; None for plain torch.
 
     Raises:
         ConfigurationError: see `kernels.library.library.select`.

@@ -74,8 +74,8 @@ def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
             block.
         keys: the key that each was read from.
     """
-    wanted = make_headers([payload for _, payload in objects], keys)
-    are_whole = (header == content for (header, _), content in zip(objects, wanted, strict=True))
+    expected = make_headers([payload for _, payload in objects], keys)
+    are_whole = (header == content for (header, _), content in zip(objects, expected, strict=True))
     return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(objects))
 
 

@@ -281,7 +281,7 @@ class KvConnectorScheduler:
     # Once per step.
 
     def build_work(self) -> ConnectorWork:
-        """Returns what was scheduled since the last call. The caller owns it."""
+        """Returns the work scheduled since the last call. The caller owns it."""
         work, self._work = self._work, ConnectorWork()
         return work
 
@@ -376,7 +376,7 @@ class KvConnectorWorker(ABC):
 
     @abstractmethod
     def poll(self) -> TransferResults:
-        """Returns what has ended since the last call. Must not block."""
+        """Returns the transfers that have ended since the last call. Must not block."""
 
     @abstractmethod
     def close(self) -> None:

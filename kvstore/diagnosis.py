@@ -45,5 +45,5 @@ class StoreDiagnosis:
         """
 
     def remarks(self) -> Sequence[str]:
-        """Returns what the servers refused of calls that succeeded nevertheless."""
+        """Returns refusals of servers within calls that succeeded nevertheless."""
         return ()

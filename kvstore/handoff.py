@@ -77,9 +77,9 @@ class KvHandoff:
             ("KV connector", connector, self.connector),
             ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
-        for name, own, sent in ours_and_theirs:
-            if own != sent:
-                raise FailedPreconditionError(f"{name}: decode has {own}, prefill sent {sent}")
+        for name, expected, sent in ours_and_theirs:
+            if expected != sent:
+                raise FailedPreconditionError(f"{name}: decode has {expected}, prefill sent {sent}")
 
 
 def brief_digest(namespace: bytes) -> str:

@@ -37,18 +37,18 @@ def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
         ValueError: two lengths or the numbers of runs differ, or a view is not contiguous.
     """
     long = []
-    for there, source in zip(to, sources, strict=True):
+    for target, source in zip(to, sources, strict=True):
         num_bytes = source.nbytes
-        if there.readonly:
+        if target.readonly:
             raise TypeError("it cannot be written to")
-        if there.nbytes != num_bytes:
-            raise ValueError(f"{num_bytes} bytes do not fit {there.nbytes}")
-        if not (there.c_contiguous and source.c_contiguous):
+        if target.nbytes != num_bytes:
+            raise ValueError(f"{num_bytes} bytes do not fit {target.nbytes}")
+        if not (target.c_contiguous and source.c_contiguous):
             raise ValueError("bytes that are not contiguous")
         if num_bytes >= _MIN_NATIVE_BYTES:
-            long.append((there, source))
+            long.append((target, source))
         elif num_bytes:
-            there.cast("B")[:] = source.cast("B")
+            target.cast("B")[:] = source.cast("B")
     if long:
         _copy_long(long)
 
@@ -82,10 +82,10 @@ def _copy_long(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
     """Copies the second of each pair to the first; both meet the conditions of `copy_runs`."""
     native = _native_runs()
     if native is None:
-        for there, source in pairs:
-            np.copyto(np.frombuffer(there, np.uint8), np.frombuffer(source, np.uint8))
+        for target, source in pairs:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
         return
-    places = array("Q", [addressof(c_char.from_buffer(there)) for there, _ in pairs])
+    places = array("Q", [addressof(c_char.from_buffer(target)) for target, _ in pairs])
     origins = array("Q", [_address(source) for _, source in pairs])
     native.copy(places, origins, array("q", [source.nbytes for _, source in pairs]))
 

@@ -76,7 +76,7 @@ def open_store(url: str, *, is_diagnosis: bool = False) -> KvStore:
 
 
 def store_capabilities(url: str) -> StoreCapabilities:
-    """Returns what the store of a URL can do.
+    """Returns the capabilities of the store of a URL.
 
     Raises:
         ConfigurationError: the scheme is unknown or its package cannot be imported.
@@ -175,7 +175,7 @@ def open_connector(
 
 
 def connector_capabilities(url: str) -> ConnectorCapabilities:
-    """Returns what the connector of a URL can do. Does not open it.
+    """Returns the capabilities of the connector of a URL. Does not open it.
 
     Raises:
         ConfigurationError: the scheme is unknown, or a package is missing.

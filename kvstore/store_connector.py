@@ -247,8 +247,8 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         num_blocks = 0
         if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
             keys = self._slicing.object_keys(job.keys)
-            found = self._try("look-up", lambda: self.num_held(keys)) or 0
-            num_blocks = found // self._slicing.objects_per_block
+            num_objects = self._try("look-up", lambda: self.num_held(keys)) or 0
+            num_blocks = num_objects // self._slicing.objects_per_block
         self._answer(job_id, num_blocks)
         self._wake()
 

@@ -90,7 +90,7 @@ class PoolShare:
     def of(
         cls, rank: int, num_ranks: int, num_kv_heads: int, stage: int = 0, num_stages: int = 1
     ) -> "PoolShare":
-        """Returns what one of several ranks has; several may have the same heads.
+        """Returns the share of one of several ranks; several may have the same heads.
 
         Args:
             rank: number of the rank, among those of its stage.

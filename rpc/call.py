@@ -55,7 +55,7 @@ class Call:
     def __init__(self, method: str, context: CallContext) -> None:
         self.method = method
         self.context = context
-        self.info = CallInfo(trace=_trace_of(context))
+        self.info = CallInfo(trace=_parse_trace(context))
         self.status: grpc.StatusCode | None = None
         self.ending: BatonError | None = None
         self.on_request: Callable[[], object] = _nothing
@@ -130,7 +130,7 @@ def _nothing() -> None:
     pass
 
 
-def _trace_of(context: CallContext) -> TraceContext | None:
+def _parse_trace(context: CallContext) -> TraceContext | None:
     """The caller's span, from the call's metadata."""
     for name, value in context.invocation_metadata() or ():
         if name == "traceparent" and isinstance(value, str):

@@ -94,7 +94,7 @@ async def abort_with(context: Any, error: BatonError) -> None:
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The error that a failed call of grpc or grpc.aio stands for, with its message."""
     call = cast("grpc.Call", error)  # grpc raises objects that are both; its types do not say so
-    known = _error_of(call.code(), call.details() or "")
+    known = _error_from_status(call.code(), call.details() or "")
     apply_trailers(known, call.trailing_metadata() or ())
     return known
 
@@ -112,7 +112,7 @@ def to_worker_error(error: BatonError) -> request_pb2.WorkerError:
 
 def from_worker_error(error: request_pb2.WorkerError) -> BatonError:
     """The error that such a message stands for."""
-    known = _error_of(status_of_number(error.code), error.message)
+    known = _error_from_status(status_of_number(error.code), error.message)
     known.reason = error.reason or known.reason
     known.field = error.field or known.field
     if error.HasField("retry_after_ms"):
@@ -120,7 +120,7 @@ def from_worker_error(error: request_pb2.WorkerError) -> BatonError:
     return known
 
 
-def _error_of(status: grpc.StatusCode, message: str) -> BatonError:
+def _error_from_status(status: grpc.StatusCode, message: str) -> BatonError:
     """The error of a status. Statuses that Baton never sends (UNIMPLEMENTED, UNKNOWN ...) are
     bugs and become `InternalError`.
     """

@@ -66,7 +66,7 @@ class RepeatLimit:
         if record.levelno < logging.WARNING:
             yield record
             return
-        window = self._window_of(record, now)
+        window = self._find_window(record, now)
         window.num_messages += 1
         if window.num_messages <= MAX_REPEATS:
             yield record
@@ -87,10 +87,10 @@ class RepeatLimit:
             if num_left_out > 0:
                 yield _record("left out %d messages: %s", num_left_out, window.name)
 
-    def _window_of(self, record: logging.LogRecord, now: float) -> _Window:
+    def _find_window(self, record: logging.LogRecord, now: float) -> _Window:
         cause = _cause_of(record)
         if cause not in self._windows:
-            name = f"{record.name} {_text_of(record)}"
+            name = f"{record.name} {_format_text(record)}"
             if len(self._windows) >= _MAX_CAUSES:
                 cause, name = _OTHER_CAUSES, "of many causes"
             self._windows.setdefault(cause, _Window(name, now + WINDOW_S))
@@ -99,11 +99,11 @@ class RepeatLimit:
 
 def _cause_of(record: logging.LogRecord) -> _Cause:
     exception = record.exc_info[0] if record.exc_info else None
-    text = _NUMBER.sub("", _text_of(record))
+    text = _NUMBER.sub("", _format_text(record))
     return record.name, record.levelno, record.pathname, record.lineno, text, exception
 
 
-def _text_of(record: logging.LogRecord) -> str:
+def _format_text(record: logging.LogRecord) -> str:
     """The first line of the text: asyncio puts what it knows of a failure into further ones."""
     return str(record.msg).partition("\n")[0][:_MAX_CHARS]
 

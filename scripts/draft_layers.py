@@ -71,18 +71,18 @@ class UnrolledAttention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         places.append((repeat_kv(key, self.num_groups), repeat_kv(value, self.num_groups)))
         place, (first_keys, first_values) = len(places) - 1, places[0]
-        own = [
+        own_pairs = [
             (shifted(keys, place - i), shifted(values, place - i))
             for i, (keys, values) in enumerate(places)
             if i > 0
         ]
         query = query * self.head_dim**-0.5
         scores = (query @ first_keys.mT).masked_fill(~_visible(begins, place), -torch.inf)
-        own_scores = [(query * keys).sum(-1, keepdim=True) for keys, _ in own]
+        own_scores = [(query * keys).sum(-1, keepdim=True) for keys, _ in own_pairs]
         shares = torch.cat([scores, *own_scores], -1).softmax(-1)
         num_keys = scores.shape[-1]
         mixed = shares[..., :num_keys] @ first_values
-        for i, (_, values) in enumerate(own, start=num_keys):
+        for i, (_, values) in enumerate(own_pairs, start=num_keys):
             mixed = mixed + shares[..., i : i + 1] * values
         outputs: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return outputs

@@ -225,7 +225,9 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    (action,) = (
+        option for option in parser._actions if isinstance(option, argparse._SubParsersAction)
+    )
     return dict(action.choices)
 
 
@@ -288,15 +290,17 @@ def _command_list() -> Iterator[str]:
 
 def _own_section(name: str, parser: argparse.ArgumentParser) -> list[str]:
     """Returns a command's section without the flags of the shared groups."""
-    groups = [group for group in parser._action_groups if _flags_of(group)]
-    own = [group for group in groups if group.title not in _SHARED_GROUPS]
-    shared = [f"[{group.title}](#{group.title}-flags)" for group in groups if group not in own]
+    groups = [group for group in parser._action_groups if _visible_flags(group)]
+    own_groups = [group for group in groups if group.title not in _SHARED_GROUPS]
+    shared = [
+        f"[{group.title}](#{group.title}-flags)" for group in groups if group not in own_groups
+    ]
     lines = [f"\n## baton {name}\n", " ".join((parser.description or "").split())]
     if shared:
         lines.append(f"\nIt also has the flags of these tables: {', '.join(shared)}.")
-    if own:
+    if own_groups:
         lines += ["", *_table("flag", "default", "meaning")]
-        lines += [_flag_row(action) for group in own for action in _flags_of(group)]
+        lines += [_flag_row(action) for group in own_groups for action in _visible_flags(group)]
     return lines
 
 
@@ -306,10 +310,10 @@ def _shared_table(group_title: str, parsers: dict[str, argparse.ArgumentParser])
     for command, parser in parsers.items():
         for group in parser._action_groups:
             if group.title == group_title:
-                for action in _flags_of(group):
+                for action in _visible_flags(group):
                     users.setdefault(_flag_name(action), []).append((command, action))
     everyone = {command for uses in users.values() for command, _ in uses}
-    yield f"For {_list_of(everyone)}.\n"
+    yield f"For {_join_commands(everyone)}.\n"
     yield from _table("flag", "default", "meaning")
     for uses in users.values():
         defaults = {_split_default(action)[1] for _, action in uses}
@@ -319,15 +323,15 @@ def _shared_table(group_title: str, parsers: dict[str, argparse.ArgumentParser])
             else "; ".join(f"{_split_default(action)[1]} ({command})" for command, action in uses)
         )
         only = {command for command, _ in uses}
-        note = "" if only == everyone else f" (only {_list_of(only)})"
+        note = "" if only == everyone else f" (only {_join_commands(only)})"
         yield _flag_row(uses[0][1], default, note)
 
 
-def _list_of(commands: Iterable[str]) -> str:
+def _join_commands(commands: Iterable[str]) -> str:
     return ", ".join(f"`{command}`" for command in sorted(commands))
 
 
-def _flags_of(group: Any) -> list[argparse.Action]:
+def _visible_flags(group: Any) -> list[argparse.Action]:
     return [
         action
         for action in group._group_actions
@@ -359,9 +363,9 @@ def _split_default(action: argparse.Action) -> tuple[str, str]:
     is_required = action.required or getattr(action, "is_needed", False)
     if is_required and action.option_strings:
         return text, "required"
-    found = _DEFAULT_AT_END.search(text)
-    if found:
-        return text[: found.start()], {"False": "off", "True": "on"}.get(found[1], found[1])
+    default = _DEFAULT_AT_END.search(text)
+    if default:
+        return text[: default.start()], {"False": "off", "True": "on"}.get(default[1], default[1])
     if isinstance(action.default, bool):
         return text, "on" if action.default else "off"
     is_set = action.default not in (None, "", [], (), argparse.SUPPRESS)

@@ -142,7 +142,7 @@ def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
             status = _run_process(file, marks, device, lines, stream, ends_at)
         run.seconds = round(time.monotonic() - began, 2)
         run.tests, unfinished = _read_lines(lines.read_text().splitlines())
-        run.problem = _problem_of(status, run, output.read_text(errors="replace"))
+        run.problem = _find_problem(status, run, output.read_text(errors="replace"))
     if unfinished is not None:
         message = f"the process ended during this test: {run.problem}"
         run.tests.append(
@@ -217,7 +217,7 @@ def _read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]
     return ended, last.get("begins")
 
 
-def _problem_of(status: int | None, run: FileRun, output: str) -> str | None:
+def _find_problem(status: int | None, run: FileRun, output: str) -> str | None:
     if status is None:
         return "ended: time ran out"
     has_failed = any(test["outcome"] == "failed" for test in run.tests)

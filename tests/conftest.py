@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config, log):
 @functools.cache
 def _uses_shared_clusters(file: Path) -> bool:
     is_in_folder = file.parent.name == "e2e"
-    return is_in_folder and bool(re.search(r"\b(door|shared_cluster)\b", file.read_text()))
+    return is_in_folder and bool(re.search(r"\b(http_cluster:|shared_cluster\b)", file.read_text()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks

@@ -49,7 +49,7 @@ def replicas_here(
     server: ServerConfig,
     share: LimitsShare | None = None,
 ) -> MakeReplica:
-    """Returns what makes the workers of this machine.
+    """Returns the maker of the workers of this machine.
 
     Args:
         args: parsed flags of a worker.
@@ -79,7 +79,7 @@ def replicas_on_ray(
     server: ServerConfig,
     security: ClusterSecurity,
 ) -> MakeReplica:
-    """Returns what makes the workers on a Ray cluster, which this process joins.
+    """Returns the maker of the workers on a Ray cluster, which this process joins.
 
     Args:
         args: parsed flags of a worker.
@@ -127,11 +127,13 @@ def replica_spec(
     server, metrics = config_from_args(ServerConfig, args), config_from_args(MetricsConfig, args)
     if metrics.port:  # 0 is any free port
         metrics = replace(metrics, port=metrics.port + number)
-    own = replace(server, port=port, port_file=None)
+    replica_server = replace(server, port=port, port_file=None)
     others = (
         config_from_args(one, args) for one in (CertificateFiles, ClusterConfig, TracingConfig)
     )
-    flags = [one for config in (own, metrics, *others) for one in flags_of_config(config)]
+    flags = [
+        one for config in (replica_server, metrics, *others) for one in flags_of_config(config)
+    ]
     return worker_spec(tier, number, engine, flags, _variables(os.environ.get(TOKEN_VARIABLE)))
 
 
@@ -256,5 +258,5 @@ def tls_of_caller(tls: CertificateFiles) -> ClientTls:
     """Returns how this process calls a worker that has the same certificate as itself."""
     if tls.certfile is None:
         return ClientTls()
-    own = ClientTls.pinned(tls.certfile)
-    return replace(own, ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile)
+    pinned = ClientTls.pinned(tls.certfile)
+    return replace(pinned, ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile)

@@ -67,7 +67,7 @@ def add_services(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         PrefillServicer(engine, spans["prefill"]),
     )
-    opened = [each for each in spans.values() if each is not None]
+    opened = [span_buffer for span_buffer in spans.values() if span_buffer is not None]
     return WorkerTier(worker, server, flush=decode.close, spans=opened)
 
 

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
         complete(build_parser)
     arguments = sys.argv[1:] if argv is None else argv
-    command = _command_of(arguments)
+    command = _find_command(arguments)
     try:
         if not _HELP.intersection(arguments):
             check_command(command)  # before imports that take much memory
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE
 
 
-def _command_of(arguments: list[str]) -> str:
+def _find_command(arguments: list[str]) -> str:
     """Returns the command's name, empty for a flag of `baton` itself; exits if it is unknown."""
     word = _EARLIER_NAMES.get(arguments[0], arguments[0]) if arguments else ""
     if word.startswith("-") or word in COMMANDS:

@@ -223,17 +223,17 @@ def plan_threads(
     Raises:
         ConfigurationError: the limit allows none, or fewer than the flag says; has the numbers.
     """
-    wanted, limit = num_threads or default, read_tasks(root).limit
+    num_wanted, limit = num_threads or default, read_tasks(root).limit
     if limit is None:
-        return wanted
+        return num_wanted
     others = WORKER_NEEDS.all_tasks
     most = (share.num_tasks(limit) - others) // _TASKS_PER_THREAD
-    if most >= wanted or (most > 0 and num_threads is None):
-        return min(wanted, most)
+    if most >= num_wanted or (most > 0 and num_threads is None):
+        return min(num_wanted, most)
     flag = "" if num_threads is None else f" with --num-threads {num_threads}"
-    needed = share.other_tasks + share.num_workers * (others + _TASKS_PER_THREAD * wanted)
+    needed = share.other_tasks + share.num_workers * (others + _TASKS_PER_THREAD * num_wanted)
     if num_threads is None:
-        needed -= share.num_workers * _TASKS_PER_THREAD * (wanted - 1)
+        needed -= share.num_workers * _TASKS_PER_THREAD * (num_wanted - 1)
     name = "the worker" if share.num_workers == 1 else f"a container of {share.num_workers} workers"
     raise _too_few_tasks(limit, f"{name}{flag}", needed)
 

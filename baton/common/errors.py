@@ -107,8 +107,8 @@ class BatonError(Exception):
 
 def _leading_field(message: str) -> str | None:
     """The field with whose name a message begins; None if it begins otherwise."""
-    found = _FIELD.match(message)
-    return None if found is None or found[1] in _WORDS else found[1]
+    match = _FIELD.match(message)
+    return None if match is None or match[1] in _WORDS else match[1]
 
 
 class InvalidArgumentError(BatonError):

@@ -84,7 +84,7 @@ def _opened(path: Path) -> Iterator[TextIO | None]:
 
 
 def find_files(folder: Path, pattern: str) -> list[Path]:
-    """Returns what a folder has under names such as `*.bin`, sorted; nothing if it is absent.
+    """Returns the files of a folder with names such as `*.bin`, sorted; nothing if it is absent.
 
     Raises:
         UnreadableFileError: this process cannot list the folder.

@@ -99,7 +99,9 @@ def read_memory(root: Path = Path("/")) -> Memory:
     rooms = [room for _, room in bounding]
     if available is not None:
         rooms.append(available)
-    return Memory(total, min(rooms, default=None), min((one for one, _ in bounding), default=None))
+    return Memory(
+        total, min(rooms, default=None), min((size for size, _ in bounding), default=None)
+    )
 
 
 def read_tasks(root: Path = Path("/")) -> Tasks:

@@ -116,12 +116,12 @@ def reserve(
         remove_placement_group,
     )
 
-    wanted = f"{purpose}: {' + '.join(map(described, bundles))}"
-    _logger.info("asks the Ray cluster for room for %s", wanted)
+    resources = f"{purpose}: {' + '.join(map(described, bundles))}"
+    _logger.info("asks the Ray cluster for room for %s", resources)
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        raise ConfigurationError(lack_of_room(ray, wanted, timeout_s))
+        raise ConfigurationError(lack_of_room(ray, resources, timeout_s))
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return group, [nodes[index] for index in range(len(bundles))]
 
@@ -148,10 +148,10 @@ def actor_options(resources: Mapping[str, float], strategy: Any) -> dict[str, An
     }
 
 
-def lack_of_room(ray: Any, wanted: str, timeout_s: float) -> str:
+def lack_of_room(ray: Any, resources: str, timeout_s: float) -> str:
     """Returns the message of an error: what was asked for, and what the cluster has."""
     return (
-        f"the Ray cluster had no room within {timeout_s:g} s for {wanted}; it has "
+        f"the Ray cluster had no room within {timeout_s:g} s for {resources}; it has "
         f"{described(ray.cluster_resources())}, free {described(ray.available_resources())}"
     )
 

@@ -292,7 +292,7 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
     for target in config.targets:
         host, _, port = target.rpartition(":")
         wanted.append((host, int(port), "--port"))
-    metrics = _metrics_of(config)
+    metrics = _metrics_configs(config)
     wanted += [(one.host, one.port, "--metrics-port") for one in metrics if one.port is not None]
     ports = iter(bound_ports(wanted))
     http, grpc = router.http, router.grpc
@@ -307,7 +307,7 @@ def _with_ports(config: ClusterConfig) -> tuple[RouterConfig, Sequence[MetricsCo
     return replace(router, http=http, grpc=grpc, metrics=own), of_workers
 
 
-def _metrics_of(config: ClusterConfig) -> list[MetricsConfig]:
+def _metrics_configs(config: ClusterConfig) -> list[MetricsConfig]:
     """Returns where the router serves metrics, and each worker of this machine: at the ports that
     follow the router's, or at free ones.
     """

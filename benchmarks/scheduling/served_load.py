@@ -1,4 +1,4 @@
-"""What the benchmark of the scheduler runs: a scheduler, and a runner that answers at once.
+"""The load of the scheduler's benchmark: a scheduler, and a runner that answers at once.
 
 Nothing is computed: `NullRunner` returns made-up tokens, so only the scheduler takes time.
 """

@@ -97,7 +97,7 @@ def _run_child(fd: int, vocabulary: Vocabulary, backends: Mapping[str, Backend])
 def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, Backend]) -> bytes:
     """Returns a line of JSON, and after it the compiled grammar."""
     _limit(job["timeout_s"], job["memory_bytes"])
-    outputs = _outputs_of(job)
+    outputs = _parse_job(job)
     field = outputs.client_field
     try:
         _check_ends(outputs, field, backends)
@@ -115,7 +115,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, backends: Mapping[str, 
     return json.dumps({"backend": compiled.backend}).encode() + b"\n" + compiled.data
 
 
-def _outputs_of(job: dict[str, Any]) -> StructuredOutputs:
+def _parse_job(job: dict[str, Any]) -> StructuredOutputs:
     """Returns the constraint of a job, with well-formed hints that are not too large."""
     parts = [SchemaPart(**part) for part in job["outputs"]["parts"]]
     outputs = StructuredOutputs(**job["outputs"] | {"parts": parts})

@@ -127,21 +127,21 @@ class GrammarCompiler:
         UnavailableError if the compile process does not start or after `close`, or an
         InternalError for a bug.
         """
-        key, future, found = outputs.key, Future[Constraint](), False
+        key, future, is_known = outputs.key, Future[Constraint](), False
         displaced: _Waiting | None = None
         with self._lock:
             if (pending := self._pending.get(key)) is not None:
                 pending.append(future)
-                found = True
+                is_known = True
             elif self._is_closed:
                 future.set_exception(UnavailableError("the worker is stopping"))
             elif (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 future.set_result(cached)
-                found = True
-            elif (refusal := self._refusal_of(key)) is not None:
+                is_known = True
+            elif (refusal := self._known_refusal(key)) is not None:
                 future.set_exception(refusal)
-                found = True
+                is_known = True
             elif (
                 len(self._pending) >= self._limits.max_waiting
                 and (displaced := self._waiting.make_room(owner)) is None
@@ -153,7 +153,7 @@ class GrammarCompiler:
                 self._workers.submit(self._compile_next)
         if displaced is not None:
             self._end(displaced[0], self._too_many())
-        self._metrics.grammar_looked_up(found=found)
+        self._metrics.grammar_looked_up(found=is_known)
         return future
 
     def _too_many(self) -> ResourceExhaustedError:
@@ -181,7 +181,7 @@ class GrammarCompiler:
                 del self._pending[key]
                 return
         start, result = self._clock(), self._compiled(outputs)
-        self._metrics.grammar_compiled(self._clock() - start, _outcome_of(result))
+        self._metrics.grammar_compiled(self._clock() - start, _name_outcome(result))
         self._end(key, result)
 
     def _compiled(self, outputs: StructuredOutputs) -> Constraint | BatonError:
@@ -295,7 +295,7 @@ class GrammarCompiler:
             _, dropped = self._cache.popitem(last=False)
             self._num_cached_bytes -= dropped.grammar.num_bytes
 
-    def _refusal_of(self, key: bytes) -> BatonError | None:
+    def _known_refusal(self, key: bytes) -> BatonError | None:
         until, error = self._refusals.get(key, (0.0, None))
         if error is not None and until <= self._clock():
             del self._refusals[key]
@@ -315,7 +315,7 @@ def marks_of(outputs: StructuredOutputs, vocabulary: Vocabulary) -> dict[int, by
     }
 
 
-def _outcome_of(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:
+def _name_outcome(result: Constraint | BatonError) -> Literal["compiled", "refused", "failed"]:
     if isinstance(result, Constraint):
         return "compiled"
     return "refused" if isinstance(result, InvalidArgumentError) else "failed"

@@ -35,8 +35,10 @@ def endless_rule(ebnf: str) -> str | None:
             return None
         rules[name] = parsed
     finite: set[str] = set()
-    while found := {n for n, body in rules.items() if n not in finite and _ends(body, finite)}:
-        finite |= found
+    while newly_finite := {
+        n for n, body in rules.items() if n not in finite and _ends(body, finite)
+    }:
+        finite |= newly_finite
     if "root" in finite:
         return None
     return next((name for name in rules if name not in finite), None)

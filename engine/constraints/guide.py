@@ -60,15 +60,15 @@ class ReasoningPart:
         if self.is_over or self.opening:
             return None
         is_used_up = self._budget is not None and self._num_tokens >= self._budget
-        return self._next_of_end if is_used_up or self._is_closing else None
+        return self._next_end_token if is_used_up or self._is_closing else None
 
     def close(self) -> int:
         """Makes the end tag come next; returns its first token. The part must be open."""
         self._is_closing = True
-        return self._next_of_end
+        return self._next_end_token
 
     @property
-    def _next_of_end(self) -> int:
+    def _next_end_token(self) -> int:
         """The token that completes the end tag, or brings it nearest to that."""
         end = self._marks.end_token_ids
         width = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
@@ -241,11 +241,13 @@ class Guide:
         """
         part = self._reasoning
         if part is None:
-            self.mask = None if self._matcher is None else self._mask_of(self._matcher)
+            self.mask = None if self._matcher is None else self._make_mask(self._matcher)
         elif part.opening and self._matcher is not None:
             probe = self._matcher.fork()
             is_text = probe.replay(part.opened)
-            self.mask = self._mask_with(part.opening[0], self._mask_of(probe) if is_text else None)
+            self.mask = self._mask_with(
+                part.opening[0], self._make_mask(probe) if is_text else None
+            )
         else:
             token = part.required_token
             self.mask = None if token is None else self._mask_with(token, None)
@@ -276,7 +278,7 @@ class Guide:
         if self._reasoning is not None and self._reasoning.is_over:
             self._reasoning = None
 
-    def _mask_of(self, matcher: Matcher) -> bytes:
+    def _make_mask(self, matcher: Matcher) -> bytes:
         row = np.empty(self._num_words, dtype=np.int32)
         matcher.fill_mask(row)
         return row.tobytes()

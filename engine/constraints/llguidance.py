@@ -57,7 +57,7 @@ class LLGuidanceBackend:
             RefusedError: llguidance refuses the constraint, or it is too complex.
         """
         try:
-            source = self._source_of(outputs, _options_of(outputs, max_whitespace)).encode()
+            source = self._build_source(outputs, _build_options(outputs, max_whitespace)).encode()
         except RefusedError:
             raise
         except Exception as error:  # its converter of GBNF raises several types
@@ -83,7 +83,7 @@ class LLGuidanceBackend:
             self._tokenizer, source.decode(), log_level=0, limits=self._limits
         )
 
-    def _source_of(self, outputs: StructuredOutputs, options: dict[str, Any]) -> str:
+    def _build_source(self, outputs: StructuredOutputs, options: dict[str, Any]) -> str:
         text, form = getattr(outputs, outputs.form), outputs.form
         if form == "json_object":
             return self._schema_source({"type": "object"}, options)
@@ -121,7 +121,7 @@ class LLGuidanceBackend:
         return f"{lark_of_tag(tag_with_format(tag)['format'], schema_source)}\n{_OPTIONS}"
 
 
-def _options_of(outputs: StructuredOutputs, max_whitespace: int | None) -> dict[str, Any]:
+def _build_options(outputs: StructuredOutputs, max_whitespace: int | None) -> dict[str, Any]:
     """Returns llguidance's options for the whitespace of a constraint's JSON."""
     if outputs.whitespace_pattern is not None:
         return {"whitespace_flexible": True, "whitespace_pattern": outputs.whitespace_pattern}

@@ -37,7 +37,7 @@ class Retokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._encode = _encoder_of(backend)
+        self._encode = _make_encoder(backend)
         self._longest = max(map(len, vocabulary.sorted_tokens), default=0)
 
     def forced_tokens(self, matcher: Matcher, token_ids: Sequence[int]) -> list[int]:
@@ -118,7 +118,7 @@ class Retokenizer:
         return b"".join([tokens[i] if i < len(tokens) else b"" for i in token_ids])
 
 
-def _encoder_of(backend: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
+def _make_encoder(backend: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
     """Returns the function from text within a text to its tokens.
 
     Tokenizers with Metaspace write a space before each text that they encode, so their BPE

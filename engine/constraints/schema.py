@@ -172,10 +172,10 @@ def endless_part(schema: Mapping[str, Any]) -> str | None:
     nodes = dict(subschemas(schema))
     finite: set[str] = set()
     while True:
-        found = {path for path in nodes if path not in finite and _ends(path, nodes, finite)}
-        if not found:
+        newly_finite = {path for path in nodes if path not in finite and _ends(path, nodes, finite)}
+        if not newly_finite:
             break
-        finite |= found
+        finite |= newly_finite
     if "#" in finite:
         return None
     recursive = {_target(node["$ref"]) for node in nodes.values() if "$ref" in node}

@@ -26,9 +26,9 @@ def tag_with_format(tag: dict[str, Any]) -> dict[str, Any]:
     tags = [
         {
             "type": "tag",
-            "begin": _text_of(structure, "begin"),
+            "begin": _required_text(structure, "begin"),
             "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
-            "end": _text_of(structure, "end"),
+            "end": _required_text(structure, "end"),
         }
         for structure in structures
     ]
@@ -79,7 +79,7 @@ def tag_with_whitespace(value: Any, max_whitespace: int) -> Any:
     return limited
 
 
-def _text_of(structure: Any, name: str) -> str:
+def _required_text(structure: Any, name: str) -> str:
     text = structure.get(name) if isinstance(structure, dict) else None
     if not isinstance(text, str):
         raise RefusedError(f"each of structures needs a text {name}")

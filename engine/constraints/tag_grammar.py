@@ -39,7 +39,7 @@ class _Writer:
         kind = form.get("type") if isinstance(form, Mapping) else None
         match kind:
             case "const_string":
-                return _literal(_text_of(form, "value"))
+                return _literal(_required_text(form, "value"))
             case "json_schema" if form.get("style", "json") == "json":
                 return self._schema_source(form.get("json_schema"))
             case "any_text" if not form.get("excludes"):
@@ -51,7 +51,7 @@ class _Writer:
             case "plus" | "star" | "optional":
                 return f"({self.write(form.get('content'))}){_REPEATS[kind]}"
             case "tag":
-                return f"({_literal(_text_of(form, 'begin'))} {self._rest_of_tag(form)})"
+                return f"({_literal(_required_text(form, 'begin'))} {self._rest_of_tag(form)})"
             case "triggered_tags":
                 return self._write_triggered(form)
         raise RefusedError(f"{str(kind)[:64]} in a structural tag")
@@ -63,8 +63,8 @@ class _Writer:
         return [self.write(part) for part in parts]
 
     def _rest_of_tag(self, tag: Mapping[str, Any]) -> str:
-        """Returns what follows the begin of a tag."""
-        content, end = tag.get("content"), _text_of(tag, "end")
+        """Returns the grammar of the text after the begin of a tag."""
+        content, end = tag.get("content"), _required_text(tag, "end")
         is_text = isinstance(content, Mapping) and content == {"type": "any_text"}
         if is_text and end:
             return self._rule("[lazy]", f"TEXT {_literal(end)}")
@@ -83,7 +83,7 @@ class _Writer:
             raise RefusedError("triggered_tags with other fields than triggers and tags")
         bodies: dict[str, list[str]] = {}
         for tag in tags:
-            begin = _text_of(tag, "begin")
+            begin = _required_text(tag, "begin")
             trigger = next((text for text in triggers if begin.startswith(text)), None)
             if not trigger:
                 raise RefusedError(f"the tag {begin!r}, which begins with none of the triggers")
@@ -106,7 +106,7 @@ def _is_tag(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("type", "tag") == "tag"
 
 
-def _text_of(form: Mapping[str, Any], name: str) -> str:
+def _required_text(form: Mapping[str, Any], name: str) -> str:
     text = form.get(name)
     if not isinstance(text, str):
         raise RefusedError(f"a structural tag whose {name} is not a text")

@@ -100,11 +100,11 @@ class Vocabulary:
     @cached_property
     def byte_tokens(self) -> dict[int, int]:
         """For each byte that is a token's whole text, the first such token."""
-        found: dict[int, int] = {}
+        token_ids: dict[int, int] = {}
         for token_id, text in enumerate(self.tokens):
             if len(text) == 1:
-                found.setdefault(text[0], token_id)
-        return found
+                token_ids.setdefault(text[0], token_id)
+        return token_ids
 
     @cached_property
     def sorted_tokens(self) -> list[bytes]:

@@ -186,7 +186,7 @@ def _with_open_kinds(schema: Any) -> Any:
 
 
 def _refuse_warnings(call: Callable[[], _T]) -> _T:
-    """Returns what a call of xgrammar returns, unless it warns or fails.
+    """Returns the result of a call of xgrammar, unless it warns or fails.
 
     Raises:
         RefusedError: has the warning or the error.

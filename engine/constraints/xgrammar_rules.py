@@ -52,7 +52,7 @@ _PLAIN_PATTERN = re.compile(rf"(?:{_CLASS}|{_ESCAPED}|[\w \-,:;@#%&=!<>~'/*+?(){
 
 
 def schema_refusal(node: Mapping[str, Any]) -> str | None:
-    """Returns what of a schema, without those in it, xgrammar may not enforce; None: nothing."""
+    """Returns the part of a schema, without those in it, that xgrammar may not enforce, or None."""
     keywords = node.keys() - _ANNOTATIONS
     for keyword in _ALONE:
         if keyword in keywords:
@@ -61,7 +61,7 @@ def schema_refusal(node: Mapping[str, Any]) -> str | None:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds is None:
         return f"{min(keywords)} without type" if keywords else None
-    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+    if not isinstance(kinds, list) or not all(isinstance(name, str) for name in kinds):
         return "type"
     if not kinds or not _KEYWORDS.keys() >= set(kinds):
         return "type"
@@ -77,7 +77,7 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     value = node[keyword]
     if keyword in ("enum", "const"):
         values = value if keyword == "enum" and isinstance(value, list) else [value]
-        is_typed = "type" not in node or all(_is_of(node["type"], one) for one in values)
+        is_typed = "type" not in node or all(_has_type(node["type"], allowed) for allowed in values)
         return None if others <= {"type"} and is_typed else f"{keyword} beside other keywords"
     if others:
         return f"{min(others)} beside {keyword}"
@@ -88,7 +88,7 @@ def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) ->
     return None
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def _has_type(kind: Any, value: Any) -> bool:
     """Whether a value is of a type that a schema names; False for several types."""
     is_boolean = isinstance(value, bool)
     is_known = isinstance(kind, str) and kind in _TYPES
@@ -141,7 +141,7 @@ def _has_open_choice(pattern: str) -> bool:
 
 
 def regex_refusal(regex: str) -> str | None:
-    """Returns what of a regular expression xgrammar may not enforce; None: nothing."""
+    """Returns the part of a regular expression that xgrammar may not enforce, or None."""
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", regex, flags=re.DOTALL)
     if "(?" in bare.replace("(?:", ""):
         return "a group that begins with (?"

@@ -121,8 +121,8 @@ class ConfigFields:
         model_type: the family's name in it, which must be a key of the registry's families.
     """
 
-    def __init__(self, given: Mapping[str, Any], model_type: str) -> None:
-        self._given = given
+    def __init__(self, raw_fields: Mapping[str, Any], model_type: str) -> None:
+        self._given = raw_fields
         self._defaults = _DEFAULTS[model_type]
         self._other_names = _OTHER_NAMES.get(model_type, {})
 
@@ -192,10 +192,10 @@ class ConfigFields:
         YaRN that is null is the quotient of both lengths; one that is absent is an error.
         """
         name = "rope_scaling" if self.raw("rope_scaling") else "rope_parameters"
-        given = self.raw(name)
-        if given is not None and not isinstance(given, Mapping):
-            raise _wrong(name, given, "an object")
-        parameters = dict(given or {})
+        value = self.raw(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise _wrong(name, value, "an object")
+        parameters = dict(value or {})
         parameters.setdefault("rope_theta", self._value("rope_theta"))
         if (rotated := self.raw("partial_rotary_factor")) is not None:
             parameters.setdefault("partial_rotary_factor", rotated)

@@ -87,9 +87,11 @@ class _Attention(nn.Module):
         size = config.hidden_size
         self.head_dim = config.head_dim
         self.scale = scale
-        own = HeadCuts.of(config, ranks).query.times(config.head_dim)
-        self.c_attn = TransposedFusedLinear(size, {"q": own, "k": own, "v": own}, bias=True)
-        self.c_proj = TransposedLinear(own, size, bias=True, ranks=ranks)
+        heads_cut = HeadCuts.of(config, ranks).query.times(config.head_dim)
+        self.c_attn = TransposedFusedLinear(
+            size, {"q": heads_cut, "k": heads_cut, "v": heads_cut}, bias=True
+        )
+        self.c_proj = TransposedLinear(heads_cut, size, bias=True, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))

@@ -143,7 +143,7 @@ class CausalModel(nn.Module, ABC):
         """The layers of this part, each with its number in the whole model."""
 
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Returns what each layer gets between its input and its KV."""
+        """Returns the arguments of each layer between its input and its KV."""
         return ()
 
     def _run_layers(
@@ -195,8 +195,8 @@ class CausalModel(nn.Module, ABC):
         Args:
             make_layer: makes a layer by its number.
         """
-        own = self.part.layers(self.config.num_layers)
-        numbers = range(own.start, own.end)
+        part_layers = self.part.layers(self.config.num_layers)
+        numbers = range(part_layers.start, part_layers.end)
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
 
     def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:

@@ -228,8 +228,8 @@ class TransposedFusedLinear(FusedLinear):
         }
         for part in super().checkpoint_tensors(path):
             _, layer, kind = part.name.rsplit(".", 2)
-            own, first = part.cuts[0], firsts[layer]
-            cut = Cut(total, first + own.start, first + own.end)
+            cut_of_part, first = part.cuts[0], firsts[layer]
+            cut = Cut(total, first + cut_of_part.start, first + cut_of_part.end)
             moved = TensorPart(f"{path}.{kind}", part.target, (cut, *part.cuts[1:]))
             yield _transposed(moved)
 

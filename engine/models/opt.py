@@ -102,11 +102,11 @@ class _Attention(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.head_dim = config.head_dim
-        own = HeadCuts.of(config, ranks).query.times(config.head_dim)
+        heads_cut = HeadCuts.of(config, ranks).query.times(config.head_dim)
         self.qkv_proj = FusedLinear(
-            size, {"q_proj": own, "k_proj": own, "v_proj": own}, bias=config.bias
+            size, {"q_proj": heads_cut, "k_proj": heads_cut, "v_proj": heads_cut}, bias=config.bias
         )
-        self.out_proj = Linear(own, size, bias=config.bias, ranks=ranks)
+        self.out_proj = Linear(heads_cut, size, bias=config.bias, ranks=ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))

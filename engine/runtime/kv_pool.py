@@ -180,7 +180,7 @@ def decide_num_blocks(
 
 
 def _how_to_fit(config: EngineConfig, plan: MemoryPlan, least_blocks: int, block_bytes: int) -> str:
-    """Returns what to set instead of raising the limit of memory.
+    """Returns flags to set instead of raising the limit of memory.
 
     Args:
         config: the flags.

@@ -147,8 +147,8 @@ class ModelRunner:
         self.info = _model_info(loaded, layer_groups, config)
         self._layout = self.info.layout
         if ranks is not None:
-            own = share_of(ranks.rank, ranks, self._layout.num_kv_heads)
-            self._layout = own.layout_of(self._layout)
+            share = share_of(ranks.rank, ranks, self._layout.num_kv_heads)
+            self._layout = share.layout_of(self._layout)
         if ranks is not None:
             check_same_engine(ranks, config, self.info)
         self._drafter = make_drafter(config, loaded, self.info, self._device, progress=progress)

@@ -63,7 +63,7 @@ def check_same_pools(ranks: EngineRanks, num_blocks: int, num_host_blocks: int) 
     _check_same(ranks, {name: str(count) for name, count in counts.items()})
 
 
-def least_of_all(ranks: EngineRanks, own: int, device: torch.device) -> int:
+def least_of_all(ranks: EngineRanks, number: int, device: torch.device) -> int:
     """Returns the least of the numbers of all ranks, which all call this.
 
     The ranks of a stage add up a tensor in which each has a place. The result goes from stage to
@@ -71,16 +71,16 @@ def least_of_all(ranks: EngineRanks, own: int, device: torch.device) -> int:
 
     Args:
         ranks: the group.
-        own: this rank's number, below 2**24, so that float32 has it exactly.
+        number: this rank's number, below 2**24, so that float32 has it exactly.
         device: the rank's.
 
     Raises:
         RanksLostError: another rank is lost.
     """
-    group, least = ranks.group, own
+    group, least = ranks.group, number
     if group is not None:
         numbers = torch.zeros((1, group.size), device=device)
-        numbers[0, group.rank] = own
+        numbers[0, group.rank] = number
         fetched = fetch(device, (group.all_reduce(numbers).min(),))
         if ranks.device_group is not None:  # whose sum waits for ranks that may be lost
             ranks.device_group.wait(fetched.is_done)
@@ -99,15 +99,15 @@ def least_of_all(ranks: EngineRanks, own: int, device: torch.device) -> int:
     return int(ranks.receive(waits_forever=True))
 
 
-def _check_same(ranks: EngineRanks, own: Mapping[str, str]) -> None:
+def _check_same(ranks: EngineRanks, facts: Mapping[str, str]) -> None:
     if ranks.rank == 0:
-        ranks.send(json.dumps(own).encode())
+        ranks.send(json.dumps(facts).encode())
         return
-    for name, wanted in json.loads(ranks.receive(waits_forever=True)).items():
-        if own.get(name) != wanted:
+    for name, expected in json.loads(ranks.receive(waits_forever=True)).items():
+        if facts.get(name) != expected:
             raise ConfigurationError(
-                f"{name} of rank {ranks.rank} is {own.get(name)}, of rank 0 {wanted}; all ranks of "
-                "an engine need the same"
+                f"{name} of rank {ranks.rank} is {facts.get(name)}, of rank 0 {expected}; "
+                "all ranks of an engine need the same"
             )
 
 

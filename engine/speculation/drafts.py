@@ -6,8 +6,8 @@ are equal: the tokens are those of a sequence without drafts. `engine.batch.Sche
 details. Draft tokens come from look-ups, or from a draft model or heads, which the runner runs
 after a step for the next one.
 
-How many draft tokens pay depends on the sequence, whose draft tokens are right with some
-probability p, and on the step, whose time grows with its tokens. The draft token at place j adds a
+How many draft tokens pay depends on the sequence and on the step: those of a sequence are right
+with some probability p, and a step's time grows with its tokens. The draft token at place j adds a
 token with probability p**j. So many are made as draw the most tokens per second, by the measured
 times of steps.
 """

@@ -56,7 +56,7 @@ def rotate_and_write_kv(
         rotation.cos.data_ptr() if rotation else 0,
         rotation.sin.data_ptr() if rotation else 0,
         *_cache_fields(kv_layer),
-        _batch_of(meta).ctypes.data,
+        _pack_batch(meta).ctypes.data,
         keep=(query, key, value),
     )
     return query
@@ -98,7 +98,7 @@ def paged_attention(
         scale,
         sliding_window or 0,
         out.data_ptr(),
-        _batch_of(meta).ctypes.data,
+        _pack_batch(meta).ctypes.data,
         keep=(query, out),
     )
     return out
@@ -106,7 +106,7 @@ def paged_attention(
 
 @NATIVE.implements(reference.point_to)
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
-    _batch_of(recorded)[:] = _batch_fields(current)
+    _pack_batch(recorded)[:] = _batch_fields(current)
 
 
 def _check_heads(
@@ -157,7 +157,7 @@ def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
 _batches: "WeakKeyDictionary[AttentionMetadata, np.ndarray]" = WeakKeyDictionary()
 
 
-def _batch_of(meta: AttentionMetadata) -> np.ndarray:
+def _pack_batch(meta: AttentionMetadata) -> np.ndarray:
     batch = _batches.get(meta)
     if batch is None:
         batch = _batches[meta] = _batch_fields(meta)

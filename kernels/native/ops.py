@@ -277,10 +277,10 @@ def is_vector(values: torch.Tensor, size: int, dtype: torch.dtype) -> bool:
 
 
 def _library() -> NativeKernels:
-    found = commands.library()
-    if found is None:
+    library = commands.library()
+    if library is None:
         raise RuntimeError("no native library is loaded")
-    return found
+    return library
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:

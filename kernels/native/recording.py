@@ -268,8 +268,8 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
     schema = function._schema
     if schema.is_mutable or not any(argument.alias_info for argument in schema.arguments):
         return False
-    given = _storages(arguments)
-    return _storages(result) <= given
+    arguments_storages = _storages(arguments)
+    return _storages(result) <= arguments_storages
 
 
 def _storages(values: Any) -> set[int]:

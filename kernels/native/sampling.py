@@ -78,7 +78,7 @@ def draw_tokens(
     assert maxima.dtype == torch.float32
     vectors = (likeliest, draw_ids, positions, tokens)
     assert all(vector.dtype == torch.int64 for vector in vectors)
-    assert all(each.is_contiguous() for each in (maxima, *vectors, *draws.columns))
+    assert all(tensor.is_contiguous() for tensor in (maxima, *vectors, *draws.columns))
     assert len(positions) == len(tokens) == count
     if logit_rows is None:
         assert len(logits) >= count

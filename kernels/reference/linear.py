@@ -58,8 +58,8 @@ def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.
     """
     rows = token_ids - first_id
     has_row = (rows >= 0) & (rows < weight.num_rows)
-    found = F.embedding(rows * has_row, _dense(weight)).float()
-    return torch.where(has_row.unsqueeze(-1), found, 0.0)
+    embedded = F.embedding(rows * has_row, _dense(weight)).float()
+    return torch.where(has_row.unsqueeze(-1), embedded, 0.0)
 
 
 @kernel("matrix.device", "matrix.dtype")

@@ -174,16 +174,16 @@ def _settle_kernel(
     temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
     if (temperature <= 0.0) | (tl.load(likeliest + row) < 0):
         return
-    found = tl.full((), float("-inf"), tl.float64)
+    threshold = tl.full((), float("-inf"), tl.float64)
     if IS_TOP_P:
-        found = tl.load(thresholds + draw)
+        threshold = tl.load(thresholds + draw)
     if _filters(limit, vocab_size, IS_TOP_P):
         _, high = _narrow(bounds, sums, draw, count, _PASSES - 1, limit, IS_TOP_P)
         value = _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
-        found = scale_logits(value, tl.load(maxima + row), temperature)
+        threshold = scale_logits(value, tl.load(maxima + row), temperature)
     if IS_TOP_P:
-        found = tl.maximum(found, tl.load(log_min_ps + draw_id))
-    tl.store(thresholds + draw, found)
+        threshold = tl.maximum(threshold, tl.load(log_min_ps + draw_id))
+    tl.store(thresholds + draw, threshold)
 
 
 @triton.jit

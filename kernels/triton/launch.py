@@ -154,11 +154,11 @@ def launch_table(device: torch.device) -> LaunchTable:
     Raises:
         ConfigurationError: a table cannot be used; names its file and key.
     """
-    return _table_of(device.type, device.index)
+    return _load_table(device.type, device.index)
 
 
 @functools.cache
-def _table_of(device_type: str, index: int | None) -> LaunchTable:
+def _load_table(device_type: str, index: int | None) -> LaunchTable:
     name = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return load_launch_table(name)
 
@@ -180,8 +180,8 @@ def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchT
         raise _bad(folder / f"{_DEFAULT}.json", missing[0], "is missing")
     names = {prefix: table for table in tables.values() for prefix in table.devices}
     fitting = [prefix for prefix in names if device_name.startswith(prefix)]
-    own = names[max(fitting, key=len)].kernels if fitting else {}
-    return LaunchTable(**{**default.kernels, **own})
+    measured = names[max(fitting, key=len)].kernels if fitting else {}
+    return LaunchTable(**{**default.kernels, **measured})
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def random_prompt(num_blocks: int) -> Prompt:
 
 
 class TinyEngine(ConnectorDriver):
-    """A driver with a pool of its own, whose bytes are random.
+    """A driver with its own pool of random bytes.
 
     Args:
         url: the connector's.

@@ -126,7 +126,9 @@ class GuardedStore:
 
     def status(self, identity: str = "") -> BackendStatus:
         """Returns whether blocks can be loaded and saved."""
-        problems = [f"{each.problem}: {each.error}" for each in self._breakers if each.is_open]
+        problems = [
+            f"{breaker.problem}: {breaker.error}" for breaker in self._breakers if breaker.is_open
+        ]
         problem = next(iter([*problems, *self.store.failing_servers]), "")
         can_load, can_save = self.answers, not self._puts.is_open
         return BackendStatus(self.name, identity, can_load, can_save, problem)

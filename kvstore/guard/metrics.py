@@ -239,11 +239,11 @@ class KvMetrics:
         values: dict[Series, float] = {}
         histograms: dict[Series, Histogram] = {}
         for backend, metrics in self.all().items():
-            numbers, found = metrics.snapshot()
+            numbers, measured = metrics.snapshot()
             values |= _labelled(backend, numbers)
-            histograms |= _labelled(backend, found)
+            histograms |= _labelled(backend, measured)
         return Snapshot(values, histograms)
 
 
-def _labelled(backend: str, found: Mapping[Series, _T]) -> dict[Series, _T]:
-    return {(name, backend, *labels): value for (name, *labels), value in found.items()}
+def _labelled(backend: str, values: Mapping[Series, _T]) -> dict[Series, _T]:
+    return {(name, backend, *labels): value for (name, *labels), value in values.items()}

@@ -42,7 +42,7 @@ class StableIdentity:
         self._changed_at = float("-inf")
 
     def update(self, seen: str) -> None:
-        """Notes what the store says now; nothing is known from an empty text."""
+        """Notes the identity that the store shows now; an empty text changes nothing."""
         if not seen:
             return
         if self._last and seen != self._last:

@@ -152,13 +152,13 @@ class ConvertedObjects(PoolObjects):
         places = self._places(object_ids)
         states = self._states[places]
         scales = None if self._scales is None else self._scales[places]
-        found, overflowed = BlockViews(states, scales), None
+        views, overflowed = BlockViews(states, scales), None
         if self._word is None:
-            found, overflowed = convert(found, self._slicing.form.dtype)
+            views, overflowed = convert(views, self._slicing.form.dtype)
         objects = _view_objects(payload, self._slicing.object_layout)
-        self._in_words(objects.states).copy_(self._in_words(found.states))
-        if objects.scales is not None and found.scales is not None:
-            objects.scales.copy_(found.scales)
+        self._in_words(objects.states).copy_(self._in_words(views.states))
+        if objects.scales is not None and views.scales is not None:
+            objects.scales.copy_(views.scales)
         return overflowed
 
     @override
@@ -166,12 +166,12 @@ class ConvertedObjects(PoolObjects):
         self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor
     ) -> torch.Tensor | None:
         places = self._places(object_ids)
-        found, overflowed = _view_objects(payload, self._slicing.object_layout), None
+        views, overflowed = _view_objects(payload, self._slicing.object_layout), None
         if self._word is None:
-            found, overflowed = convert(found, self._slicing.layout.dtype)
-        self._states[places] = self._in_words(found.states)
-        if self._scales is not None and found.scales is not None:
-            self._scales[places] = found.scales
+            views, overflowed = convert(views, self._slicing.layout.dtype)
+        self._states[places] = self._in_words(views.states)
+        if self._scales is not None and views.scales is not None:
+            self._scales[places] = views.scales
         return overflowed
 
     def _places(self, object_ids: Sequence[int] | torch.Tensor) -> tuple[slice | torch.Tensor, ...]:
@@ -195,11 +195,11 @@ class ConvertedObjects(PoolObjects):
         return states.view(torch.uint8) if states.dtype is torch.float8_e4m3fn else states
 
 
-def convert(found: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | None]:
+def convert(views: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | None]:
     """Converts K and V to another type, with the rounding of the KV cache.
 
     Args:
-        found: K and V of any type; 8-bit floats may be viewed as bytes.
+        views: K and V of any type; 8-bit floats may be viewed as bytes.
         dtype: the new type; see `KvLayout`.
 
     Returns:
@@ -207,10 +207,10 @@ def convert(found: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | N
         if certainly none did.
     """
     if dtype == FP8:
-        return BlockViews(*quantize_kv(found.states)), None
-    wide = found.states
-    if found.scales is not None:
-        wide = _widened(wide.view(torch.uint8)) * found.scales.unsqueeze(-1)
+        return BlockViews(*quantize_kv(views.states)), None
+    wide = views.states
+    if views.scales is not None:
+        wide = _widened(wide.view(torch.uint8)) * views.scales.unsqueeze(-1)
     narrow = wide.to(getattr(torch, dtype))
     return BlockViews(narrow, None), _overflowed(wide, narrow)
 

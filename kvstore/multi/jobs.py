@@ -60,7 +60,7 @@ def pack_params(members: Sequence[MemberParams]) -> bytes:
 
 
 def unpack_params(packed: bytes, num_members: int) -> list[MemberParams] | None:
-    """Reads what `pack_params` wrote for `num_members`; returns None if it is anything else."""
+    """Reads the output of `pack_params` for `num_members`; returns None for anything else."""
     members: list[MemberParams] = []
     start = 0
     for _ in range(num_members):

@@ -60,15 +60,15 @@ class MultiScheduler(KvConnectorScheduler):
     def __init__(self, members: Sequence[MultiMember]) -> None:
         self._members = tuple(members)
         self._finders = tuple(
-            index for index, each in enumerate(members) if each.scheduler.finds_by_key
+            index for index, member in enumerate(members) if member.scheduler.finds_by_key
         )
         super().__init__(
-            f"{MULTI_SCHEME}({','.join(each.scheduler.scheme for each in members)})",
+            f"{MULTI_SCHEME}({','.join(member.scheduler.scheme for member in members)})",
             lease_s=0,  # each handoff gets the members' own
             finds_by_key=bool(self._finders),
         )
         self._carriers = frozenset(
-            index for index, each in enumerate(members) if each.carries_handoffs
+            index for index, member in enumerate(members) if member.carries_handoffs
         )
         self._lookups: dict[int, Lookup] = {}
         self._loads: dict[int, Load] = {}
@@ -238,7 +238,7 @@ class MultiScheduler(KvConnectorScheduler):
 
     @override
     def build_work(self) -> ConnectorWork:
-        return MultiWork(members=[each.scheduler.build_work() for each in self._members])
+        return MultiWork(members=[member.scheduler.build_work() for member in self._members])
 
     @override
     def update(self, results: TransferResults) -> TransferResults:
@@ -285,9 +285,9 @@ class MultiScheduler(KvConnectorScheduler):
         released, self._released = self._released, []
         doubted, self._doubted = self._doubted, []
         return TransferResults(
-            tuple(each for each in results if isinstance(each, LookupResult)),
-            tuple(each for each in results if isinstance(each, LoadResult)),
-            tuple(each for each in results if isinstance(each, SaveResult)),
+            tuple(result for result in results if isinstance(result, LookupResult)),
+            tuple(result for result in results if isinstance(result, LoadResult)),
+            tuple(result for result in results if isinstance(result, SaveResult)),
             tuple(released),
             tuple(doubted),
         )

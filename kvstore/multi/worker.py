@@ -176,7 +176,7 @@ class MultiFactory:
         """Everything that at least one member can do."""
         names = ConnectorCapabilities.__slots__
         members = [member.capabilities for member in self.members]
-        able = {name: any(getattr(each, name) for each in members) for name in names}
+        able = {name: any(getattr(of_member, name) for of_member in members) for name in names}
         return ConnectorCapabilities(**able)
 
     def open(self, url: str) -> Connector:

@@ -133,5 +133,5 @@ def _reachable_host(host: str, parts: StoreUrl) -> str:
             raise parts.error(
                 "this machine's own address cannot be found; set advertise=HOST"
             ) from None
-        own: str = probe.getsockname()[0]
-    return own
+        local_host: str = probe.getsockname()[0]
+    return local_host

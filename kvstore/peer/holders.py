@@ -40,8 +40,8 @@ def holders_of(params: bytes, slices: Sequence[int]) -> tuple[PeerAddress, ...]:
         first = KvPeerParams.FromString(params)
     except DecodeError as error:
         raise ValueError("the handoff's connector_params cannot be read") from error
-    lenders = [(_address_of(message), message.slices) for message in (first, *first.others)]
-    return tuple(_holder_of(number, lenders) for number in slices)
+    lenders = [(_address_from_proto(message), message.slices) for message in (first, *first.others)]
+    return tuple(_find_holder(number, lenders) for number in slices)
 
 
 def select_held(
@@ -65,13 +65,13 @@ def _with_slices(rank: SavedSlices) -> KvPeerParams:
     return message
 
 
-def _address_of(message: KvPeerParams) -> PeerAddress:
+def _address_from_proto(message: KvPeerParams) -> PeerAddress:
     if not message.endpoint or not message.generation:
         raise ValueError("the handoff's connector_params name no peer")
     return PeerAddress(message.endpoint, message.generation)
 
 
-def _holder_of(number: int, lenders: Sequence[tuple[PeerAddress, Sequence[int]]]) -> PeerAddress:
+def _find_holder(number: int, lenders: Sequence[tuple[PeerAddress, Sequence[int]]]) -> PeerAddress:
     for address, slices in lenders:
         if not slices or number in slices:
             return address

@@ -138,8 +138,8 @@ class LeaseTable:
     def known_header(self, key: bytes, object_id: int) -> bytes | None:
         """Returns the header of a block that another lease lends: its bytes are the same."""
         with self._lock:
-            found = self._headers.get((key, object_id))
-        return None if found is None else found[0]
+            header = self._headers.get((key, object_id))
+        return None if header is None else header[0]
 
     def end_save(self, job_id: int, blocks: Sequence[LentBlock] | None) -> bool:
         """Ends a save: lends its blocks unless the lease is over.
@@ -172,8 +172,8 @@ class LeaseTable:
         """
         with self._lock:
             lease = self._find(lease_id)
-            found = map(lease.blocks.get, keys)
-            blocks = [b for b in itertools.takewhile(lambda block: block is not None, found) if b]
+            lent = map(lease.blocks.get, keys)
+            blocks = [b for b in itertools.takewhile(lambda block: block is not None, lent) if b]
             read = BlockRead(next(self._read_ids), lease, blocks, self._clock() + timeout_s)
             lease.num_reads += 1
             self._reads[read.read_id] = read
@@ -251,7 +251,7 @@ class LeaseTable:
         return bool(self._released.job_ids or self._released.tail_slots)
 
     def take_released(self) -> Released:
-        """Returns what was released since the last call."""
+        """Returns the jobs and tail slots released since the last call."""
         with self._lock:
             released, self._released = self._released, Released()
             return released

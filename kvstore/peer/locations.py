@@ -182,8 +182,8 @@ class LentRanges:
 
 def _runs_of(cut: BlockSlicing, index: int) -> NDArray[np.uint64]:
     """Returns `[runs, 2]`: offset and length of the runs of one of a block's objects."""
-    found = object_runs(cut, index)
-    return np.array(found[1], np.uint64) if found is not None else _NO_RUNS
+    runs = object_runs(cut, index)
+    return np.array(runs[1], np.uint64) if runs is not None else _NO_RUNS
 
 
 def ranges_to_proto(ranges: RangeTable) -> pb.KvMemoryRanges:

@@ -108,7 +108,7 @@ class Peer:
         return BackendStatus(name, can_load=not problem, problem=problem)
 
     def ask(self, call: Callable[[], _Result]) -> _Result:
-        """Returns what a call returns.
+        """Returns the result of a call.
 
         Raises:
             PeerRefusedError: the peer answers that it does not lend this.
@@ -125,7 +125,7 @@ class Peer:
         return self._checked(_answer(call, self.address))
 
     def _answer_first(self, call: Callable[[], _Result]) -> "_Result | PeerRefusedError":
-        """Returns what the peer answers; before the first call it tries to reach the peer."""
+        """Returns the peer's answer; before the first call it tries to reach the peer."""
         if not self._was_tried:
             self._was_tried = True
             self._try_connection()
@@ -166,7 +166,7 @@ class Peer:
 
 
 def _answer(call: Callable[[], _Result], address: PeerAddress) -> "_Result | PeerRefusedError":
-    """Returns what a peer answers. A refusal is an answer too: the breaker must not count it."""
+    """Returns a peer's answer. A refusal is an answer too: the breaker must not count it."""
     try:
         return call()
     except grpc.RpcError as error:
@@ -236,8 +236,8 @@ class Peers:
         """Breakers open now; how often a breaker opened, those of forgotten peers included."""
         with self._lock:
             counts = [peer.breaker.counts for peer in self._peers.values()]
-            num_opened = self._num_opened_before + sum(each.num_opened for each in counts)
-        return BreakerCounts(sum(each.num_open for each in counts), num_opened)
+            num_opened = self._num_opened_before + sum(count.num_opened for count in counts)
+        return BreakerCounts(sum(count.num_open for count in counts), num_opened)
 
     @property
     def problems(self) -> list[BackendStatus]:

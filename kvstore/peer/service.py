@@ -86,7 +86,7 @@ class PeerServicer:
     def Describe(  # noqa: N802 - gRPC's name
         self, request: pb.DescribeRequest, context: Any
     ) -> pb.DescribeResponse:
-        """Returns what this process is, and how its memory is reached."""
+        """Describes this process, and how its memory is reached."""
         lending = self._open_for(context)
         return pb.DescribeResponse(
             generation=self._generation,
@@ -249,11 +249,11 @@ class PeerServer:
         self, address: str, servicer: Any, security: ClusterSecurity | None = None
     ) -> None:
         security = security or ClusterSecurity()
-        security.check_host("KV peers: the address", _host_of(address))
+        security.check_host("KV peers: the address", _parse_host(address))
         credentials = security.server_credentials()
         self._server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="baton-kv-peer"),
-            handlers=[_handlers_of(servicer, security)],
+            handlers=[_make_handlers(servicer, security)],
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
@@ -274,11 +274,11 @@ class PeerServer:
         self._server.stop(grace=0).wait()
 
 
-def _host_of(address: str) -> str:
+def _parse_host(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def _handlers_of(servicer: Any, security: ClusterSecurity) -> grpc.GenericRpcHandler:
+def _make_handlers(servicer: Any, security: ClusterSecurity) -> grpc.GenericRpcHandler:
     """Returns the generated handlers, with one for ReadBlocks whose messages are bytes. They
     refuse callers from outside of the cluster before a request is parsed.
     """

@@ -93,7 +93,7 @@ class PeerTransport(ABC):
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """Returns what another process needs to read this one's memory registered so far."""
+        """Returns the data by which another process reads the memory registered so far."""
 
     @abstractmethod
     def add_peer(self, peer_id: str, metadata: bytes, timeout_s: float) -> None:

@@ -106,8 +106,8 @@ class PeerConnectorWorker(KvConnectorWorker):
     @override
     def statuses(self) -> Sequence[BackendStatus]:
         """Its own state, then that of the peers that do not answer."""
-        own = BackendStatus(f"{self._scheme}://{self.address.endpoint}")
-        return [own, *self._peers.problems]
+        lender = BackendStatus(f"{self._scheme}://{self.address.endpoint}")
+        return [lender, *self._peers.problems]
 
     @override
     def register_pool(
@@ -220,7 +220,7 @@ def open_peer_connector(
 
 
 def _open_transport(scheme: str) -> PeerTransport | None:
-    """Returns what reads peers' memory; None for `grpc://`."""
+    """Returns the transport that reads peers' memory; None for `grpc://`."""
     if scheme == "grpc":
         return None
     from kvstore.peer.nixl.transport import NixlTransport

@@ -59,8 +59,8 @@ class StoreCounters:
     def count_gets(self, statuses: Sequence[GetStatus], objects: Sequence[KvObject]) -> None:
         """Counts one `get_into`."""
         hit_bytes = [
-            found.nbytes
-            for status, found in zip(statuses, objects, strict=True)
+            target.nbytes
+            for status, target in zip(statuses, objects, strict=True)
             if status is GetStatus.HIT
         ]
         with self._lock:
@@ -93,11 +93,11 @@ class StoreCounters:
             )
 
 
-def copy_into(value: bytes | None, there: KvObject) -> GetStatus:
+def copy_into(value: bytes | None, target: KvObject) -> GetStatus:
     """Copies a stored value, or None for a missing one, into an object's memory."""
     if value is None:
         return GetStatus.MISSING
-    header, payload = there
+    header, payload = target
     num_header_bytes = len(header)
     if len(value) != num_header_bytes + len(payload):
         return GetStatus.WRONG_SIZE

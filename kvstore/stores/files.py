@@ -104,15 +104,15 @@ class FileLock:
         Raises:
             OutdatedFilesError: the path leads to another file or to none.
         """
-        own, now_s = os.fstat(self.fd), time.monotonic()
-        if own.st_nlink and now_s < self._next_path_check_s:
+        opened, now_s = os.fstat(self.fd), time.monotonic()
+        if opened.st_nlink and now_s < self._next_path_check_s:
             return
         self._next_path_check_s = now_s + _PATH_CHECK_S
         try:
-            there = os.lstat(self._path)
+            named = os.lstat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             raise OutdatedFilesError(f"{self._path} was removed") from None
-        if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+        if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
             raise OutdatedFilesError(f"{self._path} was replaced")
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 
 def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns what is left of views behind their first bytes; the first of it is not empty."""
+    """Returns the rest of views behind their first bytes; its first view is not empty."""
     for index, part in enumerate(views):
         if num_bytes < part.nbytes:
             return [part[num_bytes:], *views[index + 1 :]]

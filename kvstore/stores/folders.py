@@ -32,12 +32,12 @@ class MadeFolders:
         absent = [folder]
         while not absent[-1].parent.exists():
             absent.append(absent[-1].parent)
-        for each in reversed(absent):
+        for missing in reversed(absent):
             try:
-                each.mkdir(mode=0o700)
+                missing.mkdir(mode=0o700)
             except FileExistsError:
                 continue  # whoever uses it finds out whether it is a folder
-            self.made.append(each)
+            self.made.append(missing)
 
     def remove(self) -> None:
         """Removes those that it has made and that are empty."""

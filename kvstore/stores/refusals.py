@@ -46,9 +46,9 @@ def owner_advice(path: Path) -> str:
     process is, with what to do about it.
     """
     uid = os.getuid()
-    status, found = _nearest_status(path)
+    status, nearest = _nearest_status(path)
     text = (
-        f"{found} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}, "
+        f"{nearest} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}, "
         f"and this process has uid {uid}; give it the folder (chown), or run it as that user"
     )
     if uid == 0 and status.st_uid != 0:

@@ -58,8 +58,8 @@ class ServedModel:
 
 
 def check_tokenizer(info: worker_pb2.GetInfoResponse, digest: str) -> None:
-    """Refuses a worker whose model has another tokenizer than the router, whose text it would
-    generate wrongly. One without a digest, or of an earlier version, is not compared.
+    """Refuses a worker whose model has another tokenizer than the router: it would generate wrong
+    text. One without a digest, or of an earlier version, is not compared.
 
     Args:
         info: the worker's description.

@@ -136,7 +136,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has besides the text.
+    """Contents of a stream besides the text.
 
     Attributes:
         include_usage: a last chunk with token counts.

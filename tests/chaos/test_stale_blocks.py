@@ -8,8 +8,8 @@ import pytest
 from baton.common.errors import AbortedError
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.redis_server import RedisServer
+from tests.support.routed_cluster import running_routed_cluster
 from tests.support.routes import open_route
-from tests.support.scene import running_scene
 from tests.support.tier_calls import decode_at, prefill_at
 
 NUM_PROMPTS = 3
@@ -32,11 +32,11 @@ async def test_a_handoff_from_before_a_restart_does_not_load_the_new_kv(
     """The new KV belongs to other prompts, so loading it would give other tokens."""
     async with (
         open_route(name, redis_server) as route,
-        running_scene(
+        running_routed_cluster(
             route, tmp_path, decode_flags=[f"--kv-load-failure-policy={policy}"]
-        ) as scene,
+        ) as routed,
     ):
-        (prefill,), (decode,) = scene.cluster.prefill, scene.cluster.decode
+        (prefill,), (decode,) = routed.cluster.prefill, routed.cluster.decode
         prompts = [prompt_of(NUM_PROMPT_TOKENS, seed) for seed in range(2 * NUM_PROMPTS)]
         expected = [reference_greedy(tiny_checkpoint("llama"), p, NUM_TOKENS) for p in prompts]
         first, *old = [
@@ -61,4 +61,4 @@ async def test_a_handoff_from_before_a_restart_does_not_load_the_new_kv(
         assert re.search(r"KV of handoff \S+ cannot be loaded: .*generation", decode.log())
         for prefilled, tokens in zip(new, expected[NUM_PROMPTS:], strict=True):
             assert await decode_at(decode, prefilled) == tokens
-        await scene.check_recovered()
+        await routed.check_recovered()

@@ -40,7 +40,7 @@ async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
+async def http_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
     """The demo model behind HTTP, and clients; tests must not stop any of the processes."""
     async with running_http_cluster(tmp_path_factory.mktemp("http")) as cluster:
         yield cluster

@@ -38,10 +38,10 @@ class Place(BaseModel):
     city: Literal["Rome", "Oslo"]
 
 
-async def both(door: HttpCluster, **fields):
+async def both(http_cluster: HttpCluster, **fields):
     """The message, whole and streamed, which must be the same."""
-    whole = await door.anthropic.messages.create(**fields)
-    async with door.anthropic.messages.stream(**fields) as stream:
+    whole = await http_cluster.anthropic.messages.create(**fields)
+    async with http_cluster.anthropic.messages.stream(**fields) as stream:
         final = await stream.get_final_message()
     assert [_comparable(block) for block in final.content] == [
         _comparable(block) for block in whole.content
@@ -55,28 +55,28 @@ def _comparable(block):
     return block.model_dump(exclude={"id"}, exclude_none=True)
 
 
-async def test_a_text_whole_streamed_and_over_grpc(door: HttpCluster) -> None:
-    message = await both(door, **GREEDY, system="Be short.", messages=[USER])
+async def test_a_text_whole_streamed_and_over_grpc(http_cluster: HttpCluster) -> None:
+    message = await both(http_cluster, **GREEDY, system="Be short.", messages=[USER])
     assert message.stop_reason == "max_tokens"
     chat = [{"role": "system", "content": "Be short."}, USER]
-    async with AsyncClient(door.cluster.router.address) as client:
+    async with AsyncClient(http_cluster.cluster.router.address) as client:
         params = SamplingParams(temperature=0, max_tokens=12)
         expected = await client.chat(chat, params, timeout_s=60)
     assert message.content[0].text == expected.outputs[0].text
-    async with door.anthropic.messages.stream(
+    async with http_cluster.anthropic.messages.stream(
         **GREEDY, system="Be short.", messages=[USER]
     ) as stream:
         pieces = [text async for text in stream.text_stream]
     assert "".join(pieces) == message.content[0].text
 
 
-async def test_sampling_fields_and_stop_sequences(door: HttpCluster) -> None:
+async def test_sampling_fields_and_stop_sequences(http_cluster: HttpCluster) -> None:
     sampling = {"seed": 4, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     fields = {"model": MODEL, "max_tokens": 30, "messages": [USER], "extra_body": sampling}
-    first = await both(door, **fields)
+    first = await both(http_cluster, **fields)
     text = first.content[0].text
     stop = text[5:9]
-    stopped = await both(door, **fields, stop_sequences=[stop])
+    stopped = await both(http_cluster, **fields, stop_sequences=[stop])
     assert stopped.stop_reason == "stop_sequence"
     assert stopped.stop_sequence == stop
     assert stopped.content[0].text == text[: text.index(stop)]
@@ -85,12 +85,12 @@ async def test_sampling_fields_and_stop_sequences(door: HttpCluster) -> None:
 @pytest.mark.parametrize(
     "choice", [{"type": "any"}, {"type": "tool", "name": "add"}, {"type": "auto"}]
 )
-async def test_calls_and_their_results(door: HttpCluster, choice) -> None:
+async def test_calls_and_their_results(http_cluster: HttpCluster, choice) -> None:
     fields = {**SEEDED, "messages": [USER], "tools": [ADD]}
     choice = {**choice, "disable_parallel_tool_use": True}
     if choice["type"] == "auto":
         fields["extra_body"] = {"seed": 2, "structured_outputs": {"regex": CALL}}
-    message = await both(door, **fields, tool_choice=choice)
+    message = await both(http_cluster, **fields, tool_choice=choice)
     assert message.stop_reason == "tool_use"
     (call,) = message.content
     assert (call.type, call.name) == ("tool_use", "add")
@@ -101,18 +101,20 @@ async def test_calls_and_their_results(door: HttpCluster, choice) -> None:
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
     ]
-    final = await door.anthropic.messages.create(
+    final = await http_cluster.anthropic.messages.create(
         **GREEDY, messages=history, tools=[ADD], tool_choice={"type": "none"}
     )
     assert final.content[0].type == "text"
 
 
-async def test_parsed_answers_and_prefills(door: HttpCluster) -> None:
-    parsed = await door.anthropic.messages.parse(**SEEDED, messages=[USER], output_format=Place)
+async def test_parsed_answers_and_prefills(http_cluster: HttpCluster) -> None:
+    parsed = await http_cluster.anthropic.messages.parse(
+        **SEEDED, messages=[USER], output_format=Place
+    )
     assert parsed.parsed_output.city in ("Rome", "Oslo")
     history = [USER, {"role": "assistant", "content": "Call the function"}]
-    continued = await both(door, **GREEDY, messages=history)
-    counted = await door.anthropic.messages.count_tokens(model=MODEL, messages=history)
+    continued = await both(http_cluster, **GREEDY, messages=history)
+    counted = await http_cluster.anthropic.messages.count_tokens(model=MODEL, messages=history)
     assert counted.input_tokens == prompt_tokens(continued.usage)
 
 
@@ -121,36 +123,38 @@ def prompt_tokens(usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-async def test_the_second_turn_finds_the_first_ones_blocks(door: HttpCluster) -> None:
+async def test_the_second_turn_finds_the_first_ones_blocks(http_cluster: HttpCluster) -> None:
     history = [{"role": "user", "content": TEXT * 4}]
-    first = await door.anthropic.messages.create(**GREEDY, messages=history)
+    first = await http_cluster.anthropic.messages.create(**GREEDY, messages=history)
     history += [
         {"role": "assistant", "content": first.content},
         {"role": "user", "content": "And then?"},
     ]
-    second = await both(door, **GREEDY, messages=history)
+    second = await both(http_cluster, **GREEDY, messages=history)
     assert second.usage.cache_read_input_tokens >= prompt_tokens(first.usage) - 32 > 0
-    counted = await door.anthropic.messages.count_tokens(model=MODEL, messages=history)
+    counted = await http_cluster.anthropic.messages.count_tokens(model=MODEL, messages=history)
     assert counted.input_tokens == prompt_tokens(second.usage)
 
 
-async def test_errors(door: HttpCluster) -> None:
+async def test_errors(http_cluster: HttpCluster) -> None:
     wrong = {"temperature": -1.0}
     for fields in ({"extra_body": wrong}, {"messages": []}, {"max_tokens": 0}):
         with pytest.raises(anthropic.BadRequestError) as caught:
-            await door.anthropic.messages.create(**{**GREEDY, "messages": [USER], **fields})
+            await http_cluster.anthropic.messages.create(**{**GREEDY, "messages": [USER], **fields})
         assert caught.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
-        await door.anthropic.messages.create(**GREEDY | {"model": "unknown"}, messages=[USER])
-    models = [model.id async for model in door.anthropic.models.list()]
+        await http_cluster.anthropic.messages.create(
+            **GREEDY | {"model": "unknown"}, messages=[USER]
+        )
+    models = [model.id async for model in http_cluster.anthropic.models.list()]
     assert models == [MODEL]
 
 
-async def test_a_client_that_leaves_frees_everything(door: HttpCluster) -> None:
-    async with door.anthropic.messages.stream(
+async def test_a_client_that_leaves_frees_everything(http_cluster: HttpCluster) -> None:
+    async with http_cluster.anthropic.messages.stream(
         model=MODEL, max_tokens=400, messages=[USER], extra_body={"ignore_eos": True}
     ) as stream:
         async for event in stream:
             if event.type == "text":
                 break
-    await door.cluster.wait_pools_full()
+    await http_cluster.cluster.wait_pools_full()

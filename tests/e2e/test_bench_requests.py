@@ -14,8 +14,8 @@ TOKENS = 10
 SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
-async def result_of(door: HttpCluster, path: str, body):
-    async with door.http.stream("POST", path, json=body) as answer:
+async def result_of(http_cluster: HttpCluster, path: str, body):
+    async with http_cluster.http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         return await read_result(answer.aiter_raw())
 
@@ -30,18 +30,20 @@ async def result_of(door: HttpCluster, path: str, body):
     ],
     ids=["plain", "sampling", "older", "logprobs"],
 )
-async def test_backend_openai(door: HttpCluster, extra) -> None:
+async def test_backend_openai(http_cluster: HttpCluster, extra) -> None:
     """`best_of` and `use_beam_search` are of older releases."""
-    result = await result_of(door, "/v1/completions", completion_body(MODEL, TEXT, TOKENS, **extra))
+    result = await result_of(
+        http_cluster, "/v1/completions", completion_body(MODEL, TEXT, TOKENS, **extra)
+    )
     assert result.text
     assert 1 <= result.num_pieces <= TOKENS
     assert result.usage["completion_tokens"] == TOKENS
     assert result.usage["prompt_tokens"] > 5
 
 
-async def test_backend_openai_with_token_ids(door: HttpCluster) -> None:
+async def test_backend_openai_with_token_ids(http_cluster: HttpCluster) -> None:
     body = completion_body(MODEL, [40, 41, 42, 43], TOKENS, ignore_eos=True)
-    result = await result_of(door, "/v1/completions", body)
+    result = await result_of(http_cluster, "/v1/completions", body)
     assert result.usage["prompt_tokens"] == 4
     assert result.usage["completion_tokens"] == TOKENS
 
@@ -51,20 +53,24 @@ async def test_backend_openai_with_token_ids(door: HttpCluster) -> None:
     [{"ignore_eos": True}, {"ignore_eos": True, **SAMPLING}, {"stop": None, **SAMPLING}],
     ids=["plain", "sampling", "null"],
 )
-async def test_backend_openai_chat(door: HttpCluster, extra) -> None:
-    result = await result_of(door, "/v1/chat/completions", chat_body(MODEL, TEXT, TOKENS, **extra))
+async def test_backend_openai_chat(http_cluster: HttpCluster, extra) -> None:
+    result = await result_of(
+        http_cluster, "/v1/chat/completions", chat_body(MODEL, TEXT, TOKENS, **extra)
+    )
     assert result.text
     assert result.num_pieces >= 2
     assert 1 <= result.usage["completion_tokens"] <= TOKENS
 
 
-async def test_many_at_once(door: HttpCluster) -> None:
+async def test_many_at_once(http_cluster: HttpCluster) -> None:
     bodies = [completion_body(MODEL, f"{i} {TEXT}", TOKENS, ignore_eos=True) for i in range(12)]
-    results = await asyncio.gather(*(result_of(door, "/v1/completions", body) for body in bodies))
+    results = await asyncio.gather(
+        *(result_of(http_cluster, "/v1/completions", body) for body in bodies)
+    )
     assert {result.usage["completion_tokens"] for result in results} == {TOKENS}
 
 
-async def test_the_tool_waits_for_the_server_with_these_calls(door: HttpCluster) -> None:
-    models = await door.http.get("/v1/models")
+async def test_the_tool_waits_for_the_server_with_these_calls(http_cluster: HttpCluster) -> None:
+    models = await http_cluster.http.get("/v1/models")
     assert models.json()["data"][0]["id"] == MODEL
-    assert (await door.http.get("/health")).status_code == 200
+    assert (await http_cluster.http.get("/health")).status_code == 200

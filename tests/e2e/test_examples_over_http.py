@@ -33,10 +33,10 @@ async def printed_by(*command: object) -> str:
     return output.decode()
 
 
-async def test_curl(door: HttpCluster) -> None:
+async def test_curl(http_cluster: HttpCluster) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    printed = await printed_by("sh", FOLDER / "curl.sh", door.url, MODEL)
+    printed = await printed_by("sh", FOLDER / "curl.sh", http_cluster.url, MODEL)
     assert printed.count("data: [DONE]") == 1
     assert re.search('"content":"(yes|no)"', printed)
     assert '"input_tokens":' in printed
@@ -44,28 +44,30 @@ async def test_curl(door: HttpCluster) -> None:
     assert len(paths) == 7
 
 
-async def test_openai_client(door: HttpCluster) -> None:
-    printed = await printed_by(sys.executable, FOLDER / "openai_client.py", door.url, MODEL)
+async def test_openai_client(http_cluster: HttpCluster) -> None:
+    printed = await printed_by(sys.executable, FOLDER / "openai_client.py", http_cluster.url, MODEL)
     assert re.search(f"^call: Weather city='{CITY}' unit='[CF]'$", printed, re.MULTILINE)
     assert re.search("^choice: (sunny|rainy)$", printed, re.MULTILINE)
     assert re.search(r"""^response: ['"].""", printed, re.MULTILINE)
 
 
-async def test_anthropic_client(door: HttpCluster) -> None:
-    printed = await printed_by(sys.executable, FOLDER / "anthropic_client.py", door.url, MODEL)
+async def test_anthropic_client(http_cluster: HttpCluster) -> None:
+    printed = await printed_by(
+        sys.executable, FOLDER / "anthropic_client.py", http_cluster.url, MODEL
+    )
     assert re.search(rf"^call: \[\{{'city': '{CITY}'\}}\]$", printed, re.MULTILINE)
     assert re.search("^prompt: [0-9]+ tokens$", printed, re.MULTILINE)
 
 
-async def test_grpc_client(door: HttpCluster) -> None:
-    address = door.cluster.router.address
+async def test_grpc_client(http_cluster: HttpCluster) -> None:
+    address = http_cluster.cluster.router.address
     printed = await printed_by(sys.executable, FOLDER / "grpc_client.py", address)
     assert f"model: {MODEL}" in printed
     assert printed.count("completion: ") == 2
 
 
-async def test_structured_outputs(door: HttpCluster) -> None:
-    address = door.cluster.router.address
+async def test_structured_outputs(http_cluster: HttpCluster) -> None:
+    address = http_cluster.cluster.router.address
     printed = await printed_by(sys.executable, FOLDER / "structured_outputs.py", address)
     assert re.search("^choice: '(yes|no)'", printed, re.MULTILINE)
 
@@ -73,10 +75,10 @@ async def test_structured_outputs(door: HttpCluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # the first import of a library compiles hundreds of modules
 @pytest.mark.parametrize("name", ["langchain_chat", "litellm_chat", "llamaindex_chat"])
-async def test_client_libraries(door: HttpCluster, name: str) -> None:
+async def test_client_libraries(http_cluster: HttpCluster, name: str) -> None:
     if not INTEGRATIONS.exists():
         pytest.skip("make test-slow installs the client libraries")
-    printed = await printed_by(INTEGRATIONS, FOLDER / f"{name}.py", door.url, MODEL)
+    printed = await printed_by(INTEGRATIONS, FOLDER / f"{name}.py", http_cluster.url, MODEL)
     lines = dict(re.findall("^([a-z ]+): (.*)$", printed, re.MULTILINE))
     for kind in ("call", "streamed call"):
         assert "weather" in lines[kind]

@@ -89,15 +89,17 @@ def fields_of(**fields):
 
 
 @pytest.mark.parametrize("name", SAME_OVER_GRPC)
-async def test_completions_whole_streamed_and_over_grpc(door: HttpCluster, name: str) -> None:
+async def test_completions_whole_streamed_and_over_grpc(
+    http_cluster: HttpCluster, name: str
+) -> None:
     stated = {"max_tokens": 12, **SAME_OVER_GRPC[name]}
     whole, choices = await both_completions(
-        door.openai, model=MODEL, prompt=PROMPT, **fields_of(**stated)
+        http_cluster.openai, model=MODEL, prompt=PROMPT, **fields_of(**stated)
     )
     options = {key: stated.pop(key) for key in ("priority", "cache_salt") if key in stated}
     if biases := stated.get("logit_bias"):
         stated["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
-    async with AsyncClient(door.cluster.router.address) as client:
+    async with AsyncClient(http_cluster.cluster.router.address) as client:
         expected = await client.generate(
             PROMPT, SamplingParams(**stated), timeout_s=TIMEOUT_S, **options
         )
@@ -135,9 +137,9 @@ def check_logprobs(found, output) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_texts_of_a_form(door: HttpCluster, fields, pattern) -> None:
+async def test_texts_of_a_form(http_cluster: HttpCluster, fields, pattern) -> None:
     _, choices = await both_completions(
-        door.openai,
+        http_cluster.openai,
         model=MODEL,
         prompt=PROMPT,
         **{"seed": 1, "max_tokens": 60, "temperature": 0.7, **fields_of(**fields)},
@@ -147,13 +149,13 @@ async def test_texts_of_a_form(door: HttpCluster, fields, pattern) -> None:
         assert choice["finish_reason"] == "stop" or fields.get("response_format") != FORMAT
 
 
-async def test_several_prompts_token_ids_and_echo(door: HttpCluster) -> None:
+async def test_several_prompts_token_ids_and_echo(http_cluster: HttpCluster) -> None:
     texts = ["Return the", "Open a file"]
-    answers = await door.http.post("/tokenize", json={"model": MODEL, "prompt": texts[0]})
+    answers = await http_cluster.http.post("/tokenize", json={"model": MODEL, "prompt": texts[0]})
     token_ids = answers.json()["tokens"]
     common = {"model": MODEL, "max_tokens": 5, "temperature": 0, "n": 2, "logprobs": 1}
     whole, choices = await both_completions(
-        door.openai, prompt=texts, echo=True, seed=1, **common, extra_body={"min_tokens": 5}
+        http_cluster.openai, prompt=texts, echo=True, seed=1, **common, extra_body={"min_tokens": 5}
     )
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for choice, text in zip(choices, [texts[0]] * 2 + [texts[1]] * 2, strict=True):
@@ -161,38 +163,38 @@ async def test_several_prompts_token_ids_and_echo(door: HttpCluster) -> None:
         assert choice["logprobs"]["token_logprobs"][0] is None
         assert len(choice["logprobs"]["tokens"]) > 5
     of_ids, _ = await both_completions(
-        door.openai, prompt=[token_ids], seed=1, **common, extra_body={"min_tokens": 5}
+        http_cluster.openai, prompt=[token_ids], seed=1, **common, extra_body={"min_tokens": 5}
     )
     assert texts[0] + of_ids.choices[0].text == choices[0]["text"]
     assert whole.usage.completion_tokens == 20
 
 
-async def test_the_second_turn_finds_the_first_ones_blocks(door: HttpCluster) -> None:
+async def test_the_second_turn_finds_the_first_ones_blocks(http_cluster: HttpCluster) -> None:
     chat = [{"role": "user", "content": f"{PROMPT} opened, an error is raised. " * 3}]
     fields = {"model": MODEL, "temperature": 0, "max_tokens": 20, "extra_body": {"min_tokens": 20}}
-    first = await door.openai.chat.completions.create(messages=chat, **fields)
+    first = await http_cluster.openai.chat.completions.create(messages=chat, **fields)
     chat += [
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "And then?"},
     ]
-    stream = await door.openai.chat.completions.create(
+    stream = await http_cluster.openai.chat.completions.create(
         messages=chat, **fields, stream=True, stream_options={"include_usage": True}
     )
     *_, last = [chunk async for chunk in stream]
     found = last.usage.prompt_tokens_details.cached_tokens
     assert found >= (first.usage.prompt_tokens // 16 - 1) * 16 > 0
     assert last.usage.prompt_tokens > first.usage.prompt_tokens
-    salted = await door.openai.chat.completions.create(
+    salted = await http_cluster.openai.chat.completions.create(
         messages=chat, **fields | {"extra_body": {"cache_salt": uuid.uuid4().hex}}
     )
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_continuous_counts(door: HttpCluster) -> None:
+async def test_continuous_counts(http_cluster: HttpCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for create, prompt in (
-        (door.openai.completions.create, {"prompt": PROMPT}),
-        (door.openai.chat.completions.create, {"messages": CHAT}),
+        (http_cluster.openai.completions.create, {"prompt": PROMPT}),
+        (http_cluster.openai.chat.completions.create, {"messages": CHAT}),
     ):
         stream = await create(
             model=MODEL,
@@ -217,15 +219,15 @@ async def test_continuous_counts(door: HttpCluster) -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_chats_whole_streamed_and_over_grpc(door: HttpCluster, fields) -> None:
+async def test_chats_whole_streamed_and_over_grpc(http_cluster: HttpCluster, fields) -> None:
     _, choices = await both_chats(
-        door.openai, model=MODEL, messages=CHAT, **{"max_tokens": 10, **fields}
+        http_cluster.openai, model=MODEL, messages=CHAT, **{"max_tokens": 10, **fields}
     )
     stated = dict(fields)
     stated["max_tokens"] = stated.pop("max_completion_tokens", 10)
     if stated.get("logprobs"):
         stated["logprobs"] = stated.pop("top_logprobs")
-    async with AsyncClient(door.cluster.router.address) as client:
+    async with AsyncClient(http_cluster.cluster.router.address) as client:
         expected = await client.chat(CHAT, SamplingParams(**stated), timeout_s=TIMEOUT_S)
     for choice, output in zip(choices, expected.outputs, strict=True):
         assert choice["content"] == output.text
@@ -238,7 +240,7 @@ async def test_chats_whole_streamed_and_over_grpc(door: HttpCluster, fields) -> 
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"], ids=["required", "named", "auto"])
-async def test_calls_of_tools(door: HttpCluster, choice) -> None:
+async def test_calls_of_tools(http_cluster: HttpCluster, choice) -> None:
     extra = {"structured_outputs": {"regex": CALL}} if choice == "auto" else {}
     fields = {
         "model": MODEL,
@@ -250,7 +252,7 @@ async def test_calls_of_tools(door: HttpCluster, choice) -> None:
         "logit_bias": {} if choice == "auto" else BIAS,
         "extra_body": extra,
     }
-    whole, ((only),) = await both_chats(door.openai, messages=CHAT, **fields)
+    whole, ((only),) = await both_chats(http_cluster.openai, messages=CHAT, **fields)
     ((name, arguments),) = only["calls"]
     assert name == "add"
     assert 0 <= arguments["a"] <= 99
@@ -261,7 +263,7 @@ async def test_calls_of_tools(door: HttpCluster, choice) -> None:
     message = whole.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
     chat = [*CHAT, message.model_dump(exclude_none=True), result]
-    final = await door.openai.chat.completions.create(
+    final = await http_cluster.openai.chat.completions.create(
         model=MODEL, messages=chat, tools=[ADD], tool_choice="none", max_tokens=4, temperature=0
     )
     assert final.choices[0].message.tool_calls is None
@@ -273,37 +275,41 @@ class Place(BaseModel):
     size: int = Field(ge=0, le=99)
 
 
-async def test_the_clients_helpers(door: HttpCluster) -> None:
+async def test_the_clients_helpers(http_cluster: HttpCluster) -> None:
     fields = {"model": MODEL, "messages": CHAT, "seed": 2, "max_tokens": 60, "logit_bias": BIAS}
-    parsed = await door.openai.chat.completions.parse(**fields, response_format=Place)
+    parsed = await http_cluster.openai.chat.completions.parse(**fields, response_format=Place)
     place = parsed.choices[0].message.parsed
     assert place.city in ("Rome", "Oslo")
-    async with door.openai.chat.completions.stream(**fields, response_format=Place) as stream:
+    async with http_cluster.openai.chat.completions.stream(
+        **fields, response_format=Place
+    ) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.parsed == place
     tool = openai.pydantic_function_tool(Place)
-    call = await door.openai.chat.completions.parse(
+    call = await http_cluster.openai.chat.completions.parse(
         **fields, tools=[tool], tool_choice="required", parallel_tool_calls=False
     )
     assert isinstance(call.choices[0].message.tool_calls[0].function.parsed_arguments, Place)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_leaves_frees_everything(door: HttpCluster, streams: bool) -> None:
+async def test_a_client_that_leaves_frees_everything(
+    http_cluster: HttpCluster, streams: bool
+) -> None:
     fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2}
     fields["extra_body"] = {"ignore_eos": True}
     if streams:
-        stream = await door.openai.completions.create(**fields, stream=True)
+        stream = await http_cluster.openai.completions.create(**fields, stream=True)
         await anext(stream)
         await stream.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            await door.openai.with_options(timeout=0.3).completions.create(**fields)
-    await door.cluster.wait_pools_full()
+            await http_cluster.openai.with_options(timeout=0.3).completions.create(**fields)
+    await http_cluster.cluster.wait_pools_full()
 
 
-async def test_errors(door: HttpCluster) -> None:
-    create = door.openai.completions.create
+async def test_errors(http_cluster: HttpCluster) -> None:
+    create = http_cluster.openai.completions.create
     for param, fields in {
         "temperature": {"temperature": -1.0},
         "suffix": {"suffix": "x"},
@@ -324,27 +330,29 @@ async def test_errors(door: HttpCluster) -> None:
         await create(model=MODEL, prompt="word " * 2000)
 
 
-async def test_models_health_and_embeddings(door: HttpCluster) -> None:
-    models = await door.openai.models.list()
+async def test_models_health_and_embeddings(http_cluster: HttpCluster) -> None:
+    models = await http_cluster.openai.models.list()
     assert [model.id for model in models.data] == [MODEL]
-    assert (await door.openai.models.retrieve(MODEL)).object == "model"
+    assert (await http_cluster.openai.models.retrieve(MODEL)).object == "model"
     with pytest.raises(openai.APIStatusError) as caught:
-        await door.openai.embeddings.create(model=MODEL, input="a")
+        await http_cluster.openai.embeddings.create(model=MODEL, input="a")
     assert caught.value.status_code == 501
     for path in ("/health", "/ready", "/version", "/openapi.json"):
-        assert (await door.http.get(path)).status_code == 200
-    texts = await door.http.post("/tokenize", json={"model": MODEL, "prompt": "Open the file"})
-    back = await door.http.post(
+        assert (await http_cluster.http.get(path)).status_code == 200
+    texts = await http_cluster.http.post(
+        "/tokenize", json={"model": MODEL, "prompt": "Open the file"}
+    )
+    back = await http_cluster.http.post(
         "/detokenize", json={"model": MODEL, "tokens": texts.json()["tokens"]}
     )
     assert back.json()["prompt"].endswith("Open the file")
 
 
-async def test_many_clients_at_once(door: HttpCluster) -> None:
+async def test_many_clients_at_once(http_cluster: HttpCluster) -> None:
     """Answers do not mix: each equals the answer to the same request alone."""
     params = {"model": MODEL, "max_tokens": 16, "temperature": 0}
     prompts = [f"{PROMPT} {index}" for index in range(8)]
-    create = door.openai.completions.create
+    create = http_cluster.openai.completions.create
     alone = [(await create(prompt=prompt, **params)).choices[0].text for prompt in prompts]
     together = await asyncio.gather(*(create(prompt=prompt, **params) for prompt in prompts))
     assert [answer.choices[0].text for answer in together] == alone

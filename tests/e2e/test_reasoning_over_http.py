@@ -26,23 +26,23 @@ ANSWERS = ("yes", "no")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
+async def http_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
     folder = tmp_path_factory.mktemp("reasoning")
     async with running_http_cluster(folder, router_flags=["--reasoning-parser=qwen3"]) as cluster:
         yield cluster
 
 
-async def test_openai_chats(door: HttpCluster) -> None:
+async def test_openai_chats(http_cluster: HttpCluster) -> None:
     fields = {"continue_final_message": True, "thinking_token_budget": BUDGET, **FORM}
     whole, (only,) = await both_chats(
-        door.openai, model=MODEL, messages=CHAT, max_tokens=40, extra_body=fields
+        http_cluster.openai, model=MODEL, messages=CHAT, max_tokens=40, extra_body=fields
     )
     assert only["reasoning"].strip()
     assert only["content"].strip() in ANSWERS
     assert 0 < whole.usage.completion_tokens_details.reasoning_tokens <= BUDGET
 
 
-async def test_anthropic_messages(door: HttpCluster) -> None:
+async def test_anthropic_messages(http_cluster: HttpCluster) -> None:
     fields = {
         "model": MODEL,
         "max_tokens": 40,
@@ -50,8 +50,8 @@ async def test_anthropic_messages(door: HttpCluster) -> None:
         "thinking": {"type": "enabled", "budget_tokens": BUDGET},
         "extra_body": FORM,
     }
-    whole = await door.anthropic.messages.create(**fields)
-    async with door.anthropic.messages.stream(**fields) as stream:
+    whole = await http_cluster.anthropic.messages.create(**fields)
+    async with http_cluster.anthropic.messages.stream(**fields) as stream:
         final = await stream.get_final_message()
     for message in (whole, final):
         thinking, text = message.content

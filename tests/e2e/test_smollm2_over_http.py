@@ -36,20 +36,20 @@ BLOCK_SIZE = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
+async def http_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpCluster]:
     folder = tmp_path_factory.mktemp("smollm2")
     flags = [f"--block-size={BLOCK_SIZE}"]
     async with running_http_cluster(folder, model=MODEL, worker_flags=flags) as cluster:
         yield cluster
 
 
-async def answer(door: HttpCluster, messages, **fields):
-    return await door.openai.with_options(timeout=600).chat.completions.create(
+async def answer(http_cluster: HttpCluster, messages, **fields):
+    return await http_cluster.openai.with_options(timeout=600).chat.completions.create(
         model=NAME, messages=messages, temperature=0, **fields
     )
 
 
-async def test_chats_of_several_turns_are_those_of_transformers(door: HttpCluster) -> None:
+async def test_chats_of_several_turns_are_those_of_transformers(http_cluster: HttpCluster) -> None:
     """A turn's answer is part of the next turn's prompt, whose first blocks are then found."""
     chats = [[] for _ in QUESTIONS[:NUM_CHATS]]
     known_tokens = [0] * len(chats)
@@ -58,7 +58,9 @@ async def test_chats_of_several_turns_are_those_of_transformers(door: HttpCluste
             follow_up = FOLLOW_UPS[(index + turn) % len(FOLLOW_UPS)]
             messages.append(user(follow_up if turn else QUESTIONS[index]))
         fields = {"max_tokens": TURN_TOKENS, "extra_body": {"return_token_ids": True}}
-        answers = await asyncio.gather(*(answer(door, messages, **fields) for messages in chats))
+        answers = await asyncio.gather(
+            *(answer(http_cluster, messages, **fields) for messages in chats)
+        )
         for index, (messages, found) in enumerate(zip(chats, answers, strict=True)):
             prompt, drawn = found.prompt_token_ids, found.choices[0].token_ids
             assert prompt == list(chat(messages))
@@ -73,23 +75,23 @@ async def test_chats_of_several_turns_are_those_of_transformers(door: HttpCluste
     assert "Paris" in chats[0][1]["content"]
 
 
-async def test_a_stream_has_the_text_of_the_whole_answer(door: HttpCluster) -> None:
+async def test_a_stream_has_the_text_of_the_whole_answer(http_cluster: HttpCluster) -> None:
     messages = [user(QUESTIONS[0])]
-    whole = await answer(door, messages, max_tokens=24)
-    stream = await answer(door, messages, max_tokens=24, stream=True)
+    whole = await answer(http_cluster, messages, max_tokens=24)
+    stream = await answer(http_cluster, messages, max_tokens=24, stream=True)
     pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 3
 
 
-async def test_answers_under_response_format_parse(door: HttpCluster) -> None:
+async def test_answers_under_response_format_parse(http_cluster: HttpCluster) -> None:
     data = json.loads(DATA.read_text())
     questions = data["questions"][:NUM_QUESTIONS]
 
     async def ask(kind, question):
         schema = {"name": kind, "schema": data["schemas"][kind]}
         return await answer(
-            door,
+            http_cluster,
             [user(f"{question} Answer in JSON.")],
             max_tokens=200,
             response_format={"type": "json_schema", "json_schema": schema},

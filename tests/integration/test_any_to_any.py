@@ -61,8 +61,8 @@ def build(path: Path, role: str, url: str, **flags: object) -> EngineCore:
     return build_core(path, role, kv_connector=url, **policy, **flags)
 
 
-def run_split(prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = True) -> SplitRun:
-    split = SplitRun(prefill, decode, prefetches_saved=tells_saved)
+def run_split(prefill: EngineCore, decode: EngineCore, *, announces_saved: bool = True) -> SplitRun:
+    split = SplitRun(prefill, decode, prefetches_saved=announces_saved)
     try:
         split.run(make_requests())
     finally:
@@ -96,11 +96,11 @@ SLICINGS = (
 
 
 @pytest.mark.parametrize(
-    ("variant", "slicing", "tells_saved"),
+    ("variant", "slicing", "announces_saved"),
     mostly_slow(pairs(("mistral", "llama", "gpt2"), SLICINGS, (True, False)), num_fast=2),
 )
 def test_decode_loads_kv_of_another_block_size(
-    variant: str, slicing: tuple[tuple[int, int], int], tells_saved: bool, tmp_path: Path
+    variant: str, slicing: tuple[tuple[int, int], int], announces_saved: bool, tmp_path: Path
 ) -> None:
     sizes, layer_slices = slicing
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
@@ -110,7 +110,7 @@ def test_decode_loads_kv_of_another_block_size(
         for role, size in zip(("prefill", "decode"), sizes, strict=True)
     )
     assert prefill.namespace == decode.namespace
-    split = run_split(prefill, decode, tells_saved=tells_saved)
+    split = run_split(prefill, decode, announces_saved=announces_saved)
     check(split, lambda prompt: reference_greedy(path, prompt, NUM_TOKENS))
 
 

@@ -50,7 +50,7 @@ RARE_CASES = [
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankThreads]:
     ranks = RankThreads()
-    monkeypatch.setattr(nccl, "_stream_of", lambda device: 0)
+    monkeypatch.setattr(nccl, "_current_stream", lambda device: 0)
     monkeypatch.setattr(nccl, "_load_nccl", lambda: ranks.library)
     monkeypatch.setattr(processes, "start_ranks", ranks.start)
     use_kind("device, rerun", monkeypatch)

@@ -94,7 +94,7 @@ def expected_tokens(seed: int) -> list[int]:
     return reference_greedy(tiny_checkpoint("llama"), prompt_of(PROMPT_TOKENS, seed), NUM_TOKENS)
 
 
-class Scene:
+class FaultyCluster:
     """A cluster over a backend, with a client that sends a new prompt each time."""
 
     def __init__(self, router: RunningRouter, backend: FaultyBackend) -> None:
@@ -155,14 +155,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def running_scene(name: str, folder: Path) -> AsyncIterator[Scene]:
+async def running_faulty_cluster(name: str, folder: Path) -> AsyncIterator[FaultyCluster]:
     """Runs a cluster over a backend; the first row's fault is there at the start of its workers."""
     fault, moment = ROWS[name][0]
     with running_backend(name, folder, TIMEOUT_S) as backend:
         if moment == "at start":
             backend.begin(fault)
         async with running_tiers(folder, "prefill", "decode", kv_connector=backend.url) as router:
-            yield Scene(router, backend)
+            yield FaultyCluster(router, backend)
 
 
 def lines_about(records: Sequence[logging.LogRecord]) -> list[str]:
@@ -176,7 +176,7 @@ def lines_about(records: Sequence[logging.LogRecord]) -> list[str]:
 
 
 async def run_row(
-    scene: Scene,
+    faulty: FaultyCluster,
     name: str,
     fault: str,
     moment: str,
@@ -187,24 +187,24 @@ async def run_row(
     stops = name not in NEVER_STOPS and not FAULTS[fault].moves_kv
     sees = FAULTS[fault].words
     if moment != "at start":
-        await scene.until_kv_moves()
+        await faulty.until_kv_moves()
         caplog.clear()
-        scene.backend.begin("hangs" if fault == "locked" else fault)
+        faulty.backend.begin("hangs" if fault == "locked" else fault)
     if moment == "at a restart":
-        for worker in scene.router.workers:
+        for worker in faulty.router.workers:
             await worker.restart()
-        await scene.router.until(lambda: len(scene.router.candidate_ids()) == 2)
-    await scene.check_answers(3, TIMEOUT_S + SLACK_S)
+        await faulty.router.until(lambda: len(faulty.router.candidate_ids()) == 2)
+    await faulty.check_answers(3, TIMEOUT_S + SLACK_S)
     if stops:
-        assert not await scene.moves_kv()
-    await scene.doctor(capsys, sees)
-    scene.backend.end("hangs" if fault == "locked" else fault)
+        assert not await faulty.moves_kv()
+    await faulty.doctor(capsys, sees)
+    faulty.backend.end("hangs" if fault == "locked" else fault)
     if moment == "after it":
-        for worker in scene.router.workers:
+        for worker in faulty.router.workers:
             await worker.restart()
-        await scene.router.until(lambda: len(scene.router.candidate_ids()) == 2)
-    await scene.until_kv_moves()
-    await scene.doctor(capsys)
+        await faulty.router.until(lambda: len(faulty.router.candidate_ids()) == 2)
+    await faulty.until_kv_moves()
+    await faulty.doctor(capsys)
     lines = lines_about(caplog.records)
     num_lives = 4 if "restart" in moment else 2  # of workers
     # A server that is back may say for a moment that its cluster is down.
@@ -212,8 +212,8 @@ async def run_row(
     assert len(lines) <= max_lines * num_lives, "\n".join(lines)
     if sees:
         assert any(words in line for words in sees for line in lines), "\n".join(lines)
-    scene.shown += caplog.text
-    assert PLANTED not in scene.shown
+    faulty.shown += caplog.text
+    assert PLANTED not in faulty.shown
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ async def test_each_fault_of_a_backend_is_survived(
         monkeypatch.setattr(breaker, "_MAX_COOLDOWN_S", 1.0)
         monkeypatch.setattr(store_watch, "_CHECK_INTERVAL_S", 1.0)
     caplog.set_level(logging.INFO, "baton")
-    async with running_scene(name, tmp_path) as scene:
+    async with running_faulty_cluster(name, tmp_path) as faulty:
         for fault, moment in ROWS[name]:
             print(f"{name}: {fault}, {moment}")
-            await run_row(scene, name, fault, moment, caplog, capsys)
+            await run_row(faulty, name, fault, moment, caplog, capsys)
 
 
 async def test_tiers_on_two_stores_of_one_kind_are_noticed_before_the_first_request(

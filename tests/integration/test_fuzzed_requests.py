@@ -25,7 +25,7 @@ WEIGHTS = (3, 3, 1, 1, 1)
 
 async def fuzz_http(router: FuzzedRouter, seed: int, count: int) -> None:
     """Sends HTTP requests to the application without sockets."""
-    app = router.door.server._app
+    app = router.http_server.server._app
 
     async def call(number: int) -> str:
         request = odd_request(random.Random(f"{seed}-{number}"))
@@ -63,7 +63,7 @@ async def fuzz_rpc(router: FuzzedRouter, seed: int, count: int, status_of) -> No
 async def test_a_few_thousand_messages():
     async with fuzzed_router() as router:
         await fuzz_http(router, 1, 800)
-        direct = DirectCalls(router.door.router.service.models)
+        direct = DirectCalls(router.http_server.router.service.models)
         await fuzz_rpc(router, 1, 1600, direct.status)
         # Requests that are right are among them.
         assert router.counts["200"] > 50
@@ -84,9 +84,9 @@ async def test_thousands_of_http_requests():
 @pytest.mark.timeout(900)
 async def test_thousands_of_rpc_messages():
     async with fuzzed_router() as router:
-        direct = DirectCalls(router.door.router.service.models)
+        direct = DirectCalls(router.http_server.router.service.models)
         await fuzz_rpc(router, 3, NUM_DIRECT, direct.status)
-        channel = router.door.router.channel
+        channel = router.http_server.router.channel
 
         async def status(method: str, data: bytes) -> str:
             return await status_over_channel(channel, method, data)

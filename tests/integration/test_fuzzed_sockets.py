@@ -66,7 +66,7 @@ def odd_bytes(rng: random.Random) -> bytes:
 
 async def answer_to(router: FuzzedRouter, rng: random.Random) -> bytes:
     """What comes within a short time; then the client leaves, with or without a reset."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.door.server.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.http_server.server.port)
     answer = b""
     try:
         writer.write(odd_bytes(rng))

@@ -140,7 +140,7 @@ async def test_a_silent_stream_gets_keepalive_comments():
 
 async def test_comments_do_not_hide_events_from_a_client_that_strips_what_it_receives():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
-    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as door:
+    async with running_http(decode, http={"keepalive_interval_s": 0.05}) as http_server:
         body = completion_body(MODEL, "x", 3)
 
         async def pieces(answer):
@@ -149,7 +149,7 @@ async def test_comments_do_not_hide_events_from_a_client_that_strips_what_it_rec
                     decode.resume()
                 yield piece
 
-        async with door.http.stream("POST", "/v1/completions", json=body) as answer:
+        async with http_server.http.stream("POST", "/v1/completions", json=body) as answer:
             result = await read_result(pieces(answer))
     assert result.text == tokenizer().decode(script_of("abcdef")[:3])
     assert result.usage["completion_tokens"] == 3

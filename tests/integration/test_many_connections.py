@@ -172,17 +172,19 @@ async def idle_client(port: int, number: int) -> AsyncIterator[None]:
         await process.wait()
 
 
-@pytest.mark.parametrize("door", ["grpc", "http"])
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize(
     ("limit", "number"), [(300, 400), pytest.param(20_000, 10_000, marks=pytest.mark.slow)]
 )
-async def test_idle_connections_leave_room_for_others(door: str, limit: int, number: int, caplog):
+async def test_idle_connections_leave_room_for_others(
+    protocol: str, limit: int, number: int, caplog
+):
     descriptors.raise_descriptor_limit()
     # Tests before this one may have left files open in this process, which has the client, too.
     limit = min(limit + num_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     with descriptor_limit(limit):
         async with running_http(FakeDecode(script_of("ab"))) as api:
-            port = api.server.port if door == "http" else api.router.server.port
+            port = api.server.port if protocol == "http" else api.router.server.port
             await api.router.generate(request("a", max_tokens=2))  # connects
             async with idle_client(port, number):
                 assert (await api.http.get("/health")).status_code == 200

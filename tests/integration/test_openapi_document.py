@@ -51,7 +51,7 @@ class ServedRouter:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(stopped.set)
         async with fuzzed_router() as router:
-            self.url = router.door.url
+            self.url = router.http_server.url
             self._started.set()
             await stopped.wait()
             try:

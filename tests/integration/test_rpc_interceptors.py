@@ -245,7 +245,7 @@ async def test_a_call_is_logged_in_one_line(echo, caplog):
     assert "peer=ipv4:127.0.0.1" in line
 
 
-async def test_calls_of_prefill_workers_are_told_only_if_they_fail(monkeypatch, caplog):
+async def test_calls_of_prefill_workers_are_logged_only_if_they_fail(monkeypatch, caplog):
     """The router's line has the request that they belong to."""
     monkeypatch.setattr(sys.modules[__name__], "SERVICE", "baton.v1.PrefillService")
     caplog.set_level(logging.DEBUG, logger="baton.rpc")

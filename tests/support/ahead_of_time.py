@@ -59,13 +59,13 @@ def compiling(device_name: str) -> Iterator[list[Compiled]]:
             seen.add(key)
             compiled.append(_compile(source, kwargs, function))
 
-    run, table_of = JITFunction.run, launch._table_of
+    run, table_of = JITFunction.run, launch._load_table
     JITFunction.run = compile_launch
-    launch._table_of = lambda *_: launch.load_launch_table(device_name)
+    launch._load_table = lambda *_: launch.load_launch_table(device_name)
     try:
         yield compiled
     finally:
-        JITFunction.run, launch._table_of = run, table_of
+        JITFunction.run, launch._load_table = run, table_of
 
 
 def _source(function, args, kwargs):

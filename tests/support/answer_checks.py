@@ -1,4 +1,4 @@
-"""Checks of the HTTP door's answers, whatever was asked."""
+"""Checks of the HTTP server's answers, whatever was asked."""
 
 import json
 from typing import Any

@@ -30,14 +30,14 @@ async def call_app(app: Any, request: OddRequest) -> Answer:
     """Sends a request; returns the answer, which is cut if the client leaves."""
     answer = Answer()
     left = asyncio.Event()
-    given = [{"type": "http.request", "body": request.body, "more_body": False}]
+    messages = [{"type": "http.request", "body": request.body, "more_body": False}]
     num_parts = 0
     if request.leaves_after == 0:
         left.set()
 
     async def receive() -> dict[str, Any]:
-        if given:
-            return given.pop()
+        if messages:
+            return messages.pop()
         await left.wait()
         return {"type": "http.disconnect"}
 

@@ -43,10 +43,12 @@ class Authority:
 
     def __init__(self, name: str = "test authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        own = _builder(name, _name(name), self._key.public_key(), 9 * _DAY)
-        own = own.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        own = own.add_extension(_AUTHORITY_USAGE, critical=True)
-        self._certificate = own.sign(self._key, hashes.SHA256())
+        builder = _builder(name, _name(name), self._key.public_key(), 9 * _DAY)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
+        builder = builder.add_extension(_AUTHORITY_USAGE, critical=True)
+        self._certificate = builder.sign(self._key, hashes.SHA256())
 
     @property
     def certificate(self) -> bytes:
@@ -70,8 +72,8 @@ class Authority:
             expires_in: how long it is valid from now; negative for an expired one.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.DNSName(one) for one in dns]
-        names += [x509.IPAddress(ipaddress.ip_address(one)) for one in addresses]
+        names: list[x509.GeneralName] = [x509.DNSName(text) for text in dns]
+        names += [x509.IPAddress(ipaddress.ip_address(text)) for text in addresses]
         builder = _builder(name, self._certificate.subject, key.public_key(), expires_in)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         if names:

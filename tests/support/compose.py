@@ -33,7 +33,7 @@ def load_compose(environment: dict[str, str]) -> dict[str, Any]:
         r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1], match[2]), text
     )
     services = yaml.safe_load(filled)["services"]
-    return {name: one for name, one in services.items() if "profiles" not in one}
+    return {name: service for name, service in services.items() if "profiles" not in service}
 
 
 def mount_of(volume: str | dict[str, Any]) -> tuple[str, str]:

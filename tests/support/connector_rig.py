@@ -78,10 +78,10 @@ class ConnectorRig:
         """Waits for `count` results; returns all results since the last call."""
         kinds = (self._driver.lookups, self._driver.loads, self._driver.saves)
         self._driver.run_until(lambda: sum(map(len, kinds)) >= count, f"{count} results")
-        found = [result for results in kinds for result in results.values()]
+        ended = [result for results in kinds for result in results.values()]
         for results in kinds:
             results.clear()
-        return found
+        return ended
 
     def save(self, block_ids: Sequence[int], first_key: int = 0, num_tail_tokens: int = 0) -> None:
         job = SaveJob(0, keys(len(block_ids), first_key), tuple(block_ids), num_tail_tokens)

@@ -111,8 +111,8 @@ class DrivenScheduler:
         return self.scheduler.load().num_free_blocks
 
     def add(self, *requests: EngineRequest) -> list[EngineOutput]:
-        added = [replace(each, hands_over=self._hands_over) for each in requests]
-        return [output for each in added for output in self.scheduler.add(each)]
+        added = [replace(added_request, hands_over=self._hands_over) for added_request in requests]
+        return [output for added_request in added for output in self.scheduler.add(added_request)]
 
     def begin(self) -> ScheduledBatch | None:
         """Schedules a step."""

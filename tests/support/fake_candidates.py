@@ -14,7 +14,9 @@ class FakeCandidates:
         self._is_first = True
         self._ranked: list[request_pb2.CandidateOutput] = []
         self._owes_prompt = not (start.candidates or start.first_beams)
-        self._begun = {given.index: list(given.output_token_ids) for given in start.candidates}
+        self._begun = {
+            candidate.index: list(candidate.output_token_ids) for candidate in start.candidates
+        }
         begins = range(num_candidates(start.spec))
         if start.first_beams:
             self._begun = {index: [start.first_beams[index].token_id] for index in begins}
@@ -111,4 +113,4 @@ def is_ranked(spec: request_pb2.RequestSpec) -> bool:
 
 def given_tokens(start: decode_pb2.StartDecode) -> dict[int, list[int]]:
     """Returns the tokens that a start message gives for each candidate."""
-    return {given.index: list(given.output_token_ids) for given in start.candidates}
+    return {candidate.index: list(candidate.output_token_ids) for candidate in start.candidates}

@@ -164,8 +164,10 @@ class FakeWorker(KvConnectorWorker):
         job = self.pending.pop(index)
         match job:
             case LookupJob(job_id, keys):
-                found = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
-                self._results.append(LookupResult(job_id, 0 if fails else found))
+                num_found = next(
+                    (i for i, key in enumerate(keys) if key not in self.store), len(keys)
+                )
+                self._results.append(LookupResult(job_id, 0 if fails else num_found))
             case LoadJob():
                 self._results.append(self._load(job, fails=fails))
             case SaveJob():

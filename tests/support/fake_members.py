@@ -94,7 +94,7 @@ class FakeMember:
         ended, self.results = self.results, []
         released, self.released = self.released, []
         kinds = (LookupResult, LoadResult, SaveResult)
-        results = [tuple(each for each in ended if isinstance(each, kind)) for kind in kinds]
+        results = [tuple(result for result in ended if isinstance(result, kind)) for kind in kinds]
         doubted, self.doubted = self.doubted, []
         return TransferResults(*results, released=tuple(released), doubted=tuple(doubted))
 
@@ -106,8 +106,8 @@ class Members:
         self.members = members
         self.scheduler = MultiScheduler(
             [
-                MultiMember(each.scheduler, carries_handoffs=each.carries_handoffs)
-                for each in members
+                MultiMember(member.scheduler, carries_handoffs=member.carries_handoffs)
+                for member in members
             ]
         )
 

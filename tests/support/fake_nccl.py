@@ -86,9 +86,9 @@ class _Group:
             return 1
         return 0
 
-    def exchange(self, rank: int, given: np.ndarray) -> list[np.ndarray] | None:
+    def exchange(self, rank: int, part: np.ndarray) -> list[np.ndarray] | None:
         """Returns what all ranks have given; None if one is lost."""
-        self._given[rank] = given
+        self._given[rank] = part
         if self.meet():
             return None
         all_ = list(self._given)

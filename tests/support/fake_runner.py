@@ -235,8 +235,10 @@ class FakeRunner:
         A new sequence gets a table update that begins before the chunk.
         """
         start, block_size = chunk.start_position, self.info.layout.block_size
-        own = (update for update in batch.table_updates if update.row == chunk.row)
-        is_new = start == 0 or any(update.first_index * block_size < start for update in own)
+        updates_of_row = (update for update in batch.table_updates if update.row == chunk.row)
+        is_new = start == 0 or any(
+            update.first_index * block_size < start for update in updates_of_row
+        )
         return self._row(chunk.row).position == start and not is_new
 
     def _start_decode(self, row_id: int) -> _Work:
@@ -338,8 +340,10 @@ class FakeRunner:
         if chunk.num_top:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
-        given = chunk.history + chunk.token_ids
-        is_right = given == work.sequence if _reads_history(chunk.rules) else not chunk.history
+        known_tokens = chunk.history + chunk.token_ids
+        is_right = (
+            known_tokens == work.sequence if _reads_history(chunk.rules) else not chunk.history
+        )
         self._check(is_right, "a chunk has the wrong history")
         allowed = None if chunk.mask is None else _tokens_in(chunk.mask, vocab_size)
         tokens = tuple(next_token(work.sequence, draw, vocab_size, allowed) for draw in chunk.draws)
@@ -350,7 +354,7 @@ class FakeRunner:
         return ChunkOutput(
             tokens,
             tuple(every[token] for token in tokens) if chunk.wants_logprobs else (),
-            tuple(found for found in details if found is not None),
+            tuple(detail for detail in details if detail is not None),
         )
 
     def _checked_drafts(self, chunk: ScheduledChunk, work: _Work) -> ChunkOutput:
@@ -358,13 +362,13 @@ class FakeRunner:
         drawn = ChunkOutput(())
         for known in chunk.without_drafts():
             so_far = replace(work, token_ids=known.token_ids)
-            one = self._chunk_output(known, so_far)
+            output = self._chunk_output(known, so_far)
             drawn = ChunkOutput(
-                drawn.token_ids + one.token_ids,
-                drawn.logprobs + one.logprobs,
-                drawn.details + one.details,
+                drawn.token_ids + output.token_ids,
+                drawn.logprobs + output.logprobs,
+                drawn.details + output.details,
             )
-            if chunk.token_ids[known.num_tokens : known.num_tokens + 1] != one.token_ids:
+            if chunk.token_ids[known.num_tokens : known.num_tokens + 1] != output.token_ids:
                 break
         return drawn
 

@@ -35,8 +35,8 @@ class FuzzedRouter:
         errors: log records of errors.
     """
 
-    def __init__(self, door: RunningHttp, prefill: FakePrefill, decode: FakeDecode) -> None:
-        self.door = door
+    def __init__(self, http_server: RunningHttp, prefill: FakePrefill, decode: FakeDecode) -> None:
+        self.http_server = http_server
         self.prefill = prefill
         self.decode = decode
         self.counts: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class FuzzedRouter:
         """
         assert not self.errors, self.errors[0].getMessage()
         # Requests of clients that have left end a little later.
-        admission = self.door.router.service._admission
+        admission = self.http_server.router.service._admission
         for _ in range(4000):
             if not admission.num_running:
                 break
@@ -71,15 +71,15 @@ class FuzzedRouter:
         assert not admission.num_running
         await self.decode.changes.until(lambda: not self.decode.running)
         body = {"prompt": "x", "max_tokens": 2}
-        answer = await self.door.http.post("/v1/completions", json=body)
+        answer = await self.http_server.http.post("/v1/completions", json=body)
         assert answer.status_code == 200
-        replicas = (*self.door.router.fleet.prefill.candidates, self._decode_replica)
+        replicas = (*self.http_server.router.fleet.prefill.candidates, self._decode_replica)
         assert not any(replica._num_requests for replica in replicas)
         assert not self._decode_replica.connection._streams
 
     @property
     def _decode_replica(self):
-        (replica,) = self.door.router.fleet.decode.candidates
+        (replica,) = self.http_server.router.fleet.decode.candidates
         return replica
 
 
@@ -109,8 +109,8 @@ async def fuzzed_router() -> AsyncIterator[FuzzedRouter]:
         tool_call_parser="hermes",
         reasoning_parser="deepseek_r1",
         http={"max_request_bytes": MAX_REQUEST_BYTES},
-    ) as door:
-        router = FuzzedRouter(door, prefill, decode)
+    ) as http_server:
+        router = FuzzedRouter(http_server, prefill, decode)
         handler = _Errors(router.errors)
         logging.getLogger().addHandler(handler)
         try:

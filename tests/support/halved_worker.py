@@ -55,8 +55,8 @@ class HalvedWorker(KvConnectorWorker):
         self._count = layout.block_size // form.block_size
         half = replace(layout, num_kv_heads=layout.num_kv_heads // _NUM_RANKS)
         self._halves = [torch.full_like(heads, torch.nan) for heads in self._heads(pool)]
-        for rank, (worker, own) in enumerate(zip(self.ranks, self._halves, strict=True)):
-            worker.register_pool(own, half, form, PoolShare(rank, _NUM_RANKS))
+        for rank, (worker, half_pool) in enumerate(zip(self.ranks, self._halves, strict=True)):
+            worker.register_pool(half_pool, half, form, PoolShare(rank, _NUM_RANKS))
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         for worker in self.ranks:
@@ -110,16 +110,16 @@ class HalvedWorker(KvConnectorWorker):
         least = min((first, second), key=lambda result: result.num_blocks)
         if isinstance(least, LoadResult):
             for block_id in self._jobs.pop(least.job_id).block_ids[: least.num_blocks]:
-                for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
-                    self._part(theirs, block_id).copy_(self._part(own, block_id))
+                for theirs, half in zip(self._heads(self._pool), self._halves, strict=True):
+                    self._part(theirs, block_id).copy_(self._part(half, block_id))
         return least
 
     def _copy_out(self, block_ids: Sequence[int], num_layers: int) -> None:
         """Copies only the first layers, as the others are not computed yet."""
         for block_id in block_ids:
-            for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
+            for theirs, half in zip(self._heads(self._pool), self._halves, strict=True):
                 computed = self._part(theirs, block_id)[:num_layers]
-                self._part(own, block_id)[:num_layers] = computed
+                self._part(half, block_id)[:num_layers] = computed
 
     def _heads(self, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return pool.chunk(_NUM_RANKS, dim=3)

@@ -36,31 +36,31 @@ def check_tokens(
     """Checks the log-probabilities of the last `len(details)` of `token_ids`."""
     reference = reference_logprobs(path, token_ids)
     first = len(token_ids) - len(details)
-    for position, found in enumerate(details, first):
-        check_details(reference[position - 1], token_ids[position], found, num_top)
+    for position, detail in enumerate(details, first):
+        check_details(reference[position - 1], token_ids[position], detail, num_top)
 
 
 def check_details(
-    expected: torch.Tensor, token_id: int, found: TokenLogprobs, num_top: int
+    expected: torch.Tensor, token_id: int, detail: TokenLogprobs, num_top: int
 ) -> None:
     """Checks one token's log-probabilities.
 
     Args:
         expected: `[vocab]`; those of all tokens.
         token_id: the token.
-        found: what was reported of it.
+        detail: what was reported of it.
         num_top: the number of likeliest tokens that were asked for.
     """
-    assert found.logprob == near(expected[token_id])
+    assert detail.logprob == near(expected[token_id])
     # Tokens that are almost as likely may come before or after it.
-    slack = 2 * TOLERANCE * max(1.0, abs(found.logprob))
-    num_likelier = int((expected > found.logprob + slack).sum())
-    num_as_likely = int((expected >= found.logprob - slack).sum())
-    assert num_likelier < found.rank <= num_as_likely
-    assert len(found.top_token_ids) == len(found.top_logprobs) == num_top
-    assert len(set(found.top_token_ids)) == num_top
-    assert list(found.top_logprobs) == near(expected.topk(num_top).values)
-    assert list(found.top_logprobs) == near(expected[list(found.top_token_ids)])
+    slack = 2 * TOLERANCE * max(1.0, abs(detail.logprob))
+    num_likelier = int((expected > detail.logprob + slack).sum())
+    num_as_likely = int((expected >= detail.logprob - slack).sum())
+    assert num_likelier < detail.rank <= num_as_likely
+    assert len(detail.top_token_ids) == len(detail.top_logprobs) == num_top
+    assert len(set(detail.top_token_ids)) == num_top
+    assert list(detail.top_logprobs) == near(expected.topk(num_top).values)
+    assert list(detail.top_logprobs) == near(expected[list(detail.top_token_ids)])
 
 
 def near(values: torch.Tensor) -> object:

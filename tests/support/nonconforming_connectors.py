@@ -59,11 +59,11 @@ class GoodWorker(KvConnectorWorker):
             lender = self.lender_of(handoff)
             if lender and handoff.handoff_id in lender.ends_at:
                 lender.ends_at[handoff.handoff_id] = now + lender.lease_s
-        for lease_id in [each for each, end in self.ends_at.items() if end < now]:
+        for lease_id in [result for result, end in self.ends_at.items() if end < now]:
             self.end(lease_id)
         ended, self.ended, released, self.released = self.ended, [], self.released, []
         kinds = (LookupResult, LoadResult, SaveResult)
-        results = [tuple(each for each in ended if isinstance(each, kind)) for kind in kinds]
+        results = [tuple(result for result in ended if isinstance(result, kind)) for kind in kinds]
         return TransferResults(*results, released=tuple(released))
 
     def close(self):
@@ -73,7 +73,9 @@ class GoodWorker(KvConnectorWorker):
         if job.lease_id in self.over:
             return SaveResult(job.job_id, committed=False)
         lent = self.lent.setdefault(job.lease_id, {})
-        lent.update(zip(job.keys, (self.blocks[each] for each in job.block_ids), strict=True))
+        lent.update(
+            zip(job.keys, (self.blocks[block_id] for block_id in job.block_ids), strict=True)
+        )
         if job.num_tail_tokens:
             lent[job.keys[-1]] = self.tail(job.block_ids[-1], job.num_tail_tokens)
         self.jobs.setdefault(job.lease_id, []).append(job.job_id)
@@ -249,7 +251,7 @@ class SwappedWorker(GoodWorker):
 
     def save(self, job):
         result = super().save(job)
-        blocks = (self.blocks[each] for each in sorted(job.block_ids))
+        blocks = (self.blocks[block_id] for block_id in sorted(job.block_ids))
         self.lent[job.lease_id].update(zip(job.keys, blocks, strict=True))
         return result
 

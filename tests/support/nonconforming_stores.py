@@ -22,7 +22,9 @@ class TornStore(MemoryStore):
     """Exposes a blank object of the right size before the real one is written."""
 
     def put(self, keys, objects):
-        blanks = [KvObject(each.header, memoryview(bytes(len(each.payload)))) for each in objects]
+        blanks = [
+            KvObject(value.header, memoryview(bytes(len(value.payload)))) for value in objects
+        ]
         absent = [key for key in keys if not self.contains_prefix([key])]
         super().put(keys, blanks)
         time.sleep(0.02)

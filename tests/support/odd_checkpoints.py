@@ -71,8 +71,8 @@ def both(*changes: Change) -> Change:
     """Makes several changes."""
 
     def change(folder: Path) -> None:
-        for each in changes:
-            each(folder)
+        for edit in changes:
+            edit(folder)
 
     return change
 

@@ -76,23 +76,23 @@ class PagedSession:
 
     @torch.inference_mode()
     def step_with_logits_of(
-        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int]
+        self, work: Sequence[tuple[int, Sequence[int]]], indices: Sequence[int]
     ) -> torch.Tensor:
-        """Runs a step in which only the sequences at the indices `wanted` of `work` need logits.
+        """Runs a step in which only the sequences at `indices` of `work` need logits.
 
         Returns:
             `[num_logit_rows, vocab]`.
         """
-        return self._run(self.inputs(work, wanted))
+        return self._run(self.inputs(work, indices))
 
     def inputs(
-        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
+        self, work: Sequence[tuple[int, Sequence[int]]], logit_indices: Sequence[int] | None = None
     ) -> BatchInputs:
         """Returns the inputs of a step of `work`, which then counts as done.
 
         Args:
             work: (sequence, its next tokens).
-            wanted: indices of the sequences whose last token needs logits; None for all tokens.
+            logit_indices: sequences whose last token needs logits; None: all tokens need them.
         """
         spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
         steps = [
@@ -106,16 +106,16 @@ class PagedSession:
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             positions=positions,
             layer_groups=tuple(meta for _, meta in steps),
-            logit_rows=None if wanted is None else self._logit_rows(work, wanted),
+            logit_rows=None if logit_indices is None else self._logit_rows(work, logit_indices),
         )
 
     def batch(
-        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
+        self, work: Sequence[tuple[int, Sequence[int]]], drawing: Sequence[int] | None = None
     ) -> tuple[ScheduledBatch, Rows]:
         """Returns the same step as a batch of chunks, and the rows of all sequences."""
         chunks = []
         for index, (sequence, tokens) in enumerate(work):
-            draws = (GREEDY,) if wanted is None or index in wanted else ()
+            draws = (GREEDY,) if drawing is None or index in drawing else ()
             chunks.append(ScheduledChunk(sequence, tuple(tokens), self.done[sequence], draws))
             self.done[sequence] += len(tokens)
         return ScheduledBatch(1, tuple(chunks)), self.rows()
@@ -130,16 +130,16 @@ class PagedSession:
         return rows
 
     def _logit_rows(
-        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int]
+        self, work: Sequence[tuple[int, Sequence[int]]], indices: Sequence[int]
     ) -> LogitRows:
         ends = list(accumulate(len(tokens) for _, tokens in work))
-        chosen = [work[index][0] for index in wanted]
+        chosen = [work[index][0] for index in indices]
         spans = [(self.done[sequence] - 1, 1) for sequence in chosen]
         steps = [
             step_metadata(spans, [tables[sequence] for sequence in chosen], BLOCK_SIZE)
             for tables in self.tables
         ]
-        rows = torch.tensor([ends[index] - 1 for index in wanted], dtype=torch.int64)
+        rows = torch.tensor([ends[index] - 1 for index in indices], dtype=torch.int64)
         return LogitRows(rows, tuple(meta for _, meta in steps))
 
     def _run(self, inputs: BatchInputs) -> torch.Tensor:

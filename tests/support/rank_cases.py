@@ -77,12 +77,12 @@ class EmbedCase:
         return torch.randint(0, self.num_tokens, (37,), generator=torch.Generator().manual_seed(1))
 
     def run(self, ranks: RankGroup) -> torch.Tensor:
-        own = ranks.cut(self.num_tokens)
+        cut = ranks.cut(self.num_tokens)
         weight = kernels.make_weight(
-            own.size, self.width, self.dtype, torch.device("cpu"), self.use
+            cut.size, self.width, self.dtype, torch.device("cpu"), self.use
         )
-        weight.rows(0, own.size).copy_(self.table()[own.slice])
-        partial = kernels.embed_part(self.ids(), weight, own.start)
+        weight.rows(0, cut.size).copy_(self.table()[cut.slice])
+        partial = kernels.embed_part(self.ids(), weight, cut.start)
         return kernels.reduce_ranks(partial, ranks, dtype=self.dtype)
 
 

@@ -42,19 +42,24 @@ def tokens(variant: str, **flags: object) -> dict[tuple[str, int], list[int]]:
     """Returns the tokens of each candidate of each request."""
     with closing(build_core(tiny_checkpoint(variant), "both", **flags)) as core:
         outputs = run_all(core, all_kinds())
-    assert not [one for each in outputs.values() for one in each if one.error is not None]
+    assert not [
+        output
+        for of_request in outputs.values()
+        for output in of_request
+        if output.error is not None
+    ]
     return {
-        (request_id, index): tokens_of(each, index)
-        for request_id, each in outputs.items()
+        (request_id, index): tokens_of(of_request, index)
+        for request_id, of_request in outputs.items()
         for index in range(3)
     }
 
 
-def check_greedy(variant: str, found: dict[tuple[str, int], list[int]]) -> None:
+def check_greedy(variant: str, drawn: dict[tuple[str, int], list[int]]) -> None:
     """Checks the tokens of greedy requests against `transformers`."""
     for length in GREEDY_LENGTHS:
         expected = reference_greedy(tiny_checkpoint(variant), prompt_of(length), NUM_TOKENS)
-        assert found[str(length), 0] == expected
+        assert drawn[str(length), 0] == expected
 
 
 @contextmanager
@@ -63,11 +68,14 @@ def tiers(
 ) -> Iterator[SplitRun]:
     """Yields a prefill engine and a decode engine that recomputes nothing."""
     common["security"] = ClusterSecurity(token=TOKEN)
-    own = (("prefill", prefill), ("decode", {**decode, "kv_load_failure_policy": "fail"}))
+    flags_of_roles = (
+        ("prefill", prefill),
+        ("decode", {**decode, "kv_load_failure_policy": "fail"}),
+    )
     with ExitStack() as opened:
         cores = [
             opened.enter_context(closing(build_core(path, role, **common, **flags)))
-            for role, flags in own
+            for role, flags in flags_of_roles
         ]
         yield SplitRun(*cores)
 
@@ -83,8 +91,8 @@ def check_handed_over(path: Path, split: SplitRun) -> None:
     )
     for request in split.handed.values():
         outputs, prompt = split.outputs[request.spec.request_id], request.spec.prompt_token_ids
-        found = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
-        assert found == reference_greedy(path, prompt, NUM_TOKENS)
+        drawn = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+        assert drawn == reference_greedy(path, prompt, NUM_TOKENS)
         assert outputs[0].cached_tokens == len(prompt)
     for core in (split._prefill, split._decode):
         for rank in range(1, core.config.num_ranks):

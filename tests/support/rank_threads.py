@@ -91,8 +91,8 @@ class RankThreads:
             assert not thread.is_alive()
 
     def _open_transfers(self, ranks: EngineRanks) -> RankTransfers:
-        own, theirs = Pipe()
-        self._transfers.append(own)
+        connection, theirs = Pipe()
+        self._transfers.append(connection)
         return RankTransfers(theirs, ranks)
 
     @staticmethod

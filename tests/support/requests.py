@@ -26,7 +26,7 @@ def changed(request: EngineRequest, **changes: object) -> EngineRequest:
 
     `stop_token_ids` is the field of the spec.
     """
-    own = {name: changes.pop(name) for name in list(changes) if name in _PARAMS_FIELDS}
-    params = replace(request.spec.params, **own)
-    own = {name: changes.pop(name) for name in list(changes) if name in _SPEC_FIELDS}
-    return replace(request, spec=replace(request.spec, params=params, **own), **changes)
+    fields = {name: changes.pop(name) for name in list(changes) if name in _PARAMS_FIELDS}
+    params = replace(request.spec.params, **fields)
+    fields = {name: changes.pop(name) for name in list(changes) if name in _SPEC_FIELDS}
+    return replace(request, spec=replace(request.spec, params=params, **fields), **changes)

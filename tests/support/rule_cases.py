@@ -165,7 +165,7 @@ class RuleCase:
         whole = torch.full((num_rows + 2, vocab_size + 5), math.nan, device=device)
         logits = whole[1:-1, :vocab_size]
         logits.copy_(self.logits)
-        maxima, likeliest = (each.to(device) for each in reference.row_maxima(self.logits))
+        maxima, likeliest = (tensor.to(device) for tensor in reference.row_maxima(self.logits))
         by_id = [None] * len(self.ids)
         for place, sequence in zip(self.ids, self.sequences, strict=True):
             by_id[place] = sequence
@@ -188,7 +188,7 @@ class RuleCase:
         assert whole[0].isnan().all()
         assert whole[-1].isnan().all()
         assert whole[:, vocab_size:].isnan().all()
-        return tuple(each.cpu() for each in (logits, maxima, likeliest, table.history))
+        return tuple(tensor.cpu() for tensor in (logits, maxima, likeliest, table.history))
 
     def check(self, module, device="cpu"):
         """Applies the rules and compares everything with the oracle."""

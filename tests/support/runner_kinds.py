@@ -52,8 +52,8 @@ def use_kernels(name: str, monkeypatch) -> None:
     implementations = dispatch.TRITON.implementations if name == "triton" else {}
     for kernel_name, kernel in dispatch.KERNELS.items():
         for dtype in _DTYPES:
-            found = implementations.get(kernel_name, kernel.reference)
-            monkeypatch.setitem(kernel, ("cpu", dtype), found)
+            implementation = implementations.get(kernel_name, kernel.reference)
+            monkeypatch.setitem(kernel, ("cpu", dtype), implementation)
 
 
 KINDS = {

@@ -81,8 +81,8 @@ class RunningRouter:
                 await wait_for_any_change(self.service.models)
 
     async def until_connected(self, *workers: FakeWorker) -> None:
-        wanted = {worker.info.worker_id for worker in workers}
-        await self.until(lambda: wanted <= self.candidate_ids())
+        worker_ids = {worker.info.worker_id for worker in workers}
+        await self.until(lambda: worker_ids <= self.candidate_ids())
 
     def candidate_ids(self) -> set[str]:
         replicas = (*self.fleet.prefill.candidates, *self.fleet.decode.candidates)

@@ -33,21 +33,21 @@ class ArenaContents:
 
     def extents(self, *states):
         """Returns the extents in one of these states, or all if no state is given."""
-        found = (self.table[index] for index in range(len(self.table)))
-        return [extent for extent in found if not states or extent.state in states]
+        of_table = (self.table[index] for index in range(len(self.table)))
+        return [extent for extent in of_table if not states or extent.state in states]
 
     def objects(self):
         """Returns the extents of objects by key."""
-        found = self.extents(State.OBJECT)
-        by_key = {extent.key: extent for extent in found}
-        assert len(by_key) == len(found), "two objects of one key"
+        extents = self.extents(State.OBJECT)
+        by_key = {extent.key: extent for extent in extents}
+        assert len(by_key) == len(extents), "two objects of one key"
         return by_key
 
     def bytes_at(self, extent):
         """Returns the bytes of an object."""
-        found = blank(extent.num_bytes)
-        self.memory.read([(extent.offset, found)])
-        return found.to_bytes()
+        value = blank(extent.num_bytes)
+        self.memory.read([(extent.offset, value)])
+        return value.to_bytes()
 
     def memory_bytes(self):
         """Returns the memory that the file of objects really takes."""
@@ -73,7 +73,9 @@ class ArenaContents:
             index = arena._space._index
             by_key = {key: extent.index for key, extent in index._by_key.items()}
             assert by_key == {key: extent.index for key, extent in self.objects().items()}
-            free = {extent.index: kind for kind, found in index._free.items() for extent in found}
+            free = {
+                extent.index: kind for kind, extents in index._free.items() for extent in extents
+            }
             assert free == {
                 extent.index: (extent.room, bool(extent.resident_bytes))
                 for extent in self.extents(State.FREE)

@@ -66,10 +66,10 @@ class _Tracing(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             raise AssertionError("the step waits for the device")
         kwargs = kwargs or {}
-        given = {_place(tensor) for tensor in _tensors(tree_leaves((args, kwargs)))}
+        places = {_place(tensor) for tensor in _tensors(tree_leaves((args, kwargs)))}
         result = function(*args, **kwargs)
         results = _tensors(tree_leaves(result))
-        is_view = all(_place(tensor) in given for tensor in results)
+        is_view = all(_place(tensor) in places for tensor in results)
         if not is_view:
             self._operations.append(_Operation(function, args, kwargs, results))
         elif function._schema.is_mutable:

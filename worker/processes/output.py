@@ -14,7 +14,7 @@ _LOG_NAME = "log"
 
 
 def log_writer(log_format: str) -> Callable[[str], None]:
-    """Returns what writes the lines of processes, each "process | text", to stderr. If it cannot
+    """Returns a writer of the lines of processes, each "process | text", to stderr. If it cannot
     be written, the processes keep running.
 
     Args:

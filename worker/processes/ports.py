@@ -15,7 +15,7 @@ _CONNECT_TIMEOUT_S = 1.0
 _LOOPBACK_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
+def bound_ports(addresses: Iterable[tuple[str, int, str]]) -> list[int]:
     """Returns free ports, all different.
 
     The sockets are closed before the servers bind. For about a minute, the system gives the free
@@ -23,14 +23,14 @@ def bound_ports(wanted: Iterable[tuple[str, int, str]]) -> list[int]:
     nevertheless fails with that error, and the cluster does not start.
 
     Args:
-        wanted: host, port and flag of each; port 0 is any free one.
+        addresses: host, port and flag of each; port 0 is any free one.
 
     Raises:
         ConfigurationError: an address cannot be bound.
     """
     with ExitStack() as stack:
         ports = []
-        for host, port, flag in wanted:
+        for host, port, flag in addresses:
             listeners = _bind(host, port, flag)
             for listener in listeners:
                 stack.enter_context(listener)

@@ -206,8 +206,8 @@ class RayNodes:
         finally:
             starting.cancel()  # changes nothing if it is done
         if starting.cancelled():
-            wanted = f"{spec.name}: {described(self._resources)}"
-            raise OSError(await asyncio.to_thread(lack_of_room, self._ray, wanted, PLACING_S))
+            purpose = f"{spec.name}: {described(self._resources)}"
+            raise OSError(await asyncio.to_thread(lack_of_room, self._ray, purpose, PLACING_S))
         address, pid = starting.result()
         return RemoteProcess(self._ray, actor, address, pid)
 
@@ -235,7 +235,7 @@ def engine_on_ray(engine: EngineConfig) -> EngineConfig:
 
 
 def worker_resources(engine: EngineConfig) -> Mapping[str, float]:
-    """Returns what a worker needs of its node: the cores of its threads, or a GPU.
+    """Returns the resources of a worker on its node: the cores of its threads, or a GPU.
 
     Ranks that are actors reserve their own room.
     """

@@ -103,11 +103,11 @@ def sharing_machine(engine: EngineConfig, *, turns: bool) -> Iterator[EngineConf
         yield engine
         return
     with run_folder() as folder:
-        own = str(folder)
+        own_folder = str(folder)
         yield replace(
             engine,
-            weights_folder=engine.weights_folder or own,
-            turns_folder=engine.turns_folder or (own if turns else None),
+            weights_folder=engine.weights_folder or own_folder,
+            turns_folder=engine.turns_folder or (own_folder if turns else None),
         )
 
 

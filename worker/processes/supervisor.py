@@ -236,5 +236,5 @@ class SupervisedProcess:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Returns what a terminal shows of a line: the text after its last carriage return."""
+    """Returns the text of a line that a terminal shows: that after its last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -80,9 +80,9 @@ def flag(default: Any, help_text: str, **options: Any) -> Any:
 def flag_name(config_class: Any, field_name: str) -> str:
     """Returns a field's flag, with its dashes."""
     (name,) = (
-        one.metadata[_METADATA_KEY].name
-        for one in dataclasses.fields(config_class)
-        if one.name == field_name
+        field.metadata[_METADATA_KEY].name
+        for field in dataclasses.fields(config_class)
+        if field.name == field_name
     )
     return f"--{name or field_name.replace('_', '-')}"
 
@@ -106,7 +106,7 @@ def add_flags(
         defaults: by field, this command's default, where it differs from the class's.
         helps: by field, this command's help, where it differs.
     """
-    groups = [one for one in parser._action_groups if one.title == group]
+    groups = [action_group for action_group in parser._action_groups if action_group.title == group]
     section = groups[0] if groups else parser.add_argument_group(group)
     for field in _flag_fields(config_class):
         if field.name not in omit:
@@ -161,7 +161,7 @@ def flags_of_config(config: Any, *, omit: Collection[str] = ()) -> list[str]:
         if isinstance(value, bool):
             flags.append(name if value else f"--no-{name[2:]}")
         else:
-            text = _text_of(field, value)
+            text = _format_value(field, value)
             # A text such as --end must not look like a flag.
             flags += [f"{name}={text}"] if text.startswith("-") else [name, text]
     return flags
@@ -179,7 +179,7 @@ _METAVARS: dict[Any, str] = {
 
 
 def _flag_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
-    return [one for one in dataclasses.fields(config_class) if _METADATA_KEY in one.metadata]
+    return [field for field in dataclasses.fields(config_class) if _METADATA_KEY in field.metadata]
 
 
 def _destination(field: dataclasses.Field[Any]) -> str:
@@ -225,7 +225,7 @@ def _add_flag(
 def _argument_options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """Returns keyword arguments of `add_argument` for a field of type `hint`."""
     metadata: Flag = field.metadata[_METADATA_KEY]
-    members = [one for one in typing.get_args(hint) if one is not types.NoneType]
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
     is_optional = isinstance(hint, types.UnionType) and len(members) == 1
     kind = members[0] if is_optional else hint
     if kind is bool:
@@ -257,11 +257,11 @@ def _help(field: dataclasses.Field[Any], default: Any, other_text: str | None) -
     text: str = (other_text or field.metadata[_METADATA_KEY].help).replace("%", "%%")
     if default is dataclasses.MISSING or default in (None, (), ""):
         return text
-    shown = _text_of(field, default).replace("%", "%%")
+    shown = _format_value(field, default).replace("%", "%%")
     return f"{text} (default: {shown})"
 
 
-def _text_of(field: dataclasses.Field[Any], value: Any) -> str:
+def _format_value(field: dataclasses.Field[Any], value: Any) -> str:
     """Returns the text that the flag's parser turns into `value`."""
     if isinstance(value, bool):
         return "on" if value else "off"

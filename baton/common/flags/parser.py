@@ -96,7 +96,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse_given(self, values: Mapping[str, Given]) -> argparse.Namespace:
         """Parses values that a file has, without a command line and the environment."""
         namespace: argparse.Namespace = super().parse_known_args([])[0]
-        self._apply(namespace, self._actions_of(values, self._settable()))
+        self._apply(namespace, self._match_actions(values, self._settable()))
         return namespace
 
     @override
@@ -110,14 +110,14 @@ class FlagParser(argparse.ArgumentParser):
     def format_usage(self) -> str:
         """Returns the usage in one line, with positional arguments but not with flags."""
         formatter = self._get_formatter()
-        positionals = [one for one in self._actions if not one.option_strings]
+        positionals = [action for action in self._actions if not action.option_strings]
         formatter.add_usage(None, positionals, [])
         return f"{' '.join(formatter.format_help().split())} [flags]\n"
 
     @override
     def format_help(self) -> str:
         """Returns the help page with the main flags, or with all of them for `--help=all`."""
-        hidden = [] if self._shows_all else [one for one in self._actions if _is_minor(one)]
+        hidden = [] if self._shows_all else [minor for minor in self._actions if _is_minor(minor)]
         texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
@@ -183,18 +183,20 @@ class FlagParser(argparse.ArgumentParser):
         self, namespace: argparse.Namespace, arguments: Sequence[str], named: set[str]
     ) -> None:
         """Sets flags that are not on the command line from the environment and the file."""
-        given = self._given(self._config_path(arguments))
-        self._apply(namespace, ((action, one) for action, one in given if action.dest not in named))
+        stated = self._given(self._config_path(arguments))
+        self._apply(
+            namespace, ((action, value) for action, value in stated if action.dest not in named)
+        )
 
     def _apply(
-        self, namespace: argparse.Namespace, given: Iterable[tuple[argparse.Action, Given]]
+        self, namespace: argparse.Namespace, stated: Iterable[tuple[argparse.Action, Given]]
     ) -> None:
         """Sets flags; the first value of a flag wins."""
         origins: dict[str, str] = {}
-        for action, one in given:
+        for action, value in stated:
             if action.dest not in origins:
-                self._set(namespace, action, one)
-                origins[action.dest] = one.origin
+                self._set(namespace, action, value)
+                origins[action.dest] = value.origin
         if origins:
             namespace.flag_origins = origins
 
@@ -222,31 +224,31 @@ class FlagParser(argparse.ArgumentParser):
         except ValueError as error:
             self.error(str(error))
         names.pop("config", None)
-        yield from self._actions_of(from_file, names)
+        yield from self._match_actions(from_file, names)
 
-    def _actions_of(
+    def _match_actions(
         self, values: Mapping[str, Given], names: Mapping[str, argparse.Action]
     ) -> Iterator[tuple[argparse.Action, Given]]:
-        for name, given in values.items():
+        for name, value in values.items():
             if name not in names:
-                self.error(f"{given.origin}: unknown flag {name}{self._suggestion(name, names)}")
-            yield names[name], given
+                self.error(f"{value.origin}: unknown flag {name}{self._suggestion(name, names)}")
+            yield names[name], value
 
-    def _set(self, namespace: argparse.Namespace, action: argparse.Action, given: Given) -> None:
+    def _set(self, namespace: argparse.Namespace, action: argparse.Action, value: Given) -> None:
         """Performs a flag's action as if the command line had it."""
         try:
             action.required = False
             if action.nargs == 0:
-                self._switch(namespace, action, given)
+                self._switch(namespace, action, value)
             else:
-                self._store(namespace, action, given)
+                self._store(namespace, action, value)
         except argparse.ArgumentError as error:
-            self.error(f"{error.argument_name} (from {given.origin}): {error.message}")
+            self.error(f"{error.argument_name} (from {value.origin}): {error.message}")
 
-    def _switch(self, namespace: argparse.Namespace, action: argparse.Action, given: Given) -> None:
-        text = given.texts[0].lower() if len(given.texts) == 1 else ""
+    def _switch(self, namespace: argparse.Namespace, action: argparse.Action, value: Given) -> None:
+        text = value.texts[0].lower() if len(value.texts) == 1 else ""
         if text not in _ON | _OFF:
-            raise argparse.ArgumentError(action, f"{','.join(given.texts)!r} is not on or off")
+            raise argparse.ArgumentError(action, f"{','.join(value.texts)!r} is not on or off")
         is_on = text in _ON
         for option in action.option_strings:
             # `--no-NAME` of a pair turns it off; a flag without a pair is on or left out.
@@ -254,10 +256,10 @@ class FlagParser(argparse.ArgumentParser):
                 action(self, namespace, [], option)
                 return
 
-    def _store(self, namespace: argparse.Namespace, action: argparse.Action, given: Given) -> None:
-        if given.is_json and action.metavar != _JSON:
+    def _store(self, namespace: argparse.Namespace, action: argparse.Action, stated: Given) -> None:
+        if stated.is_json and action.metavar != _JSON:
             raise argparse.ArgumentError(action, "must be a value or a list of values")
-        texts = list(given.texts)
+        texts = list(stated.texts)
         if action.nargs is not None and len(texts) == 1:
             texts = [text.strip() for text in texts[0].split(",")]
         values = [self._get_value(action, text) for text in texts]

@@ -131,7 +131,7 @@ def _read_mapping(path: str, root: Any) -> dict[str, Given]:
         raise ValueError(
             f"{path}:{line}: must be a mapping of flags to values, such as max-num-seqs: 64"
         )
-    given: dict[str, Given] = {}
+    values: dict[str, Given] = {}
     seen: set[str] = set()
     for key, value in root.value:
         origin = f"{path}:{key.start_mark.line + 1}"
@@ -140,8 +140,8 @@ def _read_mapping(path: str, root: Any) -> dict[str, Given]:
             raise ValueError(f"{origin}: {name} is set twice")
         seen.add(name)
         if value.tag != _NULL:
-            given[name] = _given(value, origin, name)
-    return given
+            values[name] = _given(value, origin, name)
+    return values
 
 
 def _given(node: Any, origin: str, name: str) -> Given:

@@ -34,15 +34,15 @@ def with_revision(model: str, revision: str | None) -> str:
     """
     if revision is None:
         return model
-    _, own = split_revision(model)
+    _, named = split_revision(model)
     if model in NAMED_MODELS or Path(model).expanduser().exists():
         kind = "a model of this machine" if model in NAMED_MODELS else "a path"
         raise ConfigurationError(
             f"--revision is {revision!r}; {model} is not on the Hub but {kind}"
         )
-    if own not in (None, revision):
-        raise ConfigurationError(f"--revision is {revision!r}; --model names revision {own!r}")
-    return model if own else f"{model}@{revision}"
+    if named not in (None, revision):
+        raise ConfigurationError(f"--revision is {revision!r}; --model names revision {named!r}")
+    return model if named else f"{model}@{revision}"
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -170,16 +170,18 @@ class Metrics:
         """Adds a value to a histogram, `count` times; see `add`."""
         series = (name, *labels)
         with self._lock:
-            found = self._histograms.get(series)
-            if found is None:
-                found = self._histograms[self._create(series)]
-            found.counts[bisect_left(found.bounds, value)] += count
-            found.total += value * count
+            histogram = self._histograms.get(series)
+            if histogram is None:
+                histogram = self._histograms[self._create(series)]
+            histogram.counts[bisect_left(histogram.bounds, value)] += count
+            histogram.total += value * count
 
     def snapshot(self) -> Snapshot:
         """Returns all values and histograms."""
         with self._lock:
-            histograms = {series: found.copy() for series, found in self._histograms.items()}
+            histograms = {
+                series: histogram.copy() for series, histogram in self._histograms.items()
+            }
             return Snapshot(dict(self._values), histograms)
 
     def _create(self, series: Series) -> Series:

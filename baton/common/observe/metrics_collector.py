@@ -43,9 +43,9 @@ class MetricsCollector(Collector):
                 yield _number_family(name, info, values.get(name, {}))
 
 
-def _by_name(found: dict[Series, _T]) -> dict[str, dict[Series, _T]]:
+def _by_name(values: dict[Series, _T]) -> dict[str, dict[Series, _T]]:
     names: dict[str, dict[Series, _T]] = {}
-    for (name, *labels), value in found.items():
+    for (name, *labels), value in values.items():
         names.setdefault(name, {})[tuple(labels)] = value
     return names
 
@@ -58,9 +58,9 @@ def _number_family(name: str, info: MetricInfo, numbers: dict[Series, float]) ->
     return family
 
 
-def _histogram_family(name: str, info: MetricInfo, found: dict[Series, Histogram]) -> Metric:
+def _histogram_family(name: str, info: MetricInfo, histograms: dict[Series, Histogram]) -> Metric:
     family = HistogramMetricFamily(name, info.text, labels=tuple(info.labels))
-    for labels, histogram in found.items():
+    for labels, histogram in histograms.items():
         family.add_metric(labels, _buckets(histogram), histogram.total)
     return family
 

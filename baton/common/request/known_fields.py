@@ -53,7 +53,7 @@ def check_value(field: str, enum: EnumDescriptor, value: Any) -> None:
         InvalidArgumentError: names the field and the values that it may have.
     """
     if value not in enum.values_by_number:
-        known = ", ".join(one.name for one in enum.values)
+        known = ", ".join(value_type.name for value_type in enum.values)
         raise InvalidArgumentError.for_field(field, value, f"one of {known}")
 
 

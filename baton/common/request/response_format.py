@@ -27,20 +27,20 @@ def fields_of_response_format(response_format: Any) -> dict[str, Any] | None:
     Raises:
         InvalidArgumentError: a part is unknown or malformed; names it.
     """
-    given = object_at("response_format", response_format)
-    kind = given.get("type")
+    form = object_at("response_format", response_format)
+    kind = form.get("type")
     match kind:
         case "text":
-            _check_names("response_format", given, ("type",))
+            _check_names("response_format", form, ("type",))
             return None
         case "json_object":
-            _check_names("response_format", given, ("type",))
+            _check_names("response_format", form, ("type",))
             return {"json_object": True}
         case "json_schema":
-            _check_names("response_format", given, ("type", "json_schema"))
-            return {"json": _schema_of("response_format.json_schema", given.get("json_schema"))}
+            _check_names("response_format", form, ("type", "json_schema"))
+            return {"json": _parse_schema("response_format.json_schema", form.get("json_schema"))}
         case "structural_tag":
-            return {"structural_tag": compact_json("response_format", given)}
+            return {"structural_tag": compact_json("response_format", form)}
     limit = "one of text, json_object, json_schema, structural_tag"
     raise InvalidArgumentError.for_field("response_format.type", kind, limit)
 
@@ -95,7 +95,7 @@ class ToolSchema:
     is_strict: bool
 
     def part(self, pointer: str, root: str = "") -> SchemaPart:
-        """Returns what says whose schema the one at a JSON pointer is."""
+        """Returns the schema at a JSON pointer, with the field that it comes from."""
         return SchemaPart(pointer=pointer, field=self.field, is_hint=not self.is_strict, root=root)
 
 
@@ -117,7 +117,7 @@ def read_tools(tools: Any, schema_fields: Sequence[str] = ()) -> dict[str, ToolS
     functions: dict[str, ToolSchema] = {}
     for i, tool in enumerate(tools):
         schema_field = schema_fields[i] if schema_fields else f"tools[{i}].function.parameters"
-        function = _function_of(f"tools[{i}]", tool, schema_field)
+        function = _parse_function(f"tools[{i}]", tool, schema_field)
         if function.name in functions:
             raise InvalidArgumentError(
                 f"tools[{i}].function.name is {short_repr(function.name)}, the name of an "
@@ -154,7 +154,7 @@ def _form_of_calls(functions: Sequence[ToolSchema], parallel_tool_calls: bool) -
     return _form_of_call(schema | {"$defs": definitions}, parts)
 
 
-def _schema_of(field: str, value: Any) -> str:
+def _parse_schema(field: str, value: Any) -> str:
     """Returns the schema of a `response_format` as JSON text.
 
     `strict` is accepted for any value: the schema is enforced in either case.
@@ -176,10 +176,10 @@ def _chosen_name(tool_choice: Any) -> str:
     _check_is_function("tool_choice", tool_choice)
     function = object_at("tool_choice.function", tool_choice.get("function"))
     _check_names("tool_choice.function", function, ("name",))
-    return _name_of("tool_choice.function", function)
+    return _parse_name("tool_choice.function", function)
 
 
-def _function_of(field: str, value: Any, schema_field: str) -> ToolSchema:
+def _parse_function(field: str, value: Any, schema_field: str) -> ToolSchema:
     tool = object_at(field, value)
     _check_is_function(field, tool)
     field = f"{field}.function"
@@ -188,7 +188,7 @@ def _function_of(field: str, value: Any, schema_field: str) -> ToolSchema:
     is_strict = strict is not None and boolean_at(f"{field}.strict", strict)
     parameters = json.loads(compact_json(schema_field, function.get("parameters") or {}))
     return ToolSchema(
-        name=_name_of(field, function),
+        name=_parse_name(field, function),
         schema=_without_identity(parameters) or dict(_NO_PARAMETERS),
         field=schema_field,
         is_strict=is_strict,
@@ -200,8 +200,8 @@ def _without_identity(schema: dict[str, Any]) -> dict[str, Any]:
     identity = schema.pop("$id", None)
     if not isinstance(identity, str):
         return schema
-    own = identity.removesuffix("#")
-    return dict(change_references(schema, partial(_local, own)))
+    base = identity.removesuffix("#")
+    return dict(change_references(schema, partial(_local, base)))
 
 
 def _local(identity: str, reference: str) -> str:
@@ -210,7 +210,7 @@ def _local(identity: str, reference: str) -> str:
     return f"#{reference.removeprefix(identity).removeprefix('#')}" if is_own else reference
 
 
-def _name_of(field: str, function: Mapping[str, Any]) -> str:
+def _parse_name(field: str, function: Mapping[str, Any]) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError.for_field(f"{field}.name", name, "a text that is not empty")

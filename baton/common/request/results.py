@@ -94,14 +94,14 @@ def logprobs_of(
         top_logprobs: their log-probabilities.
         text_of: returns a token's text; None leaves texts out.
     """
-    found = {token_id: (logprob, rank)}
+    pairs = {token_id: (logprob, rank)}
     for top_rank, (top_id, top_logprob) in enumerate(
         zip(top_token_ids, top_logprobs, strict=True), 1
     ):
-        found.setdefault(top_id, (top_logprob, top_rank))
+        pairs.setdefault(top_id, (top_logprob, top_rank))
     return {
         each_id: Logprob(*pair, text_of(each_id) if text_of else None)
-        for each_id, pair in found.items()
+        for each_id, pair in pairs.items()
     }
 
 
@@ -137,7 +137,7 @@ class CompletionOutput:
         if self.logprobs is None:
             return None
         pairs = zip(self.logprobs, self.token_ids, strict=True)
-        return sum(found[token_id].logprob for found, token_id in pairs)
+        return sum(logprobs[token_id].logprob for logprobs, token_id in pairs)
 
     def finished(self) -> bool:
         """Whether the candidate has ended."""

@@ -131,24 +131,24 @@ def params_from_proto(
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
     """
-    given: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    stated: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
     for message in (stopping, text):
         if message is not None:
-            given |= {field.name: value for field, value in message.ListFields()}
-    beam_search: common_pb2.BeamSearch | None = given.pop("beam_search", None)
+            stated |= {field.name: value for field, value in message.ListFields()}
+    beam_search: common_pb2.BeamSearch | None = stated.pop("beam_search", None)
     if beam_search is not None:
-        given |= _beam_search_fields(beam_search)
-    outputs: common_pb2.StructuredOutputs | None = given.get("structured_outputs")
+        stated |= _beam_search_fields(beam_search)
+    outputs: common_pb2.StructuredOutputs | None = stated.get("structured_outputs")
     if outputs is not None:
         form = {field.name: value for field, value in outputs.ListFields()}
         form["parts"] = [
             SchemaPart(pointer=part.pointer, field=part.field, is_hint=part.is_hint, root=part.root)
             for part in outputs.parts
         ]
-        given["structured_outputs"] = StructuredOutputs(**form)
-    if _EXTRA_ARGS in given:
-        given["extra_args"] = given.pop(_EXTRA_ARGS)
-    return over_defaults(given, defaults)
+        stated["structured_outputs"] = StructuredOutputs(**form)
+    if _EXTRA_ARGS in stated:
+        stated["extra_args"] = stated.pop(_EXTRA_ARGS)
+    return over_defaults(stated, defaults)
 
 
 def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
@@ -213,7 +213,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         priority=message.priority,
         cache_salt=message.cache_salt,
         deadline=now + message.timeout_ms / 1000,
-        bad_words_token_ids=tuple(tuple(each.ids) for each in message.bad_words_token_ids),
+        bad_words_token_ids=tuple(tuple(words.ids) for words in message.bad_words_token_ids),
         reasoning=_reasoning_from_proto(message),
         traceparent=message.traceparent,
         prediction_token_ids=tuple(message.prediction_token_ids),

@@ -71,10 +71,10 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        given = [name for name in _FORMS if getattr(self, name) is not None]
-        if len(given) != 1:
+        stated = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(stated) != 1:
             raise InvalidArgumentError(
-                f"structured_outputs sets {', '.join(given) or 'no form'}; "
+                f"structured_outputs sets {', '.join(stated) or 'no form'}; "
                 f"set exactly one of {', '.join(_FORMS)}"
             )
         self._check_form()
@@ -93,7 +93,7 @@ class StructuredOutputs:
         if not isinstance(value, Mapping):
             limit = "a StructuredOutputs or a mapping of its fields"
             raise InvalidArgumentError.for_field("structured_outputs", value, limit)
-        names = [one.name for one in fields(cls) if one.compare]
+        names = [field.name for field in fields(cls) if field.compare]
         for name in value:
             if name not in names:
                 raise InvalidArgumentError(

@@ -112,8 +112,8 @@ def build_request(
     with _unencodable():
         if _is_several(prompt):
             request.prompts.SetInParent()
-            for one in parsed:
-                _set_prompt(request.prompts.prompts.add(), one)
+            for parsed_prompt in parsed:
+                _set_prompt(request.prompts.prompts.add(), parsed_prompt)
         else:
             _set_prompt(request, parsed[0])
     return request
@@ -132,9 +132,9 @@ def build_chat_request(
         TypeError: `params` has a field that `SamplingParams` does not have, or an option is
             unknown.
     """
-    given: dict[str, Any] = dict(options)
-    chat = {name: given.pop(name) for name in ChatOptions.__annotations__ if name in given}
-    request = _request_without_prompt(params, model, **given)
+    remaining: dict[str, Any] = dict(options)
+    chat = {name: remaining.pop(name) for name in ChatOptions.__annotations__ if name in remaining}
+    request = _request_without_prompt(params, model, **remaining)
     texts = {"messages": messages} | {n: chat[n] for n in _JSON_OPTIONS if chat.get(n) is not None}
     with _unencodable():
         request.chat.SetInParent()
@@ -237,7 +237,9 @@ def parse_response(
     responses = response.responses
     if len(responses) != len(prompts):
         raise InternalError(f"the server answered {len(responses)} of {len(prompts)} prompts")
-    return [parse_output(own, one) for own, one in zip(responses, prompts, strict=True)]
+    return [
+        parse_output(of_prompt, asked) for of_prompt, asked in zip(responses, prompts, strict=True)
+    ]
 
 
 def parse_output(

@@ -194,12 +194,12 @@ def _check_pair(files: CertificateFiles, chain: bytes, key: bytes) -> datetime:
     own_key = _parse(
         f"{files.prefix}keyfile", lambda pem: load_pem_private_key(pem, password=None), key
     )
-    own = certificates[0]
-    if own.public_key() != own_key.public_key():
+    certificate = certificates[0]
+    if certificate.public_key() != own_key.public_key():
         raise ConfigurationError(
             f"{files.prefix}keyfile is not the key of the certificate of {files.prefix}certfile"
         )
-    expires: datetime = own.not_valid_after_utc
+    expires: datetime = certificate.not_valid_after_utc
     if expires < datetime.now(UTC):
         _LOGGER.warning("the certificate of %scertfile expired on %s", files.prefix, expires)
     return expires
@@ -210,12 +210,14 @@ def _revoked(
 ) -> frozenset[tuple[bytes, int]]:
     flag = f"{files.prefix}crlfile"
     revoked: set[tuple[bytes, int]] = set()
-    for found in _parse(flag, _load_crls, crl) or ():
-        signers = [one for one in authorities if one.subject == found.issuer]
-        if not any(found.is_signature_valid(one.public_key()) for one in signers):
+    for revocations in _parse(flag, _load_crls, crl) or ():
+        signers = [
+            authority for authority in authorities if authority.subject == revocations.issuer
+        ]
+        if not any(revocations.is_signature_valid(authority.public_key()) for authority in signers):
             raise ConfigurationError(f"{flag} is signed by no CA of {files.prefix}ca-certs")
-        issuer = found.issuer.public_bytes()
-        revoked.update((issuer, entry.serial_number) for entry in found)
+        issuer = revocations.issuer.public_bytes()
+        revoked.update((issuer, entry.serial_number) for entry in revocations)
     return frozenset(revoked)
 
 
@@ -241,7 +243,7 @@ def _read(flag: str, path: str) -> bytes:
 
 
 def _parse(flag: str, parse: Any, pem: bytes | None) -> Any:
-    """Returns what `parse` makes of a file's content; None for None."""
+    """Returns a file's content, parsed by `parse`; None for None."""
     if pem is None:
         return None
     try:

@@ -61,8 +61,8 @@ class ClusterSecurity:
     ) -> None:
         self._arguments = config, files, token
         config = config or ClusterConfig()
-        own = (checked_token(token, TOKEN_VARIABLE),) if token else ()
-        self._read_tokens: Callable[[], tuple[str, ...]] = lambda: own
+        tokens = (checked_token(token, TOKEN_VARIABLE),) if token else ()
+        self._read_tokens: Callable[[], tuple[str, ...]] = lambda: tokens
         if config.token_file is not None:
             path = config.token_file
             _make_token_file(Path(path))
@@ -207,10 +207,10 @@ class ClusterSecurity:
         if not self._identities:
             return True
         names = ("x509_subject_alternative_name", "x509_common_name")
-        found = {
+        of_caller = {
             name.decode(errors="replace") for key in names for name in auth_context.get(key, ())
         }
-        return not self._identities.isdisjoint(found)
+        return not self._identities.isdisjoint(of_caller)
 
 
 def is_loopback(host: str) -> bool:

@@ -23,8 +23,8 @@ def carries_token(header: str | bytes, tokens: Iterable[str]) -> bool:
     """Whether an authorization header carries one of the tokens. Takes the same time for each
     header of a length.
     """
-    given = header.encode() if isinstance(header, str) else header
-    digest = hashlib.sha256(given).digest()
+    credential = header.encode() if isinstance(header, str) else header
+    digest = hashlib.sha256(credential).digest()
     matches = [
         hmac.compare_digest(digest, hashlib.sha256(bearer(token).encode()).digest())
         for token in tokens

@@ -79,10 +79,10 @@ class WatchedFiles(Generic[_Content]):
         _LOGGER.info("%s read again: %s", self._name, ", ".join(self._paths))
 
     def _read_stamps(self) -> Sequence[_Stamp]:
-        return [_stamp_of(path) for path in self._paths]
+        return [_read_stamp(path) for path in self._paths]
 
 
-def _stamp_of(path: str) -> _Stamp:
+def _read_stamp(path: str) -> _Stamp:
     try:
         stat = os.stat(path)  # noqa: PTH116 - each call asks; a Path costs more than that
     except OSError:

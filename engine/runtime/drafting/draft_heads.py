@@ -114,10 +114,12 @@ class MedusaDrafter(_HeadDrafter):
         ends = [job.chunk.end + len(tokens) for job, tokens in drawing]
         num_heads = max(job.work.num_proposals for job, _ in drawing)
         rows = to_device(np.array(last, np.int64), states.device)
-        own, jobs = states[0].index_select(0, rows), [job for job, _ in drawing]
+        rows_states, jobs = states[0].index_select(0, rows), [job for job, _ in drawing]
         by_place = [
             self._draw(
-                self._scores_of(self._heads(own, place)), jobs, [end + place for end in ends]
+                self._scores_of(self._heads(rows_states, place)),
+                jobs,
+                [end + place for end in ends],
             )
             for place in range(num_heads)
         ]
@@ -217,12 +219,12 @@ class EagleDrafter(_HeadDrafter):
         embedding = served.model.word_embedding
         assert embedding is not None, "the head was loaded for it"
         self._embedding = embedding
-        size, own = config.block_size, self._head.config
+        size, head_config = config.block_size, self._head.config
         self._layout = KvLayout(
             num_layers=1,
-            num_kv_heads=own.num_kv_heads,
+            num_kv_heads=head_config.num_kv_heads,
             block_size=size,
-            head_dim=own.head_dim,
+            head_dim=head_config.head_dim,
             dtype=served.dtype,
         )
         # The tokens of one step must not overwrite what its first token sees.
@@ -263,13 +265,15 @@ class EagleDrafter(_HeadDrafter):
     ) -> Sequence[Sequence[int]]:
         assert states is not None
         runs = [self._start(job, tokens) for job, tokens in drawing]
-        drafting, own = runs, self._run_known(runs, states)
+        drafting, head_states = runs, self._run_known(runs, states)
         while left := [index for index, run in enumerate(drafting) if run.lacks_drafts]:
             if len(left) < len(drafting):
                 drafting = [drafting[index] for index in left]
-                own = own.index_select(0, to_device(np.array(left, np.int64), self._device))
-            self._fill([run.draft_chunk() for run in drafting], own)
-            own = self._run_step(drafting)
+                head_states = head_states.index_select(
+                    0, to_device(np.array(left, np.int64), self._device)
+                )
+            self._fill([run.draft_chunk() for run in drafting], head_states)
+            head_states = self._run_step(drafting)
         return [run.draft_tokens for run in runs]
 
     @override
@@ -326,10 +330,10 @@ class EagleDrafter(_HeadDrafter):
         """
         scores = self._steps.scores()
         assert scores.states is not None, "the steps keep them"
-        own: torch.Tensor = scores.states[0]
+        head_states: torch.Tensor = scores.states[0]
         if self._draft_vocabulary is not None:
             scores = self._scores_of(scores.logits)
         jobs, positions = [run.job for run in drafting], [run.next_position for run in drafting]
         for run, token in zip(drafting, self._draw(scores, jobs, positions), strict=True):
             run.draft_tokens.append(token)
-        return own
+        return head_states

@@ -216,7 +216,7 @@ class DraftModel(Drafter):
         return run
 
     def _note_run(self, run: _Run) -> None:
-        """Notes what the model has run for a sequence."""
+        """Notes the tokens that the model has run for a sequence."""
         size, num_digests = self._layout.block_size, len(run.digests)
         if num_digests:
             self._digest_of_block[run.job.table[run.first // size :][:num_digests]] = run.digests

@@ -209,7 +209,7 @@ def load_eagle(
     """
     checkpoint = _HeadCheckpoint.read(name)
     checkpoint.tensors.pop("lm_head.weight", None)  # the served model's
-    config = _config_of(checkpoint, served, window)
+    config = _read_config(checkpoint, served, window)
     config = replace(config, tie_word_embeddings=True, vocab_size=served.vocab_size)
     has_bias = "fc.bias" in checkpoint.tensors
     head = checkpoint.build(
@@ -237,7 +237,7 @@ def load_eagle3(
     draft_vocabulary = checkpoint.take_draft_vocabulary(
         "d2t", num_tokens, served, device, adds=True
     )
-    config = _config_of(checkpoint, served, window)
+    config = _read_config(checkpoint, served, window)
     config = replace(config, tie_word_embeddings=False, vocab_size=num_tokens)
     norms_residual = checkpoint.config.get("norm_before_residual", False)
     if not isinstance(norms_residual, bool):
@@ -247,10 +247,10 @@ def load_eagle3(
         served,
         device,
     )
-    return head, _layers_of(checkpoint, served.model), draft_vocabulary
+    return head, _read_layers(checkpoint, served.model), draft_vocabulary
 
 
-def _config_of(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) -> DecoderConfig:
+def _read_config(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) -> DecoderConfig:
     """Reads the shape of an EAGLE head."""
     has_bias = any(name.endswith("q_proj.bias") for name in checkpoint.tensors)
     fields = ConfigFields(checkpoint.config, "llama")
@@ -268,11 +268,15 @@ def _config_of(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) ->
     return replace(config, sliding_windows=(window,))
 
 
-def _layers_of(checkpoint: _HeadCheckpoint, model: CausalModel) -> tuple[int, ...]:
+def _read_layers(checkpoint: _HeadCheckpoint, model: CausalModel) -> tuple[int, ...]:
     """Returns the layers whose inputs a head of EAGLE-3 reads, in their order."""
-    num_layers, own = model.config.num_layers, checkpoint.config.get("eagle_config")
-    given = own if isinstance(own, Mapping) and _LAYER_IDS in own else checkpoint.config
-    layers = given.get(_LAYER_IDS, [2, num_layers // 2, num_layers - 3])
+    num_layers, eagle_config = model.config.num_layers, checkpoint.config.get("eagle_config")
+    stated = (
+        eagle_config
+        if isinstance(eagle_config, Mapping) and _LAYER_IDS in eagle_config
+        else checkpoint.config
+    )
+    layers = stated.get(_LAYER_IDS, [2, num_layers // 2, num_layers - 3])
     is_valid = isinstance(layers, list) and all(
         type(layer) is int and 0 <= layer < num_layers for layer in layers
     )

@@ -259,9 +259,9 @@ class ChunkDraws:
         details = self._reported.read((next(tensors), next(tensors))) if self._reported else ()
         for row, chunk, _ in self._drawing:
             part = slice(start, start + len(chunk.draws))
-            wanted = logprobs[part] if chunk.wants_logprobs else ()
-            found = tuple([each for each in details[part] if each is not None])
-            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted), found)
+            reported = logprobs[part] if chunk.wants_logprobs else ()
+            of_chunk = tuple([detail for detail in details[part] if detail is not None])
+            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(reported), of_chunk)
             start = part.stop
         return outputs
 

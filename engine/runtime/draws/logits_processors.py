@@ -198,13 +198,13 @@ def check_extra_args(processors: Sequence[AnyProcessor], args: Mapping[str, Any]
         InternalError: a processor raised something else than a ValueError.
     """
     try:
-        found = processors_for(processors, args)
+        selected = processors_for(processors, args)
     except ValueError as error:
         raise InvalidArgumentError(f"extra_args: {error}") from error
     except Exception as error:
         _logger.exception("a logits processor failed to check extra_args")
         raise InternalError("a logits processor failed to check extra_args") from error
-    if not found:
+    if not selected:
         loaded = ", ".join(_name_of(type(processor)) for processor in processors) or "none"
         raise InvalidArgumentError(
             f"extra_args has {short_names(args)}, which no logits processor of this worker "

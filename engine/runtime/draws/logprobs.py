@@ -118,8 +118,8 @@ class ReportedTokens:
             tensors: the tensors that `compute` returned, on the host.
         """
         nums = self.nums.tolist()
-        found = _read(tensors, [num for num in nums if num > NO_LOGPROBS])
-        return tuple(next(found) if num > NO_LOGPROBS else None for num in nums)
+        details = _read(tensors, [num for num in nums if num > NO_LOGPROBS])
+        return tuple(next(details) if num > NO_LOGPROBS else None for num in nums)
 
 
 class DecodedTokens(NamedTuple):
@@ -150,7 +150,7 @@ class DecodeReports:
     def of(
         cls, rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
     ) -> "DecodeReports":
-        """Reads what the rows report, which their chunks set.
+        """Reads the reported tokens of the rows, which their chunks set.
 
         Args:
             rows: the state of all rows.
@@ -328,10 +328,10 @@ def _details(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> list[t
         Log-probabilities `[n, 1 + num_top]` float32, those of `tokens` first; and the ranks of
         `tokens`, followed by the likeliest tokens, `[n, 1 + num_top]` int64.
     """
-    own = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1))
-    ranks = (logits > own).sum(dim=-1, keepdim=True) + 1
+    drawn = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1))
+    ranks = (logits > drawn).sum(dim=-1, keepdim=True) + 1
     top, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
-    values = torch.cat((own, top), dim=-1) - logits.logsumexp(dim=-1, keepdim=True)
+    values = torch.cat((drawn, top), dim=-1) - logits.logsumexp(dim=-1, keepdim=True)
     return [values.float(), torch.cat((ranks, top_ids), dim=-1)]
 
 
@@ -340,9 +340,9 @@ def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _read(tensors: Sequence[torch.Tensor], nums: Sequence[int]) -> Iterator[TokenLogprobs]:
-    """Yields what `_details` computed, with `nums[i]` likeliest tokens for token i."""
+    """Yields the results of `_details`, with `nums[i]` likeliest tokens for token i."""
     if not nums:
         return
     values, ids = (tensor.tolist() for tensor in tensors)
-    for num, (own, *top), (rank, *top_ids) in zip(nums, values, ids, strict=True):
-        yield TokenLogprobs(own, rank, tuple(top_ids[:num]), tuple(top[:num]))
+    for num, (drawn, *top), (rank, *top_ids) in zip(nums, values, ids, strict=True):
+        yield TokenLogprobs(drawn, rank, tuple(top_ids[:num]), tuple(top[:num]))

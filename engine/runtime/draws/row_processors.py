@@ -68,7 +68,7 @@ class RowProcessors:
         """
         device = scores.logits.device
         indices = np.array([place for place, _ in processed], np.int64)
-        logits, places = _rows_of(scores.logits, indices), to_device(indices, device)
+        logits, places = _select_rows(scores.logits, indices), to_device(indices, device)
         has_failed = self._apply([chunk for _, chunk in processed], logits)
         maxima, likeliest = kernels.row_maxima(logits)
         is_valid = (likeliest >= 0) & ~to_device(has_failed, device)
@@ -142,7 +142,7 @@ def _apply_one(
         logits: `[n, vocab]`.
     """
     indices = np.array(list(rows), np.int64)
-    changed = _rows_of(logits, indices)
+    changed = _select_rows(logits, indices)
     shape = changed.shape
     try:
         processor.apply(changed, tuple(rows.values()))
@@ -155,7 +155,7 @@ def _apply_one(
     return True
 
 
-def _rows_of(logits: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
+def _select_rows(logits: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
     """Returns some rows: the same memory if the ascending indices have no gap, else a copy."""
     first, end = int(indices[0]), int(indices[-1]) + 1
     if end - first == len(indices):
@@ -164,6 +164,6 @@ def _rows_of(logits: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
 
 
 def _put_back(logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes rows that `_rows_of` returned into `logits`, unless they share its memory."""
+    """Writes rows that `_select_rows` returned into `logits`, unless they share its memory."""
     if rows.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
         logits.index_copy_(0, indices, rows)

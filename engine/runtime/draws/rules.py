@@ -80,11 +80,11 @@ class RowRules:
         for _, chunk in ruled:
             self._store(chunk)
         self._store_masks([chunk for _, chunk in ruled if chunk.mask is not None])
-        given = [
+        positions_of_rows = [
             (chunk.row, place, chunk.token_ids[-1], chunk.start_position + chunk.num_tokens)
             for place, chunk in ruled
         ]
-        columns = np.ascontiguousarray(np.array(given, np.int64).T)
+        columns = np.ascontiguousarray(np.array(positions_of_rows, np.int64).T)
         rows, places, tokens, positions = to_device(columns, self._device)
         self._apply(scores, RuledRows(rows, places), tokens, positions)
 

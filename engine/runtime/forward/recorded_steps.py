@@ -53,8 +53,8 @@ class _Recording:
         """Replays the recording on the current inputs, which have the same size."""
         if self.num_seqs != inputs.num_seqs:
             current = inputs.tensors().layer_groups
-            for own, other in zip(self.inputs.layer_groups, current, strict=True):
-                kernels.point_to(own, other)
+            for recorded, other in zip(self.inputs.layer_groups, current, strict=True):
+                kernels.point_to(recorded, other)
             self.num_seqs = inputs.num_seqs
         return self.step.run(on_layer)
 

@@ -57,8 +57,8 @@ class RankChildren:
             task: what the process receives first.
             files: descriptors in it, which the process inherits.
         """
-        own, theirs = socket.socketpair()
-        link = Connection(own.detach())
+        parent_end, theirs = socket.socketpair()
+        link = Connection(parent_end.detach())
         self.links.append(link)
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - this program

@@ -70,7 +70,7 @@ class HostRanks(StartedRanks):
         self._is_closing = False
         self._is_lost = False
         self._on_lost: Callable[[], None] = lambda: None
-        key, num_stages = _key_of(place, security), config.pipeline_parallel_size
+        key, num_stages = _meeting_key(place, security), config.pipeline_parallel_size
         is_on_cpu = resolve_device(config.device).type == "cpu"
         if place.starts_others and not is_on_cpu:
             check_gpus(place.num_local)
@@ -186,7 +186,7 @@ def check_gpus(num_local: int) -> None:
         )
 
 
-def _key_of(place: RankPlace, security: ClusterSecurity | None) -> bytes:
+def _meeting_key(place: RankPlace, security: ClusterSecurity | None) -> bytes:
     token = None if security is None else security.token
     if token is None:
         raise ConfigurationError(

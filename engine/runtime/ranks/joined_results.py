@@ -69,7 +69,7 @@ class JoinedResults:
                 self._doubted.append(job_id)
 
     def take(self) -> TransferResults:
-        """Returns what holds for all ranks since the last call."""
+        """Returns the results that all ranks have reported since the last call."""
         ended, self._ended = self._ended, []
         released, self._released = self._released, []
         doubted, self._doubted = self._doubted, []

@@ -127,10 +127,10 @@ class Meeting:
         A launcher's store outlives a group, so the port is named with the attempt.
         """
         others, attempt = range(1, self.place.size), secrets.token_hex(8)
-        wanted = {(kind, rank) for kind in (_STEPS, _TRANSFERS) for rank in others}
+        names = {(kind, rank) for kind in (_STEPS, _TRANSFERS) for rank in others}
         with closing(socket.create_server((self.place.address, 0))) as server:
             store.set("port", f"{server.getsockname()[1]} {attempt}")
-            links = self._accept(server, wanted)
+            links = self._accept(server, names)
         self.steps = {rank: links[_STEPS, rank] for rank in others}
         self.transfers = [links[_TRANSFERS, rank] for rank in others]
         if self.num_stages > 1:
@@ -141,22 +141,22 @@ class Meeting:
             link.send_bytes(attempt.encode())
         return attempt
 
-    def _accept(self, server: socket.socket, wanted: set[_Name]) -> dict[_Name, Connection]:
+    def _accept(self, server: socket.socket, names: set[_Name]) -> dict[_Name, Connection]:
         """Accepts connections until those that are wanted are there."""
         links: dict[_Name, Connection] = {}
         server.settimeout(_CHECK_S)
         try:
-            while wanted - links.keys():
+            while names - links.keys():
                 self._check_wait()
                 with suppress(TimeoutError):
                     link = _connection(server.accept()[0])
-                    found = _authenticate(link, self.key)
-                    if found not in wanted:
+                    name = _authenticate(link, self.key)
+                    if name not in names:
                         link.close()  # no rank of this group
                         continue
-                    if found in links:  # of a process that has ended since
-                        links[found].close()
-                    links[found] = link
+                    if name in links:  # of a process that has ended since
+                        links[name].close()
+                    links[name] = link
         except BaseException:
             for link in links.values():
                 link.close()

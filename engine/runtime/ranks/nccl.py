@@ -264,7 +264,7 @@ class NcclRanks(LinkedGroup, DeviceRankGroup):
         with self._lock:
             self._check_lost()
             launch = getattr(self._library, name)
-            status = launch(*arguments, self._comm, _stream_of(self._device))
+            status = launch(*arguments, self._comm, _current_stream(self._device))
         self._check(status)
 
     def _check(self, status: int) -> None:
@@ -277,7 +277,7 @@ def _reason(library: Any, status: int) -> str:
     return reason.decode()
 
 
-def _stream_of(device: torch.device) -> int:
+def _current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 

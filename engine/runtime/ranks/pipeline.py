@@ -82,7 +82,7 @@ class PipelineRanks(EngineRanks):
         self._limit_s: float | None = None
         # Two threads send batches and tokens. A lock for all connections would let tokens wait for
         # a rank whose buffer of batches is full, and which computes on only with these tokens.
-        self._sending = {each: threading.Lock() for each in links.steps}
+        self._sending = {linked_rank: threading.Lock() for linked_rank in links.steps}
         self._batches: deque[bytes] = deque()
         self._tokens: deque[bytes] = deque()
         self._is_lost = False
@@ -144,7 +144,7 @@ class PipelineRanks(EngineRanks):
         assert link is not None, "the first stage reads tokens"
         try:
             self._wait_for(link, "the stage before")
-            num_bytes = link.recv_bytes_into(_bytes_of(hidden))
+            num_bytes = link.recv_bytes_into(_view_bytes(hidden))
         except (OSError, EOFError, BufferTooShort) as error:
             raise self._lost(f"the stage before is lost: {error}") from error
         if num_bytes != hidden.nbytes:
@@ -210,7 +210,7 @@ class PipelineRanks(EngineRanks):
             if self._is_lost:  # `send_hidden` and `close` may wait for room
                 continue
             try:
-                link.send_bytes(_bytes_of(hidden))
+                link.send_bytes(_view_bytes(hidden))
             except OSError:
                 self.abort()
 
@@ -219,5 +219,5 @@ class PipelineRanks(EngineRanks):
         return RanksLostError(message)
 
 
-def _bytes_of(hidden: torch.Tensor) -> memoryview:
+def _view_bytes(hidden: torch.Tensor) -> memoryview:
     return hidden.view(torch.uint8).numpy().data.cast("B")

@@ -151,8 +151,8 @@ class RankProcesses(StartedRanks):
         self._children = RankChildren(self._on_child_end)
         self.transfers = self._children.links
         with ExitStack() as files:
-            own, others, steps = _tasks(config, security, files)
-            super().__init__(own.open_ranks(steps), 0, config.num_ranks)
+            first, others, steps = _tasks(config, security, files)
+            super().__init__(first.open_ranks(steps), 0, config.num_ranks)
             try:
                 for task in others:
                     self._children.start(task.rank, task, task.files)
@@ -244,7 +244,7 @@ def _tasks(
 
 
 def _socket_pair(opened: ExitStack) -> tuple[int, int]:
-    pair = [opened.enter_context(each) for each in socket.socketpair()]
+    pair = [opened.enter_context(end) for end in socket.socketpair()]
     return pair[0].fileno(), pair[1].fileno()
 
 

@@ -79,7 +79,7 @@ class RayRanks(HostRanks):
             nodes = [self._ray.get_runtime_context().get_node_id(), *nodes]
             check_reach(config.kv_connector, nodes)
             token = (security.token if security else None) or secrets.token_urlsafe(32)
-            own, *others = self._places(nodes)
+            first, *others = self._places(nodes)
             # Arguments of calls do not appear in Ray's dashboard, unlike environment variables.
             theirs = replace(config, weights_folder=None)  # a folder of this machine
             self._results = [
@@ -89,7 +89,7 @@ class RayRanks(HostRanks):
                 .follow.remote(place, theirs, token, security and security.without_token_file())
                 for place in others
             ]
-            super().__init__(own, config, ClusterSecurity(token=token))
+            super().__init__(first, config, ClusterSecurity(token=token))
         except BaseException:
             self._remove_actors()
             raise
@@ -131,7 +131,7 @@ class RayRanks(HostRanks):
 
 
 def rank_resources(config: EngineConfig) -> dict[str, float]:
-    """Returns what a rank needs of its node: the cores of its threads, or a GPU."""
+    """Returns the resources of a rank on its node: the cores of its threads, or a GPU."""
     if resolve_device(config.device).type == "cuda":
         return {"CPU": 1, "GPU": 1}
     return {"CPU": config.num_threads or 1}

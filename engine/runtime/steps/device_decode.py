@@ -87,8 +87,8 @@ class DeviceDecode:
         model, inputs = self._model, _first(self._inputs, size)
         kernels.lay_out_decode(self._rows.state, self.row_ids[:size], model.block_size, inputs)
         kv = model.paged_kv(_metadata(inputs, model.max_model_len))
-        given = inputs.token_ids if self._hidden is None else self._hidden[:size]
-        hidden: torch.Tensor = model.model(given, inputs.positions, kv)
+        model_input = inputs.token_ids if self._hidden is None else self._hidden[:size]
+        hidden: torch.Tensor = model.model(model_input, inputs.positions, kv)
         if not model.model.part.is_last:
             return hidden
         logits = model.model.logits(hidden)

@@ -31,8 +31,8 @@ def read_eos_token_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ..
             the file.
     """
     stated = _stated_ids(checkpoint)
-    own = checkpoint.files.eos_token_id()
-    ids = dict.fromkeys([*stated, *([] if own is None else [own])])
+    tokenizer_id = checkpoint.files.eos_token_id()
+    ids = dict.fromkeys([*stated, *([] if tokenizer_id is None else [tokenizer_id])])
     usable = tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
     if len(usable) < len(ids):
         unusable = ", ".join(str(token_id) for token_id in ids if token_id not in usable)

@@ -95,15 +95,15 @@ class GgufWeights:
         tensor = self._tensor(name)
         rows = self._rows(tensor)
         order = self._order_of_rows(name)
-        wanted = range(len(rows))[index[0]]
+        selected = range(len(rows))[index[0]]
         columns = math.prod(tensor.shape[1:])
-        result = torch.empty(len(wanted), columns, dtype=self._dtype)
+        result = torch.empty(len(selected), columns, dtype=self._dtype)
         step = max(1, _PIECE_ELEMENTS // columns)
-        for start in range(0, len(wanted), step):
-            part = slice(wanted.start + start, min(wanted.start + start + step, wanted.stop))
+        for start in range(0, len(selected), step):
+            part = slice(selected.start + start, min(selected.start + start + step, selected.stop))
             piece = rows[part] if order is None else rows[order[part]]
             result[start : start + step] = _dequantize(piece, tensor.type_id).view(-1, columns)
-        return result.view(len(wanted), *tensor.shape[1:])[(slice(None), *index[1:])]
+        return result.view(len(selected), *tensor.shape[1:])[(slice(None), *index[1:])]
 
     def _tensor(self, name: str) -> GgufTensor:
         return self._header.tensors[self._names[name]]

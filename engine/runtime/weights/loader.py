@@ -245,12 +245,12 @@ def _copy_weights(
 def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, WeightTarget]]:
     """Returns each tensor's place in the files and its target, in the order of the files."""
     places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
-    found = [
+    stored = [
         (places[file][name], part.target)
         for file, name, expected in matches
         for part in parts[expected]
     ]
-    return sorted(found, key=lambda pair: (str(pair[0].file), pair[0].offset))
+    return sorted(stored, key=lambda pair: (str(pair[0].file), pair[0].offset))
 
 
 def _read_parts(

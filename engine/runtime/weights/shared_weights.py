@@ -138,7 +138,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _map_file(path: Path, slots: Sequence[_Slot]) -> bool:
     """Makes the file's content the weights; returns False if there is no whole file."""
     num_bytes = slots[-1].end
-    pages = _pages_of(path, num_bytes + _DIGEST_BYTES)
+    pages = _map_pages(path, num_bytes + _DIGEST_BYTES)
     if pages is None:
         return False
     content = memoryview(pages)
@@ -149,7 +149,7 @@ def _map_file(path: Path, slots: Sequence[_Slot]) -> bool:
     return True
 
 
-def _pages_of(path: Path, num_bytes: int) -> mmap.mmap | None:
+def _map_pages(path: Path, num_bytes: int) -> mmap.mmap | None:
     """Maps a file copy-on-write; returns None if there is none of that size."""
     try:
         with path.open("rb") as file:
@@ -184,9 +184,9 @@ def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) ->
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-    own = _pages_of(path, num_bytes + _DIGEST_BYTES)
-    if own is not None:
-        _use(slots, own)
+    written = _map_pages(path, num_bytes + _DIGEST_BYTES)
+    if written is not None:
+        _use(slots, written)
         return True
     for slot in slots:  # these pages could be changed by this process
         slot.put(slot.view_in(pages).clone())

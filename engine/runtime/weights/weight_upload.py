@@ -202,7 +202,7 @@ class _Files:
         view = buffer.memory.numpy().data[: piece.num_bytes]
         offset = stored.offset + piece.start
         try:
-            descriptor = self._descriptor_of(stored.file)
+            descriptor = self._open_descriptor(stored.file)
             while view:
                 num_read = os.preadv(descriptor, [view], offset)
                 if not num_read:
@@ -218,7 +218,7 @@ class _Files:
         if self._open is not None:
             self._open.close()
 
-    def _descriptor_of(self, path: Path) -> int:
+    def _open_descriptor(self, path: Path) -> int:
         if self._open is None or path != self._path:
             if self._open is not None:
                 self._open.close()

@@ -196,8 +196,8 @@ class NixlLink:
         handle = None
         try:
             self._register_new()
-            own, theirs = (self._agent.get_xfer_descs(*described) for described in lists)
-            handle = self._agent.initialize_xfer("READ", own, theirs, self._peer_name)
+            targets, theirs = (self._agent.get_xfer_descs(*described) for described in lists)
+            handle = self._agent.initialize_xfer("READ", targets, theirs, self._peer_name)
             return self._wait(handle, self._agent.transfer(handle), give_up_at)
         except Exception as error:  # nixl's errors have no base of their own
             return str(error) or repr(error)  # "" would mean success
@@ -237,10 +237,10 @@ class NixlLink:
         return native() is None
 
 
-def _parts(own: DescribedRanges, theirs: DescribedRanges) -> Iterator[NDArray[np.int64]]:
+def _parts(targets: DescribedRanges, theirs: DescribedRanges) -> Iterator[NDArray[np.int64]]:
     """Yields the indices of the ranges of each request: one kind of memory on either side."""
-    kinds = 2 * own.is_on_gpu + theirs.is_on_gpu
+    kinds = 2 * targets.is_on_gpu + theirs.is_on_gpu
     for kind in set(kinds.tolist()):
         same = (kinds == kind).nonzero()[0]
-        ends = own.table[same, 1].cumsum() // np.uint64(_PART_BYTES)
+        ends = targets.table[same, 1].cumsum() // np.uint64(_PART_BYTES)
         yield from np.split(same, (ends[1:] != ends[:-1]).nonzero()[0] + 1)

@@ -163,11 +163,11 @@ class AgentMetadata:
     def _try_system_call(self) -> int:
         """Reads the probe by `process_vm_readv`; returns the error number, 0 for success."""
         buffer = ctypes.create_string_buffer(TOKEN_BYTES)
-        own = _IoVector(ctypes.addressof(buffer), TOKEN_BYTES)
+        local = _IoVector(ctypes.addressof(buffer), TOKEN_BYTES)
         remote = _IoVector(self.probe_address, TOKEN_BYTES)
         read = ctypes.CDLL(None, use_errno=True).process_vm_readv
         read.restype = ctypes.c_ssize_t
-        if read(self.pid, ctypes.byref(own), 1, ctypes.byref(remote), 1, 0) < 0:
+        if read(self.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) < 0:
             error = ctypes.get_errno()
             return errno.ESRCH if error == errno.EFAULT else error
         return 0 if buffer.raw == self.probe_token else errno.ESRCH

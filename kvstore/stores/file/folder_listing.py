@@ -60,7 +60,7 @@ def list_unnamed(folder: str) -> list[UnnamedFile]:
     """Returns the files in a folder that are not objects, or not yet."""
     with os.scandir(folder) as files:
         paths = [file.path for file in files]
-    return [found for path in paths if (found := _look_at(path)) is not None]
+    return [unnamed for path in paths if (unnamed := _look_at(path)) is not None]
 
 
 def _look_at(path: str) -> UnnamedFile | None:

@@ -215,17 +215,17 @@ class FolderSpace(BoundedSpace[FoundObject]):
         now_ns = self.clock.now_ns()
         if objects and objects[-1].touched_ns > now_ns:
             self.clock.note_touch(objects[-1].touched_ns)
-            objects = sorted(self._touched_by(now_ns, found) for found in objects)
-        self._ledger.object_bytes = sum(found.num_bytes for found in objects)
+            objects = sorted(self._touched_by(now_ns, file) for file in objects)
+        self._ledger.object_bytes = sum(file.num_bytes for file in objects)
         self._sweep()
         return objects
 
-    def _touched_by(self, now_ns: int, found: FoundObject) -> FoundObject:
+    def _touched_by(self, now_ns: int, file: FoundObject) -> FoundObject:
         """Touches an object of the future; returns it with its new time."""
-        if found.touched_ns <= now_ns or not touch_if_allowed(found.path, now_ns):
-            return found
-        status = status_of(found.path)
-        return found if status is None else replace(found, touched_ns=status.st_mtime_ns)
+        if file.touched_ns <= now_ns or not touch_if_allowed(file.path, now_ns):
+            return file
+        status = status_of(file.path)
+        return file if status is None else replace(file, touched_ns=status.st_mtime_ns)
 
     @override
     def _expire(self, listed: FoundObject) -> None:

@@ -122,7 +122,7 @@ class ObjectFolder:
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Reads and touches objects, without the folder's lock."""
         pairs = zip(map(self._path, keys), objects, strict=True)
-        return [self._read_into(path, there) for path, there in pairs]
+        return [self._read_into(path, target) for path, target in pairs]
 
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         """Commits new objects batch by batch; touches those that exist."""
@@ -148,11 +148,11 @@ class ObjectFolder:
         name = key.hex()
         return f"{self._space.objects_folder}/{name[:2]}/{name}"
 
-    def _read_into(self, path: str, there: KvObject) -> GetStatus:
+    def _read_into(self, path: str, target: KvObject) -> GetStatus:
         with _opened(path) as fd:
             if fd is None or not self._space.is_alive(status := os.fstat(fd)):
                 return GetStatus.MISSING
-            if status.st_size != there.nbytes or not read_all(fd, there):
+            if status.st_size != target.nbytes or not read_all(fd, target):
                 return GetStatus.WRONG_SIZE
             # An object that was evicted meanwhile is not a hit, because a hit has a lease.
             return GetStatus.HIT if self._space.touch(path) else GetStatus.MISSING

@@ -31,8 +31,8 @@ class AddressBook:
         Raises:
             OSError: the name cannot be resolved.
         """
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         before = self._failed_at.get(host, {})
         failed_at = {address: before[address] for address in addresses if address in before}
         self._failed_at[host] = failed_at

@@ -153,7 +153,7 @@ class Cluster(RedisServers):
             with self.deadline.locked(self._lock):
                 pool = self._pool(address)
             with breaker.guard(may_probe=True):
-                _slots_of(pool)
+                _ask_slots(pool)
 
     @property
     @override
@@ -200,7 +200,7 @@ class Cluster(RedisServers):
         """Returns the primary and the replicas of each range of slots (CLUSTER SLOTS)."""
         pool = self._pool(address)
         with self.guard(pool):
-            reply = _slots_of(pool)
+            reply = _ask_slots(pool)
         if isinstance(reply, RedisError):
             raise reply
         return parse_slots(reply, address[0])
@@ -227,7 +227,7 @@ class Cluster(RedisServers):
         return self._pools[address]
 
 
-def _slots_of(pool: ConnectionPool) -> Reply:
+def _ask_slots(pool: ConnectionPool) -> Reply:
     """Returns a server's reply to CLUSTER SLOTS, which users of workers may ask."""
     with borrowed(pool) as connection:
         connection.send_command("CLUSTER", "SLOTS")

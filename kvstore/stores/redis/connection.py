@@ -332,7 +332,7 @@ def _encode(argument: bytes | str | int) -> bytes:
 
 
 def _without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns what is left of buffers behind their first bytes."""
+    """Returns the rest of buffers behind their first bytes."""
     for index, buffer in enumerate(buffers):
         if num_bytes < buffer.nbytes:
             return [buffer[num_bytes:], *buffers[index + 1 :]]

@@ -92,7 +92,7 @@ class StagedObject:
         ]
 
 
-def read_commands(name: bytes, there: KvObject, ttl_ms: int | None) -> list[Command]:
+def read_commands(name: bytes, target: KvObject, ttl_ms: int | None) -> list[Command]:
     """Returns the commands that read an object into memory of its size.
 
     The first one touches it. That is a command of its own, so that a server which takes no writes
@@ -100,26 +100,26 @@ def read_commands(name: bytes, there: KvObject, ttl_ms: int | None) -> list[Comm
 
     Args:
         name: from `object_name`.
-        there: the memory.
+        target: the memory.
         ttl_ms: how long the object lives from now; None to read it without a touch.
     """
     touch = [] if ttl_ms is None else [Command(name, ("PEXPIRE", name, ttl_ms))]
-    if there.nbytes <= MAX_VALUE_BYTES:
-        return [*touch, Command(name, ("GET", name), into=there)]
+    if target.nbytes <= MAX_VALUE_BYTES:
+        return [*touch, Command(name, ("GET", name), into=target)]
     head = Command(name, ("HGET", name, _HEAD))
     parts = [
-        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(there))
+        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(target))
     ]
     return [*touch, head, *parts, head]
 
 
-def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
+def get_status(target: KvObject, replies: Sequence[Reply]) -> GetStatus:
     """Returns the status of a read from the replies to its commands, whatever the touch's is.
 
     Raises:
         redis.RedisError: an error that is not about the object.
     """
-    parts = _parts(there) if there.nbytes > MAX_VALUE_BYTES else None
+    parts = _parts(target) if target.nbytes > MAX_VALUE_BYTES else None
     values = replies[-1:] if parts is None else replies[-len(parts) - 2 :]
     for reply in values:
         if isinstance(reply, RedisError):
@@ -128,12 +128,12 @@ def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
                 return GetStatus.WRONG_SIZE
             raise reply
     if parts is None:
-        return _status(None if values[0] is None else values[0] == there.nbytes)
+        return _status(None if values[0] is None else values[0] == target.nbytes)
     head, *sizes, last_head = values
     if not isinstance(head, bytes) or head != last_head or None in sizes:
         return GetStatus.MISSING
     is_whole = sizes == [part.nbytes for part in parts]
-    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == there.nbytes)
+    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == target.nbytes)
 
 
 def _status(has_size: bool | None) -> GetStatus:

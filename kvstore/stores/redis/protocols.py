@@ -11,7 +11,7 @@ __all__ = ["other_protocol"]
 
 
 def other_protocol(address: str, port: int, *, is_tls: bool, seconds: float) -> str:
-    """Returns what to write in the URL; empty if the port does not speak the other protocol.
+    """Returns advice for the URL; empty if the port does not speak the other protocol.
 
     Args:
         address: the server's.

@@ -112,10 +112,10 @@ class RedisStore(KvStore):
         replies = self._run(command for _, command in sets if command)
         expire_ms = round(2000 * self.timeout_s)  # this call adds to it for half as long at most
         staged = [StagedObject(*pair) for pair, command in sets if not command]
-        parts = self._run_groups([[*one.put_commands(expire_ms)] for one in staged])
-        whole = [one for one, of_one in zip(staged, parts, strict=True) if one.is_whole(of_one[-1])]
-        commits = self._run_groups([one.commit_commands(self._ttl_ms) for one in whole])
-        replies += [reply for of_one in (*parts, *commits) for reply in of_one]
+        parts = self._run_groups([[*put.put_commands(expire_ms)] for put in staged])
+        whole = [put for put, of_put in zip(staged, parts, strict=True) if put.is_whole(of_put[-1])]
+        commits = self._run_groups([put.commit_commands(self._ttl_ms) for put in whole])
+        replies += [reply for of_put in (*parts, *commits) for reply in of_put]
         if len(whole) < len(staged) and not _unanswered_in(replies):
             raise StoreUnavailableError("redis: an object was evicted while it was put")
         return replies
@@ -125,15 +125,15 @@ class RedisStore(KvStore):
         """Receives values where the objects' memory lies."""
         ttl_ms = self._ttl_ms if self._touches else None
         groups = [
-            read_commands(object_name(key), there, ttl_ms)
-            for key, there in zip(keys, objects, strict=True)
+            read_commands(object_name(key), target, ttl_ms)
+            for key, target in zip(keys, objects, strict=True)
         ]
         with self._call():
             replies = _grouped(run_commands(self._servers, chain.from_iterable(groups)), groups)
             _raise_if_none_answered(replies)
             statuses = [
-                GetStatus.MISSING if _unanswered_in(of_one) else get_status(there, of_one)
-                for there, of_one in zip(objects, replies, strict=True)
+                GetStatus.MISSING if _unanswered_in(of_object) else get_status(target, of_object)
+                for target, of_object in zip(objects, replies, strict=True)
             ]
         if ttl_ms is not None:
             self._note_touches([touch for touch, *_ in replies])
@@ -207,16 +207,16 @@ class RedisStore(KvStore):
     def identity(self) -> str:
         """Reads it first, as a replica or a server that is full takes no other command."""
         with self._call():
-            (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
-            if found is None:
+            (value,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            if value is None:
                 new = secrets.token_hex(_IDENTITY_BYTES)
                 command = ("SET", IDENTITY_NAME, new, "NX")
                 (reply,) = run_commands(self._servers, [Command(IDENTITY_NAME, command)])
                 if isinstance(reply, RedisError):
                     return ""
-                (found,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
-            _raise_unanswered([found])
-        return found.decode("ascii", "replace") if isinstance(found, bytes) else ""
+                (value,) = self._run([Command(IDENTITY_NAME, ("GET", IDENTITY_NAME))])
+            _raise_unanswered([value])
+        return value.decode("ascii", "replace") if isinstance(value, bytes) else ""
 
     @override
     def probe_servers(self) -> float | None:

@@ -79,7 +79,7 @@ class RedisUrl:
         Raises:
             ConfigurationError: the host is missing, or a port, the path or an option is wrong.
         """
-        parts = StoreUrl.parse(url, *_options_of(url.partition("://")[0].lower()))
+        parts = StoreUrl.parse(url, *_known_options(url.partition("://")[0].lower()))
         security, _, topology = parts.scheme.partition("+")
         service, database = _service_and_database(parts, topology)
         return cls(
@@ -98,7 +98,7 @@ class RedisUrl:
         )
 
 
-def _options_of(scheme: str) -> tuple[set[str], dict[str, str]]:
+def _known_options(scheme: str) -> tuple[set[str], dict[str, str]]:
     """Returns the options that a scheme takes, and those that it refuses with a reason."""
     security, _, topology = scheme.partition("+")
     known, refused = set(_COMMON_OPTIONS), dict(_REFUSED_OPTIONS)

@@ -123,15 +123,15 @@ class Arena:
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Reads and touches objects."""
         with self._locked():
-            sizes = (there.nbytes for there in objects)
-            found = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
+            sizes = (target.nbytes for target in objects)
+            looks = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
         hits = [
-            (self._table[one.extent_index], there)
-            for one, there in zip(found, objects, strict=True)
-            if isinstance(one, SeenObject)
+            (self._table[look.extent_index], target)
+            for look, target in zip(looks, objects, strict=True)
+            if isinstance(look, SeenObject)
         ]
-        self._memory.read([(extent.offset, there) for extent, there in hits])
-        return [self._still(one) if isinstance(one, SeenObject) else one for one in found]
+        self._memory.read([(extent.offset, target) for extent, target in hits])
+        return [self._still(look) if isinstance(look, SeenObject) else look for look in looks]
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """Counts and touches the leading keys that exist."""
@@ -194,7 +194,7 @@ class Arena:
         with self._writing() as reserved:
             with self._locked():
                 new = [pair for pair in batch if not self._touch_if_alive(pair[0])]
-                sizes = [one.nbytes for _, one in new]
+                sizes = [item.nbytes for _, item in new]
                 self._space.make_room(sum(sizes))
                 for num_bytes in sizes:
                     reserved.append(self._space.reserve(num_bytes))
@@ -202,7 +202,7 @@ class Arena:
                 return
             self._provide_for_objects(reserved)
             self._memory.write(
-                [(extent.offset, one) for extent, (_, one) in zip(reserved, new, strict=True)]
+                [(extent.offset, item) for extent, (_, item) in zip(reserved, new, strict=True)]
             )
             with self._locked():
                 for key, _ in new:

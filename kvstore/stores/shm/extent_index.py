@@ -60,12 +60,12 @@ class ExtentIndex:
 
         Prefers one with memory, the last that became free. If `bare`, returns one without memory.
         """
-        found = self._free[room, False]
+        extents = self._free[room, False]
         if not bare:
-            found = self._free[room, True] or found
-        if not found:
+            extents = self._free[room, True] or extents
+        if not extents:
             return None
-        extent, _ = found.popitem()
+        extent, _ = extents.popitem()
         del self._kinds[extent]
         self._spare.pop(extent, None)
         self._unpublished.append(extent)

@@ -241,16 +241,16 @@ class ExtentTable:
 
     def in_states(self, *states: State) -> list[Extent]:
         """Returns the extents in one of these states."""
-        found = np.flatnonzero(np.isin(self._of_extents()["state"], states))
-        return [self[index] for index in found.tolist()]
+        indices = np.flatnonzero(np.isin(self._of_extents()["state"], states))
+        return [self[index] for index in indices.tolist()]
 
     def by_age(self) -> Iterator[SeenObject]:
         """Returns the objects, the least recently touched first; vectorized, for thousands."""
         extents = self._of_extents()
-        found = np.flatnonzero(extents["state"] == State.OBJECT)
-        found = found[np.argsort(extents["touched_ns"][found])]
-        facts = (extents[field][found] for field in ("generation", "touched_ns"))
-        columns = found.tolist(), *(each.tolist() for each in facts)
+        indices = np.flatnonzero(extents["state"] == State.OBJECT)
+        indices = indices[np.argsort(extents["touched_ns"][indices])]
+        facts = (extents[field][indices] for field in ("generation", "touched_ns"))
+        columns = indices.tolist(), *(fact.tolist() for fact in facts)
         return map(SeenObject._make, zip(*columns, strict=True))
 
     def note_changes(self, extents: Iterable[Extent]) -> int:

@@ -80,13 +80,13 @@ class MappedMemory:
 
     def write(self, places: Sequence[Place]) -> None:
         """Copies objects into allocated memory."""
-        there, parts = self._pairs(places)
-        copy_runs(there, parts)
+        targets, parts = self._pairs(places)
+        copy_runs(targets, parts)
 
     def read(self, places: Sequence[Place]) -> None:
         """Copies objects out of the memory."""
-        there, parts = self._pairs(places)
-        copy_runs(parts, there)
+        runs, parts = self._pairs(places)
+        copy_runs(parts, runs)
 
     def close(self) -> None:
         """Closes the file. It stays mapped while any thread uses it. Called once."""
@@ -99,8 +99,8 @@ class MappedMemory:
         """Calls `madvise` without the GIL, which `mmap.madvise` holds."""
         if not num_bytes:
             return
-        with self._mapped(start + num_bytes)[start:] as there:
-            address = c_void_p(addressof(c_char.from_buffer(there)))
+        with self._mapped(start + num_bytes)[start:] as pages:
+            address = c_void_p(addressof(c_char.from_buffer(pages)))
             if _LIBC.madvise(address, c_size_t(num_bytes), advice):
                 raise OSError(get_errno(), os.strerror(get_errno()))
 
@@ -111,8 +111,8 @@ class MappedMemory:
             split = start + header.nbytes
             spans += ((start, split), (split, split + payload.nbytes))
         mapped = self._mapped(max([end for _, end in spans], default=0))
-        there = [mapped[start:end] for start, end in spans]
-        return there, [view for _, views in places for view in views]
+        runs = [mapped[start:end] for start, end in spans]
+        return runs, [view for _, views in places for view in views]
 
     def _mapped(self, end: int) -> memoryview:
         """Returns a view of the mapped file, at least up to `end`.

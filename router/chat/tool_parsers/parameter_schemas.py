@@ -83,7 +83,7 @@ class Accepted:
         return bool(self.values) and _json_of(value) in self.values
 
     def narrowed_by(self, other: "Accepted") -> "Accepted":
-        """Returns what both accept; what this one does if there is nothing."""
+        """Returns the types and values that both accept; those of this one if there are none."""
         if _UNSTATED in (self, other):
             return other if self == _UNSTATED else self
         if other == _ANYTHING:
@@ -140,7 +140,7 @@ class FunctionSchema:
         return not stated or any(parameter in names for names in stated)
 
     def accepted(self, parameter: str) -> Accepted:
-        """Returns what a parameter may be."""
+        """Returns the types and values that a parameter may have."""
         schemas = [names[parameter] for names in self._properties if parameter in names]
         # Patterns are not run: one that a client sends may take forever.
         for part in () if schemas else self._objects:

@@ -42,22 +42,22 @@ def partial(client, server: Server, **fields):
 
 
 def cases():
-    found = {}
+    calls = {}
     for mode in CHAT_MODES:
-        found[mode.value] = lambda server, mode=mode: create(
+        calls[mode.value] = lambda server, mode=mode: create(
             openai_client(server, mode), server, max_tokens=server.max_tokens
         )
     for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
-        found[f"streamed {mode.value}"] = lambda server, mode=mode: partial(
+        calls[f"streamed {mode.value}"] = lambda server, mode=mode: partial(
             openai_client(server, mode), server, max_tokens=server.max_tokens
         )
     for mode in RESPONSES_MODES:
-        found[mode.value] = lambda server, mode=mode: create(openai_client(server, mode), server)
+        calls[mode.value] = lambda server, mode=mode: create(openai_client(server, mode), server)
     for mode in MESSAGES_MODES:
-        found[mode.value] = lambda server, mode=mode: create(
+        calls[mode.value] = lambda server, mode=mode: create(
             anthropic_client(server, mode), server, max_tokens=server.max_tokens
         )
-    return found
+    return calls
 
 
 if __name__ == "__main__":

@@ -72,18 +72,18 @@ def form_alone(server: Server, api: str, method: str):
 
 
 def cases_of(api: str):
-    found = {
+    calls = {
         f"{api}: tools": lambda server: tools(server, api, streams=False),
         f"{api}: streamed tools": lambda server: tools(server, api, streams=True),
         f"{api}: a form": lambda server: form_alone(server, api, "json_schema"),
         f"{api}: a form as a tool": lambda server: form_alone(server, api, "function_calling"),
     }
     if api != "messages":
-        found[f"{api}: tools and a form"] = lambda server: with_a_form(server, api, streams=False)
-        found[f"{api}: streamed tools and a form"] = lambda server: with_a_form(
+        calls[f"{api}: tools and a form"] = lambda server: with_a_form(server, api, streams=False)
+        calls[f"{api}: streamed tools and a form"] = lambda server: with_a_form(
             server, api, streams=True
         )
-    return found
+    return calls
 
 
 if __name__ == "__main__":

@@ -56,16 +56,16 @@ def with_a_form(server: Server, api: str, *, streams: bool):
 
 
 def cases_of(api: str):
-    found = {
+    calls = {
         f"{api}: tools": lambda server: converse(server, api),
         f"{api}: streamed tools": lambda server: converse(server, api, streams=True),
     }
     if api != "messages":
-        found[f"{api}: tools and a form"] = lambda server: with_a_form(server, api, streams=False)
-        found[f"{api}: streamed tools and a form"] = lambda server: with_a_form(
+        calls[f"{api}: tools and a form"] = lambda server: with_a_form(server, api, streams=False)
+        calls[f"{api}: streamed tools and a form"] = lambda server: with_a_form(
             server, api, streams=True
         )
-    return found
+    return calls
 
 
 if __name__ == "__main__":

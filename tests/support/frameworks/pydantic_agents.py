@@ -46,13 +46,13 @@ async def streamed(agent: Agent):
 
 
 def cases_of(api: str):
-    found = {}
+    calls = {}
     for name, output in OUTPUTS.items():
-        found[f"{api}: {name}"] = lambda server, out=output: whole(agent_of(server, api, out))
-        found[f"{api}: streamed {name}"] = lambda server, out=output: streamed(
+        calls[f"{api}: {name}"] = lambda server, out=output: whole(agent_of(server, api, out))
+        calls[f"{api}: streamed {name}"] = lambda server, out=output: streamed(
             agent_of(server, api, out)
         )
-    return found
+    return calls
 
 
 if __name__ == "__main__":

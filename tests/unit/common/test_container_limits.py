@@ -148,7 +148,7 @@ def test_help_is_printed_in_any_container(monkeypatch, capsys):
         (-signal.SIGTERM, (0, 1), "ended with status -15"),
     ],
 )
-def test_an_end_for_lack_of_memory_is_told_from_others(monkeypatch, status, kills, text):
+def test_an_end_for_lack_of_memory_differs_from_others(monkeypatch, status, kills, text):
     counts = iter(kills)
     monkeypatch.setattr(container_limits, "count_memory_kills", lambda: next(counts))
     monkeypatch.setattr(container_limits, "read_memory", lambda: Memory(None, None, 512 * MIB))

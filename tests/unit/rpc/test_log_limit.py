@@ -80,7 +80,7 @@ def test_many_causes_take_bounded_memory_and_lines(limit):
     assert len(limit._windows) < 300
 
 
-def test_what_was_left_out_last_is_told_at_the_end(limit):
+def test_what_was_left_out_last_is_logged_at_the_end(limit):
     texts(limit, *[record()] * (MAX_REPEATS + 5))
     ends = [each.getMessage() for each in limit.end()]
     assert ends == ["left out 5 messages: baton.test store down"]

@@ -87,7 +87,7 @@ def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():
 
 
 class FakeRemoteProcess:
-    """A process on a node, which ends when the test ends it or it is told to."""
+    """A process on a node, which ends when the test ends it or a message asks it to."""
 
     returncode = None
     pid = 42

@@ -246,5 +246,5 @@ def _dtype(header: GgufHeader) -> str:
 def _token_ids(header: GgufHeader) -> Mapping[str, int]:
     """Returns the ids of special tokens by config.json's names."""
     names = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    found = {f"{name}_token_id": header.token_id(role) for role, name in names.items()}
-    return {name: token_id for name, token_id in found.items() if token_id is not None}
+    token_ids = {f"{name}_token_id": header.token_id(role) for role, name in names.items()}
+    return {name: token_id for name, token_id in token_ids.items() if token_id is not None}

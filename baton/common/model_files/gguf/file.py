@@ -46,7 +46,7 @@ class GgufFile:
         return self.path
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Returns what the checkpoint folder of the same model would have in a JSON file.
+        """Returns the contents that a JSON file of the model's checkpoint folder would have.
 
         Args:
             name: of the file in the folder; those that a GGUF file does not replace are empty.

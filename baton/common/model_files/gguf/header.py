@@ -85,9 +85,9 @@ class GgufHeader:
         """
         is_sentencepiece = self.metadata.get("tokenizer.ggml.model") == "llama"
         default = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
-        found = self.metadata.get(f"tokenizer.ggml.{role}_token_id", default)
+        value = self.metadata.get(f"tokenizer.ggml.{role}_token_id", default)
         num_tokens = len(self.metadata.get("tokenizer.ggml.tokens", ()))
-        return found if type(found) is int and 0 <= found < num_tokens else None
+        return value if type(value) is int and 0 <= value < num_tokens else None
 
 
 def read_header(path: Path) -> GgufHeader:

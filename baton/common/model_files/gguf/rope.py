@@ -125,12 +125,12 @@ def _llama3_parameters(
         data = file.read(4 * count)
     if len(data) < 4 * count:
         raise header.refuse(f"it ends within tensor {FREQUENCY_FACTORS}")
-    found = struct.unpack(f"<{count}f", data)
-    factor = float(max(found))
+    factors = struct.unpack(f"<{count}f", data)
+    factor = float(max(factors))
     expected = [_llama3_divisor(theta ** (-2 * i / head_dim), factor) for i in range(count)]
     if factor < 1 or not all(
         math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(factors, expected, strict=True)
     ):
         raise header.refuse(
             f"tensor {FREQUENCY_FACTORS} has other values than Llama 3's scaling, "

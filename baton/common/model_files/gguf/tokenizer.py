@@ -107,13 +107,13 @@ def tokenizer_config_json(header: GgufHeader) -> dict[str, Any]:
 def _chat_templates(header: GgufHeader) -> dict[str, str]:
     """Returns the templates by name; the unnamed one is `default`."""
     key = "tokenizer.chat_template"
-    found = {"default": header.metadata[key]} if key in header.metadata else {}
-    found |= {
+    templates = {"default": header.metadata[key]} if key in header.metadata else {}
+    templates |= {
         name.removeprefix(f"{key}."): text
         for name, text in header.metadata.items()
         if name.startswith(f"{key}.")
     }
-    return found
+    return templates
 
 
 def _list(header: GgufHeader, key: str) -> list[Any]:
@@ -218,14 +218,14 @@ def _sentencepiece_bpe(header: GgufHeader, vocabulary: dict[str, int]) -> tokeni
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Returns the merges that build each piece from two others, best pieces first."""
-    found = [
+    merges = [
         (score, len(left), len(right), left, right)
         for piece, score in scores.items()
         for left, right in ((piece[:i], piece[i:]) for i in range(1, len(piece)))
         if left in scores and right in scores
     ]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(left, right) for *_, left, right in found]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in merges]
 
 
 def _added_ids(header: GgufHeader, types: list[int], num_used: int) -> dict[int, bool]:

@@ -72,7 +72,7 @@ def test_a_smaller_share_than_the_default_is_kept_where_all_workers_fit(given, e
     assert divided.gpu_memory_utilization == pytest.approx(expected)
 
 
-def test_workers_on_the_cpu_are_not_told_of_gpus(monkeypatch):
+def test_workers_on_the_cpu_get_no_gpus(monkeypatch):
     workers = planned(monkeypatch, ("0", "1"), device="cpu")
     assert gpus_of(workers) == [None, None]
     assert [utilization_of(worker) for worker in workers] == [0.9, 0.9]

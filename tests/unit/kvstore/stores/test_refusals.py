@@ -55,7 +55,7 @@ def test_shared_memory_has_a_remedy_of_its_own():
 
 
 @pytest.mark.parametrize(("uid", "is_hinted"), [(0, True), (777, False)])
-def test_root_that_is_mapped_to_another_user_is_told_so(tmp_path, monkeypatch, uid, is_hinted):
+def test_root_that_is_mapped_to_another_user_gets_a_hint(tmp_path, monkeypatch, uid, is_hinted):
     owner = os.stat_result((0o40755, 1, 1, 1, 65534, 65534, 0, 0, 0, 0))
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setattr(refusals, "_nearest_status", lambda path: (owner, path))

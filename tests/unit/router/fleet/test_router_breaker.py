@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-class Scene:
+class TimedBreaker:
     """A breaker, past its first slow start, and its clock."""
 
     def __init__(self) -> None:
@@ -42,86 +42,86 @@ class Scene:
 
 
 def test_three_failures_in_a_row_open_it():
-    scene = Scene()
-    scene.fail(2)
-    scene.succeed()
-    scene.fail(2)
-    assert not scene.breaker.is_open
-    scene.fail(1)
-    assert scene.breaker.is_open
-    assert scene.cooldown_s() == 1
+    timed = TimedBreaker()
+    timed.fail(2)
+    timed.succeed()
+    timed.fail(2)
+    assert not timed.breaker.is_open
+    timed.fail(1)
+    assert timed.breaker.is_open
+    assert timed.cooldown_s() == 1
 
 
 def test_after_a_cooldown_one_request_passes_and_its_failure_doubles_the_next_cooldown():
-    scene = Scene()
-    scene.fail(3)
+    timed = TimedBreaker()
+    timed.fail(3)
     cooldowns = []
     for _ in range(7):
-        cooldowns.append(scene.cooldown_s())
-        assert scene.breaker.weight == 1  # the probe is not held back
-        probe = scene.breaker.begin()
-        assert scene.breaker.is_open
-        scene.breaker.fail(probe)
+        cooldowns.append(timed.cooldown_s())
+        assert timed.breaker.weight == 1  # the probe is not held back
+        probe = timed.breaker.begin()
+        assert timed.breaker.is_open
+        timed.breaker.fail(probe)
     assert cooldowns == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_probe_that_ends_without_a_result_is_followed_by_another():
-    scene = Scene()
-    scene.fail(3)
-    scene.cooldown_s()
-    scene.breaker.begin()  # for example, its client leaves
-    assert scene.cooldown_s() == 1
+    timed = TimedBreaker()
+    timed.fail(3)
+    timed.cooldown_s()
+    timed.breaker.begin()  # for example, its client leaves
+    assert timed.cooldown_s() == 1
 
 
 def test_requests_that_began_before_it_opened_do_not_count():
-    scene = Scene()
-    old = [scene.breaker.begin() for _ in range(20)]
-    scene.fail(3)
+    timed = TimedBreaker()
+    old = [timed.breaker.begin() for _ in range(20)]
+    timed.fail(3)
     for call in old[:10]:
-        scene.breaker.fail(call)
-    assert scene.cooldown_s() == 1
-    probe = scene.breaker.begin()
+        timed.breaker.fail(call)
+    assert timed.cooldown_s() == 1
+    probe = timed.breaker.begin()
     for call in old[10:]:
-        scene.breaker.fail(call)
-        scene.breaker.succeed(call)
-    assert scene.breaker.is_open
-    scene.breaker.fail(probe)
-    assert scene.cooldown_s() == 2
+        timed.breaker.fail(call)
+        timed.breaker.succeed(call)
+    assert timed.breaker.is_open
+    timed.breaker.fail(probe)
+    assert timed.cooldown_s() == 2
 
 
 def test_streams_that_began_before_the_failures_do_not_hide_them():
-    scene = Scene()
-    streams = [scene.breaker.begin() for _ in range(3)]
+    timed = TimedBreaker()
+    streams = [timed.breaker.begin() for _ in range(3)]
     for call in streams:
-        scene.fail(1)
-        scene.breaker.succeed(call)
-    assert scene.breaker.is_open
+        timed.fail(1)
+        timed.breaker.succeed(call)
+    assert timed.breaker.is_open
 
 
 def test_a_success_closes_it_and_begins_a_slow_start(caplog):
-    scene = Scene()
+    timed = TimedBreaker()
     with caplog.at_level("INFO"):
-        scene.fail(3)
-        scene.cooldown_s()
-        scene.succeed()
-        scene.succeed()
-    assert not scene.breaker.is_open
-    assert scene.breaker.weight == 0.1
-    scene.wait(10)
-    assert scene.breaker.weight == 1
+        timed.fail(3)
+        timed.cooldown_s()
+        timed.succeed()
+        timed.succeed()
+    assert not timed.breaker.is_open
+    assert timed.breaker.weight == 0.1
+    timed.wait(10)
+    assert timed.breaker.weight == 1
     assert [record.getMessage() for record in caplog.records] == [
         "prefill replica a:1 is ejected: 3 calls in a row have failed",
         "prefill replica a:1 is used again, with a slow start",
     ]
-    scene.fail(3)
-    assert scene.cooldown_s() == 1
+    timed.fail(3)
+    assert timed.cooldown_s() == 1
 
 
 def test_a_success_of_a_replica_that_is_not_ejected_does_not_slow_it():
-    scene = Scene()
-    scene.fail(2)
-    scene.succeed()
-    assert scene.breaker.weight == 1
+    timed = TimedBreaker()
+    timed.fail(2)
+    timed.succeed()
+    assert timed.breaker.weight == 1
 
 
 @pytest.mark.parametrize(("age_s", "weight"), [(0, 0.1), (1.9, 0.1), (5, 0.5), (9.9, 0.9), (10, 1)])

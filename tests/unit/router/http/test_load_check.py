@@ -1,4 +1,4 @@
-"""`LoadCheck`: what the load check is told of a request whose body is not parsed yet."""
+"""`LoadCheck`: the input of the load check for a request whose body is not parsed yet."""
 
 import json
 

@@ -23,7 +23,14 @@ from tests.support.cluster import (
 from tests.support.jobs import Job, retry_until_served
 from tests.support.routes import Route
 
-__all__ = ["DEADLINE_S", "NUM_JOBS", "Scene", "await_started", "first_of", "running_scene"]
+__all__ = [
+    "DEADLINE_S",
+    "NUM_JOBS",
+    "RoutedCluster",
+    "await_started",
+    "first_of",
+    "running_routed_cluster",
+]
 
 DEADLINE_S = 150.0  # for streams that wait for a process to restart
 NUM_JOBS = 3
@@ -32,7 +39,7 @@ _NUM_PROMPT_TOKENS = 100
 
 
 @dataclass
-class Scene:
+class RoutedCluster:
     """A cluster, a client of its router, and the route of KV between its tiers."""
 
     cluster: Cluster
@@ -109,14 +116,14 @@ async def _num_loaded(server: ServerProcess) -> int:
 
 
 @asynccontextmanager
-async def running_scene(
+async def running_routed_cluster(
     route: Route,
     folder: Path,
     *,
     decode_url: str = "",
     decode_flags: Sequence[str] = (),
     places: Mapping[str, Place] | None = None,
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[RoutedCluster]:
     """A running cluster whose tiers meet over a route.
 
     Args:
@@ -140,4 +147,4 @@ async def running_scene(
         ) as cluster,
         AsyncClient(cluster.router.address) as client,
     ):
-        yield Scene(cluster, client, route)
+        yield RoutedCluster(cluster, client, route)
