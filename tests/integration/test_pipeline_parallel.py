@@ -15,7 +15,6 @@ from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls
-from tests.support.pairs import pairs
 from tests.support.rank_engines import (
     all_kinds,
     check_greedy,
@@ -82,16 +81,21 @@ def test_shared_and_drawn_weights_are_divided_too(load_format: str, tmp_path: Pa
     assert tokens("llama_tied_biased", pipeline_parallel_size=3, **flags) == expected
 
 
-@pytest.mark.sampled(one_in=12)
-@pytest.mark.parametrize(
-    ("sizes", "scheme", "flags"),
-    pairs(
-        # Ranks per stage and stages of prefill, then of decode.
-        ((1, 2, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1), (2, 1, 1, 4), (2, 2, 1, 2), (1, 4, 2, 2)),
-        ("redis", "grpc"),  # stores are alike, and peers: test_tensor_parallel.py has all
-        (OVERLAPPED, {"block_size": 16}),
-    ),
-)
+# Each has one scheme and one kind of flags, and each scheme has both kinds. Stores are alike, and
+# peers: test_tensor_parallel.py has all of them, with any numbers of ranks.
+TIERS = [
+    # Ranks per stage and stages of prefill, then of decode.
+    ((1, 2, 1, 1), "redis", OVERLAPPED),
+    ((1, 1, 1, 2), "grpc", OVERLAPPED),
+    ((1, 2, 2, 1), "redis", {"block_size": 16}),
+    ((2, 1, 1, 4), "grpc", {"block_size": 16}),
+    ((2, 2, 1, 2), "redis", OVERLAPPED),
+    ((1, 4, 2, 2), "grpc", OVERLAPPED),
+]
+
+
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize(("sizes", "scheme", "flags"), TIERS)
 def test_tiers_of_any_numbers_of_stages_hand_over(
     sizes: tuple[int, int, int, int],
     scheme: str,
