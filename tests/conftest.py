@@ -42,9 +42,20 @@ def pytest_ignore_collect(collection_path, config):
     return is_needless or None
 
 
-def pytest_collection_finish():
-    """Lets the garbage collector pass over what was imported, whenever it runs."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keeps the garbage collector from what collecting imports, now and in later runs of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    """Lets packages free what they hold, since some print what is left at the end."""
+    gc.unfreeze()
 
 
 def pytest_xdist_make_scheduler(config, log):

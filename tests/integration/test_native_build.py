@@ -154,8 +154,8 @@ def checkout(tmp_path):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "licenses", folder / "licenses")
     shutil.copytree(ROOT / "protos", folder / "protos")
-    (folder / "baton").mkdir()
-    shutil.copy(ROOT / "baton" / "version.py", folder / "baton")
+    (folder / "baton" / "common").mkdir(parents=True)
+    shutil.copy(ROOT / "baton" / "common" / "version.py", folder / "baton" / "common")
     return folder
 
 
