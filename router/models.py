@@ -16,6 +16,7 @@ from baton.common.errors import (
 )
 from baton.common.model_files.files import open_model_files
 from baton.common.reasons import Reason
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.security.cluster import ClusterSecurity
@@ -238,13 +239,13 @@ class Model:
         return ReasoningStart.AFTER if is_over else ReasoningStart.BEFORE
 
     @asynccontextmanager
-    async def responses(
+    async def outputs(
         self,
         message: generation_pb2.GenerateRequest,
         timeout_s: float | None = None,
         operation: str = "text_completion",
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request within its deadline.
+    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+        """Opens the outputs of a request within its deadline.
 
         Args:
             message: the client's; gets an id if it has none.
@@ -267,8 +268,8 @@ class Model:
         max_tokens = limits.max_tokens if is_stated else self.default_max_tokens
         self.check_load(timeout_s, max_tokens, message.priority)
         with self._log.activity.watching(message.request_id):
-            async with self._opened(message, self._longest_s(timeout_s), operation) as responses:
-                yield responses
+            async with self._opened(message, self._longest_s(timeout_s), operation) as outputs:
+                yield outputs
 
     @property
     def default_max_tokens(self) -> int:
@@ -281,7 +282,7 @@ class Model:
         """Refuses a request that would probably not end by its deadline; cheap.
 
         Args:
-            timeout_s: as `responses` takes it.
+            timeout_s: as `outputs` takes it.
             max_tokens: the most tokens that it gets; None if that is not known.
             priority: that the client wants.
 
@@ -304,7 +305,7 @@ class Model:
         """Waits until a new request may be prepared, which takes the time of the event loop.
 
         Args:
-            timeout_s: as `responses` takes it.
+            timeout_s: as `outputs` takes it.
 
         Raises:
             ResourceExhaustedError: too many wait.
@@ -328,15 +329,15 @@ class Model:
     @asynccontextmanager
     async def _opened(
         self, message: generation_pb2.GenerateRequest, timeout_s: float, operation: str
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request that has an id; see `responses`."""
+    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+        """Opens the outputs of a request that has an id."""
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._render_chat(message)
                 opened = await self._pipeline.open(message, deadline, operation)
-                async with aclosing(opened) as responses:
-                    yield responses
+                async with aclosing(opened) as outputs:
+                    yield outputs
         except TimeoutError:
             raise self._deadline_error(timeout_s) from None
         except DeadlineExceededError as error:

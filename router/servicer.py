@@ -9,8 +9,10 @@ from typing_extensions import override
 
 from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.common.reasons import Reason
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.known_fields import check_known
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from router.generation_wire import WholeGeneration, WholePrompts, stream_response
 from router.models import Models
 from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
@@ -18,8 +20,6 @@ from router.requests.validation import (
     check_length,
     check_token_ids,
 )
-from router.stages.completion import WholeGeneration
-from router.stages.prompts import WholePrompts
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.interceptors import name_call
 
@@ -40,12 +40,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
-        async with self._responses(request, context) as responses:
+        async with self._outputs(request, context) as outputs:
             whole: WholeGeneration | WholePrompts = WholeGeneration()
             if request.WhichOneof("prompt") == "prompts":
                 whole = WholePrompts(request.request_id, len(request.prompts.prompts))
-            async for response in responses:
-                whole.add(response)
+            async for output in outputs:
+                whole.add(output)
                 _check_answer_size(whole.num_bytes)
         answer = whole.response()
         _check_answer_size(answer.ByteSize())
@@ -58,9 +58,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Writes the messages instead of yielding them, so that the deadline also ends a call
         whose client does not read.
         """
-        async with self._responses(request, context) as responses:
-            async for response in responses:
-                await context.write(response)
+        async with self._outputs(request, context) as outputs:
+            async for output in outputs:
+                await context.write(stream_response(output))
 
     @override
     async def GetModel(
@@ -103,16 +103,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager
-    async def _responses(
+    async def _outputs(
         self, request: generation_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request within the call's deadline."""
+    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+        """Opens the outputs of a request within the call's deadline."""
         check_known(request, "router", "client")
         model = self._models.find(request.model)
         await model.enter(_timeout_s(context))
-        async with model.responses(request, _timeout_s(context)) as responses:
+        async with model.outputs(request, _timeout_s(context)) as outputs:
             name_call(request.request_id)
-            yield responses
+            yield outputs
 
 
 def _check_answer_size(num_bytes: int) -> None:

@@ -16,9 +16,10 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import generation_pb2, request_pb2
+from baton.v1 import generation_pb2
 from router.config.router import RouterConfig
 from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import Fleet
@@ -93,10 +94,10 @@ class Pipeline:
 
     async def open(
         self, message: generation_pb2.GenerateRequest, deadline: float, operation: str
-    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Validates a message; returns its messages up to the one with usage and timings.
+    ) -> AsyncGenerator[CandidateOutput, None]:
+        """Validates a message; returns its outputs up to the one with usage and timings.
 
-        The caller closes the generator. While it handles one message, new tokens are merged
+        The caller closes the generator. While it handles one output, new tokens are merged
         into the next.
 
         Args:
@@ -138,8 +139,8 @@ class Pipeline:
         params: SamplingParams,
         deadline: float,
         operation: str,
-    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Yields the messages of one prompt."""
+    ) -> AsyncGenerator[CandidateOutput, None]:
+        """Yields the outputs of one prompt."""
         tenant = tenant_of_call()
         with (
             self._admission.admit(request_id, tenant.name),
@@ -157,12 +158,12 @@ class Pipeline:
                 progress = Progress(request.spec.params)
                 async with aclosing(self._outputs(request, progress, place)) as outputs:
                     async for output in outputs:
-                        for response in completion.add(output):
-                            if response.finish_reason:
-                                progress.end(response.index)
+                        for completed in completion.add(output):
+                            if completed.finish_reason:
+                                progress.end(completed.index)
                             sent_at = time.monotonic()
                             try:
-                                yield response
+                                yield completed
                             finally:
                                 record.send_wait_s += time.monotonic() - sent_at
                         if completion.is_over:
@@ -195,7 +196,7 @@ class Pipeline:
 
     async def _outputs(
         self, request: RoutedRequest, progress: Progress, place: Place
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
         if request.record.waits:
@@ -235,7 +236,7 @@ class Pipeline:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
         overlap_blocks = self._decode.overlap_blocks(request, replica)
         if not wants_remote_prefill(
@@ -252,10 +253,10 @@ class Pipeline:
 
 
 async def _run_several(
-    prompts: Sequence[AsyncGenerator[generation_pb2.GenerateStreamResponse, None]], tenant: Tenant
-) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-    """Yields the messages of the prompts of one call, each of which counts as a request."""
+    prompts: Sequence[AsyncGenerator[CandidateOutput, None]], tenant: Tenant
+) -> AsyncGenerator[CandidateOutput, None]:
+    """Yields the outputs of the prompts of one call, each of which counts as a request."""
     with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
-        async with aclosing(run_together(prompts)) as responses:
-            async for response in responses:
-                yield response
+        async with aclosing(run_together(prompts)) as outputs:
+            async for output in outputs:
+                yield output
