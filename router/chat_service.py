@@ -1,7 +1,7 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,6 @@ from baton.common.request.answer import (
 )
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.structured_outputs import StructuredOutputs
-from baton.common.request.wire import build_request
-from baton.v1 import generation_pb2
 from router.chat.call_forms import form_or_calls, strict_calls
 from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation, content_text
@@ -57,13 +55,16 @@ class ChatService:
             BatonError: a field is wrong, or one of those that `GenerationService` documents.
         """
         request = _without_unused_tools(request)
-        prompt = await self._model.render(request.conversation)
+        prompt = await self._model.chat.render(request.conversation)
         # A thread reads the schemas of tools, which are as large as a client likes.
         args = self._model, request, prompt
         has_tools = bool(request.conversation.tools)
         answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
-        message = self._message(request, prompt, answers.params)
-        async with self._model.outputs(message, timeout_s, "chat") as outputs:
+        stated = answers.params
+        if "max_tokens" not in stated and "max_tokens" not in self._model.default_params:
+            stated = {**stated, "max_tokens": None}  # an answer may be as long as fits
+        completion = self._model.completion_of(request, prompt, stated)
+        async with self._model.outputs(completion, timeout_s, "chat") as outputs:
             async for output in outputs:
                 answers.divide(output)
                 if output.usage is not None:
@@ -83,27 +84,9 @@ class ChatService:
         self, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> list[int]:
         """The tokens of a chat's prompt; errors are those of `count_tokens`."""
-        prompt = await self._model.render(conversation)
+        prompt = await self._model.chat.render(conversation)
         check_length("prompt", prompt, self._model.most_prompt_chars)
         return await self._model.encode(prompt, add_special_tokens=add_special_tokens)
-
-    def _message(
-        self, request: ChatRequest, prompt: str, params: Mapping[str, Any]
-    ) -> generation_pb2.GenerateRequest:
-        if "max_tokens" not in params and "max_tokens" not in self._model.default_params:
-            params = {**params, "max_tokens": None}  # an answer may be as long as fits
-        message = build_request(
-            prompt,
-            params,
-            self._model.name,
-            request_id=request.request_id,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        message.add_special_tokens = request.add_special_tokens
-        start = self._model.reasoning_start(request.conversation, prompt)
-        message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
-        return message
 
 
 class _Answers:
@@ -162,7 +145,7 @@ class _Answers:
         )
 
     def _reasoning_parser(self) -> ReasoningParser | None:
-        kind = self._model.reasoning_parser
+        kind = self._model.chat.reasoning_parser
         if kind is None:
             return None
         if self._is_formed:
@@ -180,9 +163,9 @@ class _Answers:
         the text itself opens one, with tags that the replicas know. The parser divides the text
         as they do: none of the form is reasoning.
         """
-        if self._model.reasoning_marks is None:
+        if self._model.chat.reasoning_marks is None:
             return None
-        start = self._model.reasoning_start(self._request.conversation, self._prompt)
+        start = self._model.chat.reasoning_start(self._request.conversation, self._prompt)
         return None if start is ReasoningStart.AFTER else kind(start is ReasoningStart.INSIDE)
 
     def _tool_parser(self) -> ToolParser | None:
@@ -197,14 +180,14 @@ class _Answers:
         forced = forced_tool_parser(self._request.tool_choice)
         if forced is not None:
             return forced
-        if self._model.tool_parser is None:
+        if self._model.chat.tool_parser is None:
             raise FailedPreconditionError(
                 "tools is set, but the format of the model's tool calls is not known; the "
                 "operator must set --tool-call-parser, or the request must force a call "
                 "(tool_choice)",
                 reason=Reason.NOT_CONFIGURED,
             )
-        return self._model.tool_parser(tools)
+        return self._model.chat.tool_parser(tools)
 
     def _params(self) -> dict[str, Any]:
         """The stated parameters, and what the parsers and calls need.
@@ -218,7 +201,7 @@ class _Answers:
         form = self._form(forced, params.get("structured_outputs"), tool_parser)
         if form is not None:
             params["structured_outputs"] = form
-        parsers = (self._model.reasoning_parser, tool_parser)
+        parsers = (self._model.chat.reasoning_parser, tool_parser)
         if any(parser is not None and parser.needs_special_tokens for parser in parsers):
             params["skip_special_tokens"] = False
         return params

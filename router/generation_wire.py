@@ -1,13 +1,31 @@
-"""Answers as the messages of `GenerationService`."""
+"""The messages of `GenerationService` as requests, and answers as its messages."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
+from baton.common.errors import InvalidArgumentError
 from baton.common.request.answer import CandidateOutput, TokenCounts, TokenLogprobs
+from baton.common.request.generation import GenerationRequest, TextOrTokens, new_request_id
+from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.results import Timings
+from baton.common.request.spec_wire import stated_from_proto
 from baton.v1 import common_pb2, generation_pb2
+from router.chat.chat_request import ChatRequest
+from router.chat.conversation import Conversation
+from router.chat.messages import conversation_of
+from router.requests.input_threads import convert_input
+from router.requests.json_input import parse_json
+from router.requests.tokenizer import MAX_INLINE_LENGTH
+from router.requests.validation import MAX_PROMPTS
 
-__all__ = ["WholeGeneration", "WholePrompts", "stream_response", "usage_to_proto"]
+__all__ = [
+    "WholeGeneration",
+    "WholePrompts",
+    "request_from_proto",
+    "stream_response",
+    "usage_to_proto",
+]
 
 _FINISH_REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -15,6 +33,88 @@ _FINISH_REASONS = {
     "abort": common_pb2.FINISH_REASON_ABORTED,
 }
 _STAGES = tuple(Timings.__slots__)
+
+
+async def request_from_proto(
+    message: generation_pb2.GenerateRequest,
+) -> GenerationRequest | ChatRequest:
+    """The request of a client's message. Threads read large chats and schemas.
+
+    Raises:
+        InvalidArgumentError: there is no prompt, a text is not JSON, or a message of a chat or a
+            structured output is malformed; names the field.
+    """
+    options: dict[str, Any] = {
+        "request_id": message.request_id or new_request_id(),
+        "priority": message.priority,
+        "cache_salt": message.cache_salt,
+    }
+    if message.WhichOneof("prompt") == "chat":
+        chat = message.chat
+        conversation = await convert_input(chat.ByteSize(), _conversation, chat)
+        return ChatRequest(conversation=conversation, params=await _stated(message), **options)
+    prompts = _prompts(message)
+    stated = await _stated(message)
+    if message.HasField("add_special_tokens"):
+        options["add_special_tokens"] = message.add_special_tokens
+    return GenerationRequest(
+        prompts=prompts,
+        stated=stated,
+        has_several=message.WhichOneof("prompt") == "prompts",
+        reasoning_start=ReasoningStart(message.reasoning_start),
+        **options,
+    )
+
+
+async def _stated(message: generation_pb2.GenerateRequest) -> dict[str, Any]:
+    arguments = message.sampling, message.stopping, message.text_params
+    if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
+        return stated_from_proto(*arguments)
+    return await asyncio.to_thread(stated_from_proto, *arguments)
+
+
+def _prompts(message: generation_pb2.GenerateRequest) -> Sequence[TextOrTokens]:
+    """The prompts; token ids are the message's own, not copied."""
+    if message.WhichOneof("prompt") != "prompts":
+        return (_prompt(message),)
+    prompts = message.prompts.prompts
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise InvalidArgumentError(
+            f"prompts has {len(prompts)} entries; it must have 1 to {MAX_PROMPTS}"
+        )
+    return [_prompt(prompt, f"prompts[{i}].") for i, prompt in enumerate(prompts)]
+
+
+def _prompt(
+    message: generation_pb2.GenerateRequest | generation_pb2.Prompt, path: str = ""
+) -> TextOrTokens:
+    """The prompt of a message; `path` is the place of the message, for errors."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return message.token_ids.ids
+    forms = message.DESCRIPTOR.oneofs_by_name["prompt"].fields
+    names = ", ".join(form.name for form in forms)
+    raise InvalidArgumentError(f"{path}prompt is unset; set one of {names}")
+
+
+def _conversation(chat: generation_pb2.Chat) -> Conversation:
+    """The checked chat, whose fields are JSON texts."""
+    is_stated = chat.HasField("add_generation_prompt")
+    return conversation_of(
+        _parsed("messages_json", chat.messages_json),
+        tools=_parsed("tools_json", chat.tools_json),
+        documents=_parsed("documents_json", chat.documents_json),
+        add_generation_prompt=chat.add_generation_prompt if is_stated else None,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=_parsed("chat_template_kwargs_json", chat.chat_template_kwargs_json),
+    )
+
+
+def _parsed(field: str, text: str) -> Any:
+    """The value of a JSON text; None for an empty one."""
+    return parse_json(field, text) if text else None
 
 
 def stream_response(output: CandidateOutput) -> generation_pb2.GenerateStreamResponse:

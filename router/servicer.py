@@ -10,9 +10,16 @@ from typing_extensions import override
 from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.known_fields import check_known
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.generation_wire import WholeGeneration, WholePrompts, stream_response
+from router.chat.chat_request import ChatRequest
+from router.generation_wire import (
+    WholeGeneration,
+    WholePrompts,
+    request_from_proto,
+    stream_response,
+)
 from router.models import Models
 from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
@@ -40,10 +47,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
-        async with self._outputs(request, context) as outputs:
+        async with self._opened(request, context) as (opened, outputs):
             whole: WholeGeneration | WholePrompts = WholeGeneration()
             if request.WhichOneof("prompt") == "prompts":
-                whole = WholePrompts(request.request_id, len(request.prompts.prompts))
+                whole = WholePrompts(opened.request_id, len(request.prompts.prompts))
             async for output in outputs:
                 whole.add(output)
                 _check_answer_size(whole.num_bytes)
@@ -58,7 +65,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Writes the messages instead of yielding them, so that the deadline also ends a call
         whose client does not read.
         """
-        async with self._outputs(request, context) as outputs:
+        async with self._opened(request, context) as (_, outputs):
             async for output in outputs:
                 await context.write(stream_response(output))
 
@@ -103,16 +110,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager
-    async def _outputs(
-        self, request: generation_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+    async def _opened(
+        self, message: generation_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[tuple[GenerationRequest | ChatRequest, AsyncIterator[CandidateOutput]]]:
         """Opens the outputs of a request within the call's deadline."""
-        check_known(request, "router", "client")
-        model = self._models.find(request.model)
+        check_known(message, "router", "client")
+        model = self._models.find(message.model)
         await model.enter(_timeout_s(context))
+        limits = message.stopping
+        is_stated = limits.HasField("max_tokens")
+        max_tokens = limits.max_tokens if is_stated else model.default_max_tokens
+        # Before the message is read, as a refusal must cost little.
+        model.check_load(_timeout_s(context), max_tokens, message.priority)
+        request = await request_from_proto(message)
         async with model.outputs(request, _timeout_s(context)) as outputs:
             name_call(request.request_id)
-            yield outputs
+            yield request, outputs
 
 
 def _check_answer_size(num_bytes: int) -> None:

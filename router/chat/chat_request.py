@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.common.request.generation import new_request_id
 from router.chat.conversation import Conversation
 
 __all__ = ["ChatRequest"]
@@ -25,7 +26,7 @@ class ChatRequest:
         parallel_tool_calls: whether the answer may have several calls.
         schema_fields: the client's fields of the tools' schemas, for errors; empty: those of
             OpenAI's chat API.
-        request_id: names the request; empty: it gets one.
+        request_id: names the request.
         priority: lower is scheduled first.
         cache_salt: separates prefix caches.
         add_special_tokens: whether the tokenizer adds the model's special tokens to the prompt.
@@ -37,7 +38,7 @@ class ChatRequest:
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
     schema_fields: Sequence[str] = ()
-    request_id: str = ""
+    request_id: str = field(default_factory=new_request_id)
     priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = False

@@ -53,7 +53,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         read_messages_request,
         body,
         request_id,
-        can_limit_thinking=model.reasoning_marks is not None,
+        can_limit_thinking=model.chat.reasoning_marks is not None,
     )
     body.drop_ignored()
     message = MessageAnswer(body.model or model.name)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.request.answer import CandidateOutput, stated_stop
+from baton.common.request.generation import GenerationRequest
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.completion_body import CompletionBody
@@ -16,7 +17,7 @@ from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, num_logprob_bytes, prompt_logprobs
-from router.http.params import generate_request, request_id_of, timeout_of
+from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
@@ -117,12 +118,14 @@ class CompletionJob:
         self._first_outputs: dict[int, CandidateOutput] = {}
         self._usage = UsageCount(self._returns_text)
         self._num_generated = 0
-        self._message = generate_request(
-            prompt_ids or self._prompts,
-            body.stated(),
-            model=model.name,
+        self._request = GenerationRequest(
+            prompts=prompt_ids or self._prompts,
+            stated=body.stated(),
+            has_several=len(self._prompts) > 1,
             request_id=request_id,
-            body=body,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            add_special_tokens=body.add_special_tokens is not False,
         )
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
@@ -134,7 +137,7 @@ class CompletionJob:
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         choices: dict[int, dict[str, Any]] = {}
-        async with self._model.outputs(self._message, self._timeout_s) as outputs:
+        async with self._model.outputs(self._request, self._timeout_s) as outputs:
             async for output in outputs:
                 part = await self._part_of(output)
                 _join(choices.setdefault(part["index"], {}), part)
@@ -144,7 +147,7 @@ class CompletionJob:
     async def stream(self, emit: Emit) -> None:
         """Writes the choices' pieces as they come."""
         before, after = self._chunk_frame()
-        async with self._model.outputs(self._message, self._timeout_s) as outputs:
+        async with self._model.outputs(self._request, self._timeout_s) as outputs:
             async for output in outputs:
                 if not self._is_plain:
                     part = await self._part_of(output)
