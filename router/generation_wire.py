@@ -119,13 +119,11 @@ def _parsed(field: str, text: str) -> Any:
 
 def stream_response(output: CandidateOutput) -> generation_pb2.GenerateStreamResponse:
     """The message of a stream for an output."""
-    response = generation_pb2.GenerateStreamResponse(
-        request_id=output.request_id,
-        index=output.index,
-        token_ids=output.token_ids,
-        text=output.text,
-        prompt_index=output.prompt_index,
-    )
+    response = generation_pb2.GenerateStreamResponse()  # arguments would cost more than this
+    response.request_id = output.request_id
+    response.token_ids.extend(output.token_ids)
+    response.text = output.text
+    response.index, response.prompt_index = output.index, output.prompt_index
     if output.logprobs:
         response.logprobs.extend(_messages(output.logprobs))
     if output.prompt_usage is not None:

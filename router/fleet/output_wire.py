@@ -15,7 +15,7 @@ def output_from_proto(message: request_pb2.CandidateOutput) -> CandidateOutput:
     Raises:
         KeyError: the finish reason is unknown.
     """
-    output = CandidateOutput(message.index, list(message.token_ids))
+    output = CandidateOutput(message.index, message.token_ids[:])
     if message.logprobs:
         output.logprobs = message.logprobs
     if message.accepted_drafts or message.rejected_drafts:

@@ -71,8 +71,9 @@ def validate_request(request: GenerationRequest, defaults: Mapping[str, Any]) ->
                 f"{path}{kind} is empty; the prompt must have at least 1 token"
             )
     params = over_defaults(request.stated, defaults)
-    texts = (prompt for prompt in request.prompts if isinstance(prompt, str))
-    _check_unicode(request.request_id, request.cache_salt, params.prediction, *params.stop, *texts)
+    prompts = (prompt for prompt in request.prompts if isinstance(prompt, str))
+    texts = (params.prediction, *params.stop, *params.bad_words, *prompts)
+    _check_unicode(request.request_id, request.cache_salt, *texts)
     return params
 
 

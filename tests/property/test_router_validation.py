@@ -137,7 +137,16 @@ async def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields
         await validated(message(**fields))
 
 
-@pytest.mark.parametrize("fields", [{"prompts": ["a\ud800"]}, {"stated": {"stop": ["\ud800"]}}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompts": ["a", "a\ud800"]},
+        {"request_id": "\ud800"},
+        {"cache_salt": "\ud800"},
+        *({"stated": {name: ["\ud800"]}} for name in ("stop", "bad_words")),
+        {"stated": {"prediction": "\ud800"}},
+    ],
+)
 def test_lone_surrogates_are_refused(fields):
     request = GenerationRequest(**({"prompts": ["a"]} | fields))
     with pytest.raises(InvalidArgumentError, match=r"^the request cannot be sent: .* surrogates"):
