@@ -1,20 +1,24 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.common.errors import FailedPreconditionError, InvalidArgumentError
 from baton.common.reasons import Reason
+from baton.common.request.answer import (
+    NO_DELTA,
+    CandidateOutput,
+    TokenCounts,
+    TokenLogprobs,
+    stated_stop,
+)
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.structured_outputs import StructuredOutputs
-from baton.common.request.wire import FINISH_REASONS, build_request, stated_stop
-from baton.v1 import common_pb2, generation_pb2
 from router.chat.call_forms import form_or_calls, strict_calls
-from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
+from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation, content_text
-from router.chat.delta import ChatDelta
 from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
 from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
 from router.chat.template import ends_in_reasoning
@@ -23,8 +27,6 @@ from router.models import Model
 from router.requests.validation import check_length
 
 __all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
-
-_Response = generation_pb2.GenerateStreamResponse
 
 
 class ChatService:
@@ -39,8 +41,9 @@ class ChatService:
 
     async def stream(
         self, request: ChatRequest, timeout_s: float | None = None
-    ) -> AsyncGenerator[ChatChunk, None]:
-        """Yields the chunks of an answer. The caller closes the generator.
+    ) -> AsyncGenerator[CandidateOutput, None]:
+        """Yields the outputs of an answer, with their text as deltas. The caller closes the
+        generator.
 
         Args:
             request: the chat.
@@ -52,20 +55,21 @@ class ChatService:
             BatonError: a field is wrong, or one of those that `GenerationService` documents.
         """
         request = _without_unused_tools(request)
-        prompt = await self._model.render(request.conversation)
+        prompt = await self._model.chat.render(request.conversation)
         # A thread reads the schemas of tools, which are as large as a client likes.
         args = self._model, request, prompt
         has_tools = bool(request.conversation.tools)
         answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
-        message = self._message(request, prompt, answers.params)
-        async with self._model.responses(message, timeout_s, "chat") as responses:
-            async for response in responses:
-                chunk = answers.chunk(response)
-                if response.HasField("prompt_usage"):
-                    chunk = replace(chunk, prompt_usage=_prompt_usage(response.prompt_usage))
-                if response.HasField("usage"):
-                    chunk = replace(chunk, usage=await answers.usage(response.usage))
-                yield chunk
+        stated = answers.params
+        if "max_tokens" not in stated and "max_tokens" not in self._model.default_params:
+            stated = {**stated, "max_tokens": None}  # an answer may be as long as fits
+        completion = self._model.completion_of(request, prompt, stated)
+        async with self._model.outputs(completion, timeout_s, "chat") as outputs:
+            async for output in outputs:
+                answers.divide(output)
+                if output.usage is not None:
+                    await answers.count_reasoning(output.usage)
+                yield output
 
     async def count_tokens(self, conversation: Conversation) -> int:
         """The number of tokens of a chat's prompt.
@@ -80,27 +84,9 @@ class ChatService:
         self, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> list[int]:
         """The tokens of a chat's prompt; errors are those of `count_tokens`."""
-        prompt = await self._model.render(conversation)
+        prompt = await self._model.chat.render(conversation)
         check_length("prompt", prompt, self._model.most_prompt_chars)
         return await self._model.encode(prompt, add_special_tokens=add_special_tokens)
-
-    def _message(
-        self, request: ChatRequest, prompt: str, params: Mapping[str, Any]
-    ) -> generation_pb2.GenerateRequest:
-        if "max_tokens" not in params and "max_tokens" not in self._model.default_params:
-            params = {**params, "max_tokens": None}  # an answer may be as long as fits
-        message = build_request(
-            prompt,
-            params,
-            self._model.name,
-            request_id=request.request_id,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        message.add_special_tokens = request.add_special_tokens
-        start = self._model.reasoning_start(request.conversation, prompt)
-        message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
-        return message
 
 
 class _Answers:
@@ -124,44 +110,32 @@ class _Answers:
         self._is_formed = False  # whether all of the text behind the reasoning part has a form
         self.params = self._params()
 
-    def chunk(self, message: _Response) -> ChatChunk:
-        """Returns the addition of a message to its candidate."""
-        output = self._outputs.get(message.index)
-        if output is None:
-            output = self._outputs[message.index] = self._new_output()
-        delta = output.push(message.text) if message.text else ChatDelta()
-        if message.finish_reason:
-            delta = join_deltas((delta, output.finish()))
+    def divide(self, output: CandidateOutput) -> None:
+        """Adds the parts of an output's text, and how its candidate ended as a chat."""
+        answer = self._outputs.get(output.index)
+        if answer is None:
+            answer = self._outputs[output.index] = self._new_output()
+        delta = answer.push(output.text) if output.text else NO_DELTA
+        if output.finish_reason is not None:
+            delta = join_deltas((delta, answer.finish()))
+            # Calls whose arguments a stop text cut are not to be run.
+            if output.finish_reason == "stop" and answer.ends_in_calls:
+                output.finish_reason = "tool_calls"
+            stops = self._request.params.get("stop_token_ids")
+            output.matched_stop = stated_stop(output.matched_stop, stops)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
-        if not message.finish_reason:
-            return ChatChunk(message.index, delta, message.token_ids, message.logprobs)
-        return ChatChunk(
-            message.index,
-            delta,
-            message.token_ids,
-            message.logprobs,
-            _finish_reason(message, output),
-            stated_stop(message.matched_stop, self._request.params.get("stop_token_ids")),
-        )
+        output.delta = delta
 
-    async def usage(self, usage: common_pb2.Usage) -> ChatUsage:
-        """The token counts. A message may have tokens of the reasoning part and of the content,
-        so the tokens of the reasoning are counted by encoding its text.
+    async def count_reasoning(self, usage: TokenCounts) -> None:
+        """Adds the number of tokens of the reasoning part. An output may have tokens of it and of
+        the content, so its text is encoded to count them.
         """
-        num_reasoning = 0
         if self._reasoning:
             token_ids = await self._model.tokenizer.encode_async(
                 "".join(self._reasoning), add_special_tokens=False
             )
-            num_reasoning = min(len(token_ids), usage.completion_tokens)
-        return ChatUsage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            reasoning_tokens=num_reasoning,
-            predicted=(usage.accepted_prediction_tokens, usage.rejected_prediction_tokens),
-        )
+            usage.reasoning_tokens = min(len(token_ids), usage.completion_tokens)
 
     def _new_output(self) -> ChatOutput:
         return ChatOutput(
@@ -171,7 +145,7 @@ class _Answers:
         )
 
     def _reasoning_parser(self) -> ReasoningParser | None:
-        kind = self._model.reasoning_parser
+        kind = self._model.chat.reasoning_parser
         if kind is None:
             return None
         if self._is_formed:
@@ -189,9 +163,9 @@ class _Answers:
         the text itself opens one, with tags that the replicas know. The parser divides the text
         as they do: none of the form is reasoning.
         """
-        if self._model.reasoning_marks is None:
+        if self._model.chat.reasoning_marks is None:
             return None
-        start = self._model.reasoning_start(self._request.conversation, self._prompt)
+        start = self._model.chat.reasoning_start(self._request.conversation, self._prompt)
         return None if start is ReasoningStart.AFTER else kind(start is ReasoningStart.INSIDE)
 
     def _tool_parser(self) -> ToolParser | None:
@@ -206,14 +180,14 @@ class _Answers:
         forced = forced_tool_parser(self._request.tool_choice)
         if forced is not None:
             return forced
-        if self._model.tool_parser is None:
+        if self._model.chat.tool_parser is None:
             raise FailedPreconditionError(
                 "tools is set, but the format of the model's tool calls is not known; the "
                 "operator must set --tool-call-parser, or the request must force a call "
                 "(tool_choice)",
                 reason=Reason.NOT_CONFIGURED,
             )
-        return self._model.tool_parser(tools)
+        return self._model.chat.tool_parser(tools)
 
     def _params(self) -> dict[str, Any]:
         """The stated parameters, and what the parsers and calls need.
@@ -227,7 +201,7 @@ class _Answers:
         form = self._form(forced, params.get("structured_outputs"), tool_parser)
         if form is not None:
             params["structured_outputs"] = form
-        parsers = (self._model.reasoning_parser, tool_parser)
+        parsers = (self._model.chat.reasoning_parser, tool_parser)
         if any(parser is not None and parser.needs_special_tokens for parser in parsers):
             params["skip_special_tokens"] = False
         return params
@@ -273,12 +247,12 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class WholeCandidate:
-    """One candidate of a whole answer; fields are those of `ChatChunk`."""
+    """One candidate of a whole answer; fields are those of `CandidateOutput`."""
 
     index: int
     answer: ChatAnswer
     token_ids: Sequence[int]
-    logprobs: Sequence[common_pb2.TokenLogprobs]
+    logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None
     matched_stop: str | int | None
 
@@ -288,34 +262,29 @@ class WholeChat:
     """A whole answer: its candidates by index, and token counts."""
 
     candidates: Sequence[WholeCandidate]
-    usage: ChatUsage
+    usage: TokenCounts
 
 
-async def whole_chat(chunks: AsyncIterator[ChatChunk]) -> WholeChat:
-    """Joins the chunks of a stream, to its end."""
-    by_index: dict[int, list[ChatChunk]] = {}
-    usage = ChatUsage(0, 0, 0, 0)
-    async for chunk in chunks:
-        by_index.setdefault(chunk.index, []).append(chunk)
-        usage = chunk.usage or usage
+async def whole_chat(outputs: AsyncIterator[CandidateOutput]) -> WholeChat:
+    """Joins the outputs of an answer, to its end."""
+    by_index: dict[int, list[CandidateOutput]] = {}
+    usage = TokenCounts()
+    async for output in outputs:
+        by_index.setdefault(output.index, []).append(output)
+        usage = output.usage or usage
     candidates = [_candidate(index, by_index[index]) for index in sorted(by_index)]
     return WholeChat(candidates, usage)
 
 
-def _candidate(index: int, chunks: Sequence[ChatChunk]) -> WholeCandidate:
+def _candidate(index: int, outputs: Sequence[CandidateOutput]) -> WholeCandidate:
     return WholeCandidate(
         index=index,
-        answer=whole_answer(chunk.delta for chunk in chunks),
-        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
-        logprobs=[entry for chunk in chunks for entry in chunk.logprobs],
-        finish_reason=chunks[-1].finish_reason,
-        matched_stop=chunks[-1].matched_stop,
+        answer=whole_answer(output.delta for output in outputs),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[entry for output in outputs for entry in output.logprobs],
+        finish_reason=outputs[-1].finish_reason,
+        matched_stop=outputs[-1].matched_stop,
     )
-
-
-def _prompt_usage(usage: common_pb2.Usage) -> ChatUsage:
-    """The token counts before the first generated token."""
-    return ChatUsage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
 
 
 def _without_unused_tools(request: ChatRequest) -> ChatRequest:
@@ -331,11 +300,3 @@ def _without_unused_tools(request: ChatRequest) -> ChatRequest:
     if choice != "none" or not request.conversation.tools:
         return request
     return replace(request, conversation=replace(request.conversation, tools=()))
-
-
-def _finish_reason(message: _Response, output: ChatOutput) -> str:
-    """The public name of a finish reason. Calls whose arguments a stop text cut are not to be run:
-    they do not change it.
-    """
-    reason = FINISH_REASONS.get(message.finish_reason, "stop")
-    return "tool_calls" if reason == "stop" and output.ends_in_calls else reason

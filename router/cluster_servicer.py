@@ -9,6 +9,7 @@ from baton.common.errors import InvalidArgumentError, NotFoundError
 from baton.common.short_texts import short_repr
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from router.cluster_status import ClusterStatus
+from router.generation_wire import usage_to_proto
 from router.models import Models
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
@@ -75,7 +76,7 @@ def _trace_of(record: RequestRecord) -> cluster_pb2.RequestTrace:
         operation=record.operation,
         tenant=record.tenant,
         outcome=record.outcome,
-        usage=record.usage,
+        usage=usage_to_proto(record.usage),
         arrived_s=time.time() - record.ms_since_arrival() / 1000,
         total_ms=record.ms_since_arrival(record.ended_at),
         send_wait_ms=record.send_wait_s * 1000,

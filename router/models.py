@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,31 +9,26 @@ from typing import Any
 
 from baton.common.errors import (
     DeadlineExceededError,
-    FailedPreconditionError,
     NotFoundError,
     ResourceExhaustedError,
 )
 from baton.common.model_files.files import open_model_files
 from baton.common.reasons import Reason
-from baton.common.request.request_spec import ReasoningStart
+from baton.common.request.answer import CandidateOutput
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.short_texts import short_repr
-from baton.v1 import generation_pb2
-from router.chat.conversation import Conversation, content_text
-from router.chat.messages import conversation_of_chat
-from router.chat.reasoning_parsers import MarkedReasoningParser, reasoning_parser
-from router.chat.template import ChatTemplate, ends_in_reasoning
-from router.chat.tool_parsers import tool_parser
+from router.chat.chat_request import ChatRequest
+from router.chat.model import ChatModel
+from router.chat.template import ChatTemplate
 from router.config.router import RouterConfig, ServedModelConfig
 from router.fleet.fleet import Fleet
 from router.fleet.policy import PrefixIndex
 from router.fleet.served_model import RequestLimits
 from router.observe.request_log import RequestLog
 from router.requests.generation_config import load_default_params
-from router.requests.input_threads import convert_input
 from router.requests.pace import Pace
-from router.requests.reasoning import encode_marks
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
 from router.stages.admission import Admission
@@ -100,10 +94,7 @@ class Model:
         tokenizer: its tokenizer.
         tokenizer_settings: what its checkpoint says of the tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
-        chat_template: its chat template; None if it has none.
-        tool_parser: reads tool calls in its answers; None if its format is not known.
-        reasoning_parser: reads the reasoning part of its answers; None if they have none.
-        reasoning_marks: the tags of that part; None if they are not known.
+        chat: its chat template and parsers.
         fleet: its replicas.
 
     Raises:
@@ -127,12 +118,9 @@ class Model:
         self.tokenizer = files.tokenizer
         self.tokenizer_settings = files.tokenizer_settings
         self.default_params = files.default_params
-        self.chat_template = files.chat_template
-        tools, reasoning = config.tool_call_parser, config.reasoning_parser
-        self.tool_parser = tool_parser(tools) if tools else None
-        self.reasoning_parser = reasoning_parser(reasoning) if reasoning else None
-        self._mark_texts = self._find_mark_texts()
-        self.reasoning_marks = encode_marks(self.tokenizer, *self._mark_texts)
+        self.chat = ChatModel(
+            config, files.chat_template, files.tokenizer, admission.rendering.turn
+        )
         prefix_index = PrefixIndex(router.max_indexed_blocks)
         self.fleet = Fleet(
             config,
@@ -150,7 +138,7 @@ class Model:
         self._admission = admission
         self._pipeline = Pipeline(
             router,
-            self.reasoning_marks,
+            self.chat.reasoning_marks,
             files.tokenizer,
             files.default_params,
             self.fleet,
@@ -204,71 +192,52 @@ class Model:
         most_tokens = max((replica.info.max_model_len for replica in replicas), default=0)
         return max(MAX_TOKENIZE_CHARS, most_tokens * self.tokenizer.longest_token_chars)
 
-    async def render(self, conversation: Conversation) -> str:
-        """Returns the prompt of a chat. It has its special tokens already, as texts.
-
-        Raises:
-            FailedPreconditionError: the model has no chat template.
-            InvalidArgumentError: the template cannot render the chat; names the field.
-            ResourceExhaustedError: too many chats wait for their template.
-        """
-        if self.chat_template is None:
-            raise FailedPreconditionError(
-                f"model {self.name!r} has no chat template; the operator can set --chat-template",
-                reason=Reason.NOT_CONFIGURED,
-                field="chat",
-            )
-        async with self._admission.rendering.turn():
-            return await asyncio.to_thread(self.chat_template.render, conversation)
-
-    def reasoning_start(self, conversation: Conversation, prompt: str) -> ReasoningStart:
-        """Returns where the answer to a chat begins. Only the end of the prompt decides it, which
-        the template and the final message write: other messages may contain the tags as plain
-        text.
-        """
-        start, end = self._mark_texts
-        if start is None or end is None:
-            return ReasoningStart.BY_PROMPT
-        prefill = ""
-        if conversation.continue_final_message:
-            prefill = content_text(conversation.messages[-1].get("content"))
-        if ends_in_reasoning(prompt, start, end, prefill):
-            return ReasoningStart.INSIDE
-        is_over = end in prefill or prompt.rstrip().endswith(end)
-        return ReasoningStart.AFTER if is_over else ReasoningStart.BEFORE
-
     @asynccontextmanager
-    async def responses(
+    async def outputs(
         self,
-        message: generation_pb2.GenerateRequest,
+        request: GenerationRequest | ChatRequest,
         timeout_s: float | None = None,
         operation: str = "text_completion",
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request within its deadline.
+    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+        """Opens the outputs of a request within its deadline.
 
         Args:
-            message: the client's; gets an id if it has none.
+            request: the client's; a chat becomes a prompt.
             timeout_s: seconds until the deadline; the router's `default_timeout_s` if that is
                 less, or if it is None.
-            operation: text_completion or chat, for the request's record; a message with a chat
-                is one.
+            operation: text_completion or chat, for the request's record.
 
         Raises:
             DeadlineExceededError: the deadline passed while the context was open.
             ResourceExhaustedError: too many others are before it for it to end by its deadline.
             BatonError: one of those that `GenerationService` documents; also the iterator.
         """
-        if not message.request_id:
-            message.request_id = uuid.uuid4().hex
-        if message.WhichOneof("prompt") == "chat":
-            operation = "chat"
-        limits = message.stopping
-        is_stated = limits.HasField("max_tokens")
-        max_tokens = limits.max_tokens if is_stated else self.default_max_tokens
-        self.check_load(timeout_s, max_tokens, message.priority)
-        with self._log.activity.watching(message.request_id):
-            async with self._opened(message, self._longest_s(timeout_s), operation) as responses:
-                yield responses
+        stated = request.params if isinstance(request, ChatRequest) else request.stated
+        max_tokens = stated.get("max_tokens", self.default_max_tokens)
+        self.check_load(timeout_s, max_tokens, request.priority)
+        with self._log.activity.watching(request.request_id):
+            async with self._opened(request, self._longest_s(timeout_s), operation) as outputs:
+                yield outputs
+
+    def completion_of(
+        self, chat: ChatRequest, prompt: str, stated: Mapping[str, Any]
+    ) -> GenerationRequest:
+        """Returns the request for the completion that answers a chat.
+
+        Args:
+            chat: the chat.
+            prompt: its text.
+            stated: the stated sampling parameters.
+        """
+        return GenerationRequest(
+            prompts=(prompt,),
+            stated=stated,
+            request_id=chat.request_id,
+            priority=chat.priority,
+            cache_salt=chat.cache_salt,
+            add_special_tokens=chat.add_special_tokens,
+            reasoning_start=self.chat.reasoning_start(chat.conversation, prompt),
+        )
 
     @property
     def default_max_tokens(self) -> int:
@@ -281,7 +250,7 @@ class Model:
         """Refuses a request that would probably not end by its deadline; cheap.
 
         Args:
-            timeout_s: as `responses` takes it.
+            timeout_s: as `outputs` takes it.
             max_tokens: the most tokens that it gets; None if that is not known.
             priority: that the client wants.
 
@@ -304,7 +273,7 @@ class Model:
         """Waits until a new request may be prepared, which takes the time of the event loop.
 
         Args:
-            timeout_s: as `responses` takes it.
+            timeout_s: as `outputs` takes it.
 
         Raises:
             ResourceExhaustedError: too many wait.
@@ -327,41 +296,25 @@ class Model:
 
     @asynccontextmanager
     async def _opened(
-        self, message: generation_pb2.GenerateRequest, timeout_s: float, operation: str
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request that has an id; see `responses`."""
+        self, request: GenerationRequest | ChatRequest, timeout_s: float, operation: str
+    ) -> AsyncIterator[AsyncIterator[CandidateOutput]]:
+        """Opens the outputs of a request that has passed the check of the load."""
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._render_chat(message)
-                opened = await self._pipeline.open(message, deadline, operation)
-                async with aclosing(opened) as responses:
-                    yield responses
+                if isinstance(request, ChatRequest):
+                    operation = "chat"
+                    prompt = await self.chat.render(request.conversation)
+                    request = self.completion_of(request, prompt, request.params)
+                opened = await self._pipeline.open(request, deadline, operation)
+                async with aclosing(opened) as outputs:
+                    yield outputs
         except TimeoutError:
             raise self._deadline_error(timeout_s) from None
         except DeadlineExceededError as error:
             if error.reason != Reason.REQUEST_DEADLINE:
                 raise
             raise self._deadline_error(timeout_s) from None  # a worker may notice it first
-
-    def _find_mark_texts(self) -> tuple[str | None, str | None]:
-        """The tags that flags state, or those of the reasoning parser."""
-        start, end = self.config.reasoning_start_str, self.config.reasoning_end_str
-        parser = self.reasoning_parser
-        if start is end is None and parser and issubclass(parser, MarkedReasoningParser):
-            start, end = parser.start, parser.end
-        return start, end
-
-    async def _render_chat(self, message: generation_pb2.GenerateRequest) -> None:
-        """Replaces a message's chat by its prompt."""
-        if message.WhichOneof("prompt") == "chat":
-            chat = message.chat
-            conversation = await convert_input(chat.ByteSize(), conversation_of_chat, chat)
-            prompt = await self.render(conversation)
-            start = self.reasoning_start(conversation, prompt)
-            message.text = prompt
-            message.add_special_tokens = False
-            message.reasoning_start = start.value  # type: ignore[assignment]  # the same numbers
 
 
 class Models:

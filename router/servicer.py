@@ -9,8 +9,17 @@ from typing_extensions import override
 
 from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.common.reasons import Reason
+from baton.common.request.answer import CandidateOutput
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.known_fields import check_known
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from router.chat.chat_request import ChatRequest
+from router.generation_wire import (
+    WholeGeneration,
+    WholePrompts,
+    request_from_proto,
+    stream_response,
+)
 from router.models import Models
 from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
@@ -18,8 +27,6 @@ from router.requests.validation import (
     check_length,
     check_token_ids,
 )
-from router.stages.completion import WholeGeneration
-from router.stages.prompts import WholePrompts
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.interceptors import name_call
 
@@ -40,12 +47,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
-        async with self._responses(request, context) as responses:
+        async with self._opened(request, context) as (opened, outputs):
             whole: WholeGeneration | WholePrompts = WholeGeneration()
             if request.WhichOneof("prompt") == "prompts":
-                whole = WholePrompts(request.request_id, len(request.prompts.prompts))
-            async for response in responses:
-                whole.add(response)
+                whole = WholePrompts(opened.request_id, len(request.prompts.prompts))
+            async for output in outputs:
+                whole.add(output)
                 _check_answer_size(whole.num_bytes)
         answer = whole.response()
         _check_answer_size(answer.ByteSize())
@@ -58,9 +65,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Writes the messages instead of yielding them, so that the deadline also ends a call
         whose client does not read.
         """
-        async with self._responses(request, context) as responses:
-            async for response in responses:
-                await context.write(response)
+        async with self._opened(request, context) as (_, outputs):
+            async for output in outputs:
+                await context.write(stream_response(output))
 
     @override
     async def GetModel(
@@ -103,16 +110,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager
-    async def _responses(
-        self, request: generation_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """Opens the messages of a request within the call's deadline."""
-        check_known(request, "router", "client")
-        model = self._models.find(request.model)
+    async def _opened(
+        self, message: generation_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[tuple[GenerationRequest | ChatRequest, AsyncIterator[CandidateOutput]]]:
+        """Opens the outputs of a request within the call's deadline."""
+        check_known(message, "router", "client")
+        model = self._models.find(message.model)
         await model.enter(_timeout_s(context))
-        async with model.responses(request, _timeout_s(context)) as responses:
+        limits = message.stopping
+        is_stated = limits.HasField("max_tokens")
+        max_tokens = limits.max_tokens if is_stated else model.default_max_tokens
+        # Before the message is read, as a refusal must cost little.
+        model.check_load(_timeout_s(context), max_tokens, message.priority)
+        request = await request_from_proto(message)
+        async with model.outputs(request, _timeout_s(context)) as outputs:
             name_call(request.request_id)
-            yield responses
+            yield request, outputs
 
 
 def _check_answer_size(num_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.chat.delta import ChatDelta, ToolCallDelta
+from baton.common.request.answer import ChatDelta, ToolCallDelta
 
 __all__ = ["AnswerBuilder"]
 

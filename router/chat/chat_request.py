@@ -1,17 +1,17 @@
-"""The chat protocols' common form: `ChatRequest` in, `ChatChunk` out.
+"""`ChatRequest`: the chat protocols' common form of a request.
 
-OpenAI's chat and responses APIs and Anthropic's messages API are conversions to and from it.
+OpenAI's chat and responses APIs and Anthropic's messages API are conversions to it, and from the
+`CandidateOutput` of its answer.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.v1 import common_pb2
+from baton.common.request.generation import new_request_id
 from router.chat.conversation import Conversation
-from router.chat.delta import ChatDelta
 
-__all__ = ["ChatChunk", "ChatRequest", "ChatUsage"]
+__all__ = ["ChatRequest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ChatRequest:
         parallel_tool_calls: whether the answer may have several calls.
         schema_fields: the client's fields of the tools' schemas, for errors; empty: those of
             OpenAI's chat API.
-        request_id: names the request; empty: it gets one.
+        request_id: names the request.
         priority: lower is scheduled first.
         cache_salt: separates prefix caches.
         add_special_tokens: whether the tokenizer adds the model's special tokens to the prompt.
@@ -38,46 +38,7 @@ class ChatRequest:
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
     schema_fields: Sequence[str] = ()
-    request_id: str = ""
+    request_id: str = field(default_factory=new_request_id)
     priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChatUsage:
-    """Token counts. `reasoning_tokens` of the completion's tokens are of its reasoning part.
-
-    `predicted` has the draft tokens of workers that were right, and those that were wrong.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-    predicted: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatChunk:
-    """The addition of one candidate's next tokens to its answer.
-
-    Attributes:
-        index: the candidate's number, from 0.
-        delta: the new text.
-        token_ids: the new tokens.
-        logprobs: one per token; empty if the request does not ask for them.
-        finish_reason: "stop", "length", "tool_calls" or "abort"; on the candidate's last chunk.
-        matched_stop: the stop text or token that ended it; on the candidate's last chunk.
-        usage: token counts; on the last chunk of all.
-        prompt_usage: those of the prompt; on the first chunk of all.
-    """
-
-    index: int
-    delta: ChatDelta
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    finish_reason: str | None = None
-    matched_stop: str | int | None = None
-    usage: ChatUsage | None = None
-    prompt_usage: ChatUsage | None = None

@@ -9,7 +9,6 @@ from typing import Any
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_values import array_at, is_array, object_at, text_at
 from baton.common.short_texts import short_repr
-from baton.v1 import generation_pb2
 from router.chat.conversation import Conversation
 from router.requests.json_input import InvalidJsonError, JsonBudget, parse_json
 
@@ -19,7 +18,6 @@ __all__ = [
     "MAX_PARTS",
     "MAX_TOOLS",
     "conversation_of",
-    "conversation_of_chat",
 ]
 
 MAX_MESSAGES = 4096
@@ -87,28 +85,6 @@ def conversation_of(
         continue_final_message=continue_final_message,
         template_kwargs=object_at("chat_template_kwargs", _or(template_kwargs, {})),
     )
-
-
-def conversation_of_chat(chat: generation_pb2.Chat) -> Conversation:
-    """Returns the checked chat of a gRPC request, whose fields are JSON texts.
-
-    Raises:
-        InvalidArgumentError: a text is not JSON, or a message is malformed; names the field.
-    """
-    is_stated = chat.HasField("add_generation_prompt")
-    return conversation_of(
-        _parsed("messages_json", chat.messages_json),
-        tools=_parsed("tools_json", chat.tools_json),
-        documents=_parsed("documents_json", chat.documents_json),
-        add_generation_prompt=chat.add_generation_prompt if is_stated else None,
-        continue_final_message=chat.continue_final_message,
-        template_kwargs=_parsed("chat_template_kwargs_json", chat.chat_template_kwargs_json),
-    )
-
-
-def _parsed(field: str, text: str) -> Any:
-    """The value of a JSON text; None for an empty one."""
-    return parse_json(field, text) if text else None
 
 
 def _or(value: Any, default: Any) -> Any:

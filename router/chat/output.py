@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from router.chat.delta import ChatDelta, ToolCallDelta
+from baton.common.request.answer import ChatDelta, ToolCallDelta
 from router.chat.reasoning_parsers import ReasoningParser
 from router.chat.tool_parsers.base import ToolParser
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from baton.common.flags.plugins import load_plugin
-from router.chat.delta import ChatDelta
+from baton.common.request.answer import ChatDelta
 from router.chat.text_input import Steps, TextInput
 
 __all__ = [

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.common.errors import InvalidArgumentError, UnavailableError
+from baton.common.request.answer import CandidateOutput
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
+from router.fleet.output_wire import output_from_proto
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -75,7 +77,7 @@ class DecodeStream:
         self._is_woken = True
         self._changed.set()
 
-    async def read(self) -> request_pb2.CandidateOutput | None:
+    async def read(self) -> CandidateOutput | None:
         """Waits for outputs and returns those of one candidate since its last read, merged.
 
         Returns None after `wake`.
@@ -97,7 +99,7 @@ class DecodeStream:
         output = self._pending.pop(next(iter(self._pending)))
         if output.HasField("error"):
             raise from_worker_error(output.error)
-        return output
+        return output_from_proto(output)
 
     def finish(self, index: int) -> None:
         """Ends one candidate on the replica and drops its further outputs. Idempotent."""

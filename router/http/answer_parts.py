@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from router.chat.chat_request import ChatChunk, ChatUsage
-from router.chat.delta import ToolCallDelta
+from baton.common.request.answer import CandidateOutput, TokenCounts, ToolCallDelta
 
 __all__ = ["AnswerParts", "LogprobsOf", "Part", "PartAdded", "PartClosed", "PartKind", "PartOpened"]
 
-LogprobsOf = Callable[[ChatChunk], Sequence[dict[str, Any]]]
-"""Returns the log-probabilities of a chunk's tokens, as OpenAI's chat API writes them."""
+LogprobsOf = Callable[[CandidateOutput], Sequence[dict[str, Any]]]
+"""Returns the log-probabilities of an output's tokens, as OpenAI's chat API writes them."""
 
 
 class PartKind(Enum):
@@ -83,7 +82,7 @@ Step = PartOpened | PartAdded | PartClosed
 
 
 class AnswerParts:
-    """Splits an answer's chunks into parts.
+    """Splits an answer's outputs into parts.
 
     Args:
         logprobs_of: makes the log-probabilities of text; None: there are none.
@@ -92,22 +91,22 @@ class AnswerParts:
         parts: all parts so far, by index.
         finish_reason: why the answer ended; None until it has.
         matched_stop: the stop text or token that ended it.
-        usage: token counts; None until the last chunk.
+        usage: token counts; None until the last output.
     """
 
     def __init__(self, logprobs_of: LogprobsOf | None = None) -> None:
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.matched_stop: str | int | None = None
-        self.usage: ChatUsage | None = None
+        self.usage: TokenCounts | None = None
         self._logprobs_of = logprobs_of
         self._waiting_logprobs: list[dict[str, Any]] = []
         self._open: Part | None = None
 
-    def push(self, chunk: ChatChunk) -> list[Step]:
-        """Adds a chunk; returns what it changes, in order."""
-        delta, steps = chunk.delta, list[Step]()
-        self._take_logprobs(chunk)
+    def push(self, output: CandidateOutput) -> list[Step]:
+        """Adds an output; returns what it changes, in order."""
+        delta, steps = output.delta, list[Step]()
+        self._take_logprobs(output)
         calls = delta.tool_calls
         if calls and calls[0].id is None:  # its end; text of the same delta follows it
             self._add_call(steps, calls[0])
@@ -118,16 +117,16 @@ class AnswerParts:
             self._add(steps, PartKind.TEXT, delta.content)
         for call in calls:
             self._add_call(steps, call)
-        if chunk.finish_reason is not None:
-            self.finish_reason, self.matched_stop = chunk.finish_reason, chunk.matched_stop
+        if output.finish_reason is not None:
+            self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
             if self._waiting_logprobs and self._open is not None:
                 self._add_last_logprobs(steps, self._open)
-        if chunk.usage is not None:
-            self.usage = chunk.usage
+        if output.usage is not None:
+            self.usage = output.usage
         return steps
 
     def finish(self) -> list[Step]:
-        """Closes the last part. Called once the chunks have ended."""
+        """Closes the last part. Called once the outputs have ended."""
         steps = list[Step]()
         is_call = self._open is not None and self._open.call is not None
         is_complete = self.finish_reason == "tool_calls" or (
@@ -136,14 +135,14 @@ class AnswerParts:
         self._close(steps, is_complete)
         return steps
 
-    def _take_logprobs(self, chunk: ChatChunk) -> None:
+    def _take_logprobs(self, output: CandidateOutput) -> None:
         """Keeps log-probabilities until text comes: a token's text may be held back. Those of
         reasoning and of calls are dropped; a chunk that has text, too, counts as text.
         """
         if self._logprobs_of is None:
             return
-        self._waiting_logprobs += self._logprobs_of(chunk)
-        if not chunk.delta.content and (chunk.delta.reasoning or chunk.delta.tool_calls):
+        self._waiting_logprobs += self._logprobs_of(output)
+        if not output.delta.content and (output.delta.reasoning or output.delta.tool_calls):
             self._waiting_logprobs = []
 
     def _add_last_logprobs(self, steps: list[Step], part: Part) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.chat.chat_request import ChatChunk
+from baton.common.request.answer import CandidateOutput
 from router.http.context import context_of
 from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
@@ -17,7 +17,7 @@ from router.requests.input_threads import convert_input
 
 __all__ = ["Answer", "AnswerStream", "Job", "job_response", "stream_response", "whole_response"]
 
-Chunks = AsyncGenerator[ChatChunk, None]
+Outputs = AsyncGenerator[CandidateOutput, None]
 _Event = dict[str, Any]
 
 
@@ -57,10 +57,10 @@ async def job_response(
 
 
 class Answer(Protocol):
-    """A whole answer that is made of chunks."""
+    """A whole answer that is made of outputs."""
 
-    def push(self, chunk: ChatChunk) -> Any:
-        """Adds a chunk."""
+    def push(self, output: CandidateOutput) -> Any:
+        """Adds an output."""
 
     def finish(self) -> Any:
         """Ends the answer."""
@@ -72,8 +72,8 @@ class Answer(Protocol):
 class AnswerStream(Protocol):
     """The events of an answer, each with its name as `type`."""
 
-    def push(self, chunk: ChatChunk) -> Sequence[_Event]:
-        """The events of a chunk."""
+    def push(self, output: CandidateOutput) -> Sequence[_Event]:
+        """The events of an output."""
 
     def finish(self) -> Sequence[_Event]:
         """The last events."""
@@ -82,7 +82,7 @@ class AnswerStream(Protocol):
         """The last events of an answer that fails."""
 
 
-async def whole_response(chunks: Chunks, answer: Answer, request: Request) -> Response:
+async def whole_response(outputs: Outputs, answer: Answer, request: Request) -> Response:
     """Returns the whole answer.
 
     Raises:
@@ -92,10 +92,10 @@ async def whole_response(chunks: Chunks, answer: Answer, request: Request) -> Re
 
     async def collect() -> dict[str, Any]:
         nonlocal num_bytes
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                num_bytes += num_logprob_bytes(chunk.logprobs)
-                answer.push(chunk)
+        async with aclosing(outputs):
+            async for output in outputs:
+                num_bytes += num_logprob_bytes(output.logprobs)
+                answer.push(output)
         answer.finish()
         return answer.body()
 
@@ -104,16 +104,16 @@ async def whole_response(chunks: Chunks, answer: Answer, request: Request) -> Re
 
 
 def stream_response(
-    chunks: Chunks, stream: AnswerStream, request: Request, request_id: str
+    outputs: Outputs, stream: AnswerStream, request: Request, request_id: str
 ) -> Response:
-    """Returns an answer that sends the events. The first ones wait for the first chunk: an
+    """Returns an answer that sends the events. The first ones wait for the first output: an
     error before it has its own status.
     """
 
     async def produce(emit: Emit) -> None:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if events := stream.push(chunk):
+        async with aclosing(outputs):
+            async for output in outputs:
+                if events := stream.push(output):
                     await emit(_lines(events))
             await emit(_lines(stream.finish()))
 

@@ -53,14 +53,14 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         read_messages_request,
         body,
         request_id,
-        can_limit_thinking=model.reasoning_marks is not None,
+        can_limit_thinking=model.chat.reasoning_marks is not None,
     )
     body.drop_ignored()
     message = MessageAnswer(body.model or model.name)
-    chunks = context.chat(model).stream(chat, timeout_of(request))
+    outputs = context.chat(model).stream(chat, timeout_of(request))
     if body.stream:
-        return stream_response(chunks, MessageStream(message), request, request_id)
-    return await whole_response(chunks, message, request)
+        return stream_response(outputs, MessageStream(message), request, request_id)
+    return await whole_response(outputs, message, request)
 
 
 @_ROUTER.post(

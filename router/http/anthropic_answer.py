@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from baton.common.errors import AbortedError
-from router.chat.chat_request import ChatChunk, ChatUsage
+from baton.common.request.answer import CandidateOutput, TokenCounts
 from router.http.answer_parts import (
     AnswerParts,
     Part,
@@ -24,7 +24,7 @@ __all__ = ["Event", "MessageAnswer", "MessageStream"]
 
 Event = dict[str, Any]
 
-_NO_USAGE = ChatUsage(prompt_tokens=0, cached_tokens=0, completion_tokens=0, reasoning_tokens=0)
+_NO_USAGE = TokenCounts(prompt_tokens=0, cached_tokens=0, completion_tokens=0, reasoning_tokens=0)
 
 
 def _new_id() -> str:
@@ -44,9 +44,9 @@ class MessageAnswer:
         self._model = model
         self._id = new_id()
 
-    def push(self, chunk: ChatChunk) -> list[Step]:
-        """Adds a chunk; returns what it changes."""
-        return self.parts.push(chunk)
+    def push(self, output: CandidateOutput) -> list[Step]:
+        """Adds an output; returns what it changes."""
+        return self.parts.push(output)
 
     def finish(self) -> list[Step]:
         """Ends the message; returns what that changes.
@@ -106,14 +106,14 @@ class MessageStream:
         self._answer = answer
         self._has_started = False
 
-    def push(self, chunk: ChatChunk) -> list[Event]:
-        """The events of a chunk."""
-        if chunk.prompt_usage is not None:
-            self._answer.parts.usage = chunk.prompt_usage
-        return [*self._start(), *_events(self._answer.push(chunk))]
+    def push(self, output: CandidateOutput) -> list[Event]:
+        """The events of an output."""
+        if output.prompt_usage is not None:
+            self._answer.parts.usage = output.prompt_usage
+        return [*self._start(), *_events(self._answer.push(output))]
 
     def finish(self) -> list[Event]:
-        """The last events. Called once the chunks have ended.
+        """The last events. Called once the outputs have ended.
 
         Raises:
             AbortedError: an operator aborted the request.

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.chat.chat_request import ChatChunk, ChatRequest, ChatUsage
+from baton.common.request.answer import CandidateOutput, ChatDelta, TokenCounts, ToolCallDelta
+from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation, content_text
-from router.chat.delta import ChatDelta, ToolCallDelta
 from router.chat.output import ToolCall
 from router.chat_service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
@@ -116,8 +116,8 @@ class ChatJob:
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         await self._encode_prompt(is_needed=bool(self._body.return_token_ids))
-        async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
-            chat = await whole_chat(chunks)
+        async with aclosing(self._service.stream(self._request, self._timeout_s)) as outputs:
+            chat = await whole_chat(outputs)
         logprobs = (num_logprob_bytes(candidate.logprobs) for candidate in chat.candidates)
         self.num_logprob_bytes = sum(logprobs)
         choices = await convert_input(
@@ -136,13 +136,13 @@ class ChatJob:
         await self._encode_prompt(is_needed=needs_prompt)
         head = self._head("chat.completion.chunk")
         before, later = _before_choice(head | self._prompt_fields()), _before_choice(head)
-        usage: ChatUsage | None = None
-        async with aclosing(self._service.stream(self._request, self._timeout_s)) as chunks:
-            async for chunk in chunks:
-                usage = chunk.usage or usage
-                self._num_generated += len(chunk.token_ids)
+        usage: TokenCounts | None = None
+        async with aclosing(self._service.stream(self._request, self._timeout_s)) as outputs:
+            async for output in outputs:
+                usage = output.usage or usage
+                self._num_generated += len(output.token_ids)
                 after = self._chunk_end()
-                choices = [*self._role(chunk.index), *self._choice_delta(chunk)]
+                choices = [*self._role(output.index), *self._choice_delta(output)]
                 if choices:
                     events = f"{after}{later}".join(choices)
                     await emit(f"{before}{events}{after}".encode())
@@ -190,30 +190,30 @@ class ChatJob:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [text_json(choice)]
 
-    def _choice_delta(self, chunk: ChatChunk) -> list[str]:
-        """The choice of a chunk; none if it would say nothing."""
-        delta = chunk.delta
-        has_tokens = bool(chunk.token_ids) and bool(self._body.return_token_ids)
-        if chunk.finish_reason is None and not chunk.logprobs and not has_tokens:
+    def _choice_delta(self, output: CandidateOutput) -> list[str]:
+        """The choice of an output; none if it would say nothing."""
+        delta = output.delta
+        has_tokens = bool(output.token_ids) and bool(self._body.return_token_ids)
+        if output.finish_reason is None and not output.logprobs and not has_tokens:
             if delta.content and not delta.reasoning and not delta.tool_calls:
                 # Most chunks have text alone; this costs less than the general form below.
                 text = text_json(delta.content)
                 return [
-                    f'{{"index":{chunk.index},"delta":{{"content":{text}}},'
+                    f'{{"index":{output.index},"delta":{{"content":{text}}},'
                     f'"logprobs":null,"finish_reason":null}}'
                 ]
             if not self._delta_fields(delta):
                 return []
         choice: dict[str, Any] = {
-            "index": chunk.index,
-            "delta": self._delta_fields(delta) or _empty_delta(chunk),
-            "logprobs": self._logprobs(chunk.token_ids, chunk),
-            "finish_reason": chunk.finish_reason,
+            "index": output.index,
+            "delta": self._delta_fields(delta) or _empty_delta(output),
+            "logprobs": self._logprobs(output.token_ids, output),
+            "finish_reason": output.finish_reason,
         }
-        if chunk.finish_reason is not None:
-            choice["stop_reason"] = chunk.matched_stop
+        if output.finish_reason is not None:
+            choice["stop_reason"] = output.matched_stop
         if has_tokens:
-            choice["token_ids"] = list(chunk.token_ids)
+            choice["token_ids"] = list(output.token_ids)
         return [text_json(choice)]
 
     def _delta_fields(self, delta: ChatDelta) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class ChatJob:
         return choice
 
     def _logprobs(
-        self, token_ids: Sequence[int], source: ChatChunk | WholeCandidate
+        self, token_ids: Sequence[int], source: CandidateOutput | WholeCandidate
     ) -> dict[str, Any] | None:
         if not source.logprobs:
             return None
@@ -263,11 +263,11 @@ class ChatJob:
         )
 
 
-def _empty_delta(chunk: ChatChunk) -> dict[str, Any]:
-    """The delta of a chunk without text. Tokens without text, such as that of the end, are empty
+def _empty_delta(output: CandidateOutput) -> dict[str, Any]:
+    """The delta of an output without text. Tokens without text, such as that of the end, are empty
     content, as in vLLM: `vllm bench serve` counts an answer whose deltas have no content as failed.
     """
-    return {"content": ""} if chunk.token_ids else {}
+    return {"content": ""} if output.token_ids else {}
 
 
 def _before_choice(head: Mapping[str, Any]) -> str:
@@ -283,13 +283,13 @@ def _echoed(body: ChatBody, conversation: Conversation) -> str:
     return content_text(last.get("content"))
 
 
-def _usage(usage: ChatUsage) -> dict[str, Any]:
+def _usage(usage: TokenCounts) -> dict[str, Any]:
     return usage_fields(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.cached_tokens,
         usage.reasoning_tokens,
-        usage.predicted,
+        (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens),
     )
 
 

@@ -6,8 +6,9 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.generation import TextOrTokens
 from router.http.bodies import Array, Integer, SamplingBody, TokenIds
-from router.http.params import Prompt, stated_fields
+from router.http.params import stated_fields
 from router.requests.validation import MAX_PROMPTS
 
 __all__ = ["CompletionBody"]
@@ -39,7 +40,7 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[str | Array[str] | TokenIds | Array[TokenIds], BeforeValidator(_refuse_many)]
     logprobs: Integer | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[TextOrTokens]:
         """The prompts, one by one.
 
         Raises:
@@ -47,7 +48,7 @@ class CompletionBody(SamplingBody):
         """
         given: Any = self.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts: list[Prompt] = [given] if is_one else given
+        prompts: list[TextOrTokens] = [given] if is_one else given
         if not all(prompts) or not prompts:
             raise InvalidArgumentError("prompt is empty; it must have at least 1 token")
         return prompts

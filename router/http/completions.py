@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.common.request.wire import FINISH_REASONS, stated_stop
-from baton.v1 import generation_pb2
+from baton.common.request.answer import CandidateOutput, stated_stop
+from baton.common.request.generation import GenerationRequest
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.completion_body import CompletionBody
@@ -17,7 +17,7 @@ from router.http.context import context_of
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, num_logprob_bytes, prompt_logprobs
-from router.http.params import generate_request, request_id_of, timeout_of
+from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts
 from router.http.usage import UsageCount, usage_fields
@@ -26,8 +26,6 @@ from router.requests.input_threads import convert_input
 from router.requests.request import tokenize_prompt
 
 __all__ = ["ENDPOINTS", "CompletionJob"]
-
-_Response = generation_pb2.GenerateStreamResponse
 
 _ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
@@ -117,15 +115,17 @@ class CompletionJob:
             or body.prompt_logprobs is not None
         )
         self._choices: dict[tuple[int, int], _Choice] = {}
-        self._first_messages: dict[int, _Response] = {}
+        self._first_outputs: dict[int, CandidateOutput] = {}
         self._usage = UsageCount(self._returns_text)
         self._num_generated = 0
-        self._message = generate_request(
-            prompt_ids or self._prompts,
-            body.stated(),
-            model=model.name,
+        self._request = GenerationRequest(
+            prompts=prompt_ids or self._prompts,
+            stated=body.stated(),
+            has_several=len(self._prompts) > 1,
             request_id=request_id,
-            body=body,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            add_special_tokens=body.add_special_tokens is not False,
         )
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
@@ -137,9 +137,9 @@ class CompletionJob:
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         choices: dict[int, dict[str, Any]] = {}
-        async with self._model.responses(self._message, self._timeout_s) as responses:
-            async for message in responses:
-                part = await self._part_of(message)
+        async with self._model.outputs(self._request, self._timeout_s) as outputs:
+            async for output in outputs:
+                part = await self._part_of(output)
                 _join(choices.setdefault(part["index"], {}), part)
         ordered = [choices[index] for index in sorted(choices)]
         return {**self._head, "choices": ordered, "usage": self._usage.fields()}
@@ -147,16 +147,16 @@ class CompletionJob:
     async def stream(self, emit: Emit) -> None:
         """Writes the choices' pieces as they come."""
         before, after = self._chunk_frame()
-        async with self._model.responses(self._message, self._timeout_s) as responses:
-            async for message in responses:
+        async with self._model.outputs(self._request, self._timeout_s) as outputs:
+            async for output in outputs:
                 if not self._is_plain:
-                    part = await self._part_of(message)
+                    part = await self._part_of(output)
                     usage = self._usage_so_far()
                     value = {**self._head, "choices": [part], **usage}
                     await emit(await convert_input(self.num_logprob_bytes, event, value))
                     self.num_logprob_bytes = 0
-                elif message.finish_reason or message.text:
-                    plain = self._plain_part(message)
+                elif output.finish_reason or output.text:
+                    plain = self._plain_part(output)
                     await emit(f"{before}{plain}{after}".encode())
         end = b""
         if self._body.includes_usage:
@@ -168,54 +168,54 @@ class CompletionJob:
         usage = ',"usage":null' if self._body.includes_usage else ""
         return f'data: {text_json(self._head)[:-1]},"choices":[', f"]{usage}}}\n\n"
 
-    def _plain_part(self, message: _Response) -> str:
-        """The JSON of a part that has text alone; most messages are written by this faster way."""
-        index = message.prompt_index * self._num_choices + message.index
-        text = text_json(message.text)
-        if not message.finish_reason:
+    def _plain_part(self, output: CandidateOutput) -> str:
+        """The JSON of a part that has text alone; most outputs are written by this faster way."""
+        index = output.prompt_index * self._num_choices + output.index
+        text = text_json(output.text)
+        if not output.finish_reason:
             return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
-        if message.HasField("usage"):
-            self._usage.add(message.usage)
-        end = text_json({"logprobs": None, **self._end(message)})
+        if output.usage is not None:
+            self._usage.add(output.usage)
+        end = text_json({"logprobs": None, **self._end(output)})
         return f'{{"index":{index},"text":{text},{end[1:]}'
 
-    async def _part_of(self, message: _Response) -> dict[str, Any]:
-        """Returns a message's addition to its choice; a thread makes many log-probabilities."""
-        num_bytes = num_logprob_bytes(message.logprobs) + num_logprob_bytes(message.prompt_logprobs)
+    async def _part_of(self, output: CandidateOutput) -> dict[str, Any]:
+        """Returns the addition of an output to its choice; a thread makes many logprobs."""
+        num_bytes = num_logprob_bytes(output.logprobs) + num_logprob_bytes(output.prompt_logprobs)
         self.num_logprob_bytes += num_bytes
-        return await convert_input(num_bytes, self._part, message)
+        return await convert_input(num_bytes, self._part, output)
 
-    def _part(self, message: _Response) -> dict[str, Any]:
-        """Returns the addition of a message to its choice."""
-        key = message.prompt_index, message.index
-        self._first_messages.setdefault(message.prompt_index, message)
-        if message.HasField("usage"):
-            self._usage.add(message.usage)
+    def _part(self, output: CandidateOutput) -> dict[str, Any]:
+        """Returns the addition of an output to its choice."""
+        key = output.prompt_index, output.index
+        self._first_outputs.setdefault(output.prompt_index, output)
+        if output.usage is not None:
+            self._usage.add(output.usage)
         part: dict[str, Any] = {
-            "index": message.prompt_index * self._num_choices + message.index,
+            "index": output.prompt_index * self._num_choices + output.index,
             "text": "",
             "logprobs": None,
-            **self._end(message),
+            **self._end(output),
         }
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices[key] = _Choice(self._body, self._texts)
-            self._add_prompt(choice, part, message.prompt_index)
+            self._add_prompt(choice, part, output.prompt_index)
         if self._returns_text:
-            self._num_generated += len(message.token_ids)
-            choice.add_tokens(part, message)
+            self._num_generated += len(output.token_ids)
+            choice.add_tokens(part, output)
         return part
 
-    def _end(self, message: _Response) -> dict[str, Any]:
+    def _end(self, output: CandidateOutput) -> dict[str, Any]:
         """How the choice ended; nulls if it has not."""
         return {
-            "finish_reason": FINISH_REASONS.get(message.finish_reason),
-            "stop_reason": stated_stop(message.matched_stop, self._body.stop_token_ids),
+            "finish_reason": output.finish_reason,
+            "stop_reason": stated_stop(output.matched_stop, self._body.stop_token_ids),
         }
 
     def _add_prompt(self, choice: "_Choice", part: dict[str, Any], prompt_index: int) -> None:
         """Adds what the first piece of a choice has of the prompt."""
-        first = self._first_messages[prompt_index]
+        first = self._first_outputs[prompt_index]
         if self._body.echo:
             choice.add_prompt(part, first, self._echoed(prompt_index))
         if self._body.prompt_logprobs is not None and first.prompt_token_ids:
@@ -254,7 +254,7 @@ class _Choice:
             has_special=body.skip_special_tokens is False,
         )
 
-    def add_prompt(self, part: dict[str, Any], first: _Response, text: str) -> None:
+    def add_prompt(self, part: dict[str, Any], first: CandidateOutput, text: str) -> None:
         """Adds the prompt's text and the log-probabilities of its tokens."""
         part["text"] = text
         if self._body.logprobs is not None and first.prompt_token_ids:
@@ -262,13 +262,13 @@ class _Choice:
                 first.prompt_token_ids, first.prompt_logprobs, text
             )
 
-    def add_tokens(self, part: dict[str, Any], message: _Response) -> None:
-        """Adds the text and the tokens of a message."""
-        part["text"] += message.text
+    def add_tokens(self, part: dict[str, Any], output: CandidateOutput) -> None:
+        """Adds the text and the tokens of a output."""
+        part["text"] += output.text
         if self._body.return_token_ids:
-            part["token_ids"] = list(message.token_ids)
-        if self._body.logprobs is not None and message.token_ids:
-            fields = self._logprobs.fields(message.token_ids, message.logprobs)
+            part["token_ids"] = list(output.token_ids)
+        if self._body.logprobs is not None and output.token_ids:
+            fields = self._logprobs.fields(output.token_ids, output.logprobs)
             if part["logprobs"] is None:
                 part["logprobs"] = fields
             else:

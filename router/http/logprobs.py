@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from baton.v1 import common_pb2
+from baton.common.request.answer import TokenLogprobs
 from router.http.text_places import TextPlaces
 from router.http.token_texts import TokenTexts
 
@@ -33,7 +33,7 @@ class LegacyLogprobs:
     def prompt_fields(
         self,
         token_ids: Sequence[int],
-        logprobs: Iterable[common_pb2.TokenLogprobs],
+        logprobs: Iterable[TokenLogprobs],
         text: str,
     ) -> dict[str, list[Any]]:
         """The fields for a prompt that the choice begins with; `text` is the prompt's."""
@@ -44,7 +44,7 @@ class LegacyLogprobs:
     def fields(
         self,
         token_ids: Sequence[int],
-        logprobs: Iterable[common_pb2.TokenLogprobs | None],
+        logprobs: Iterable[TokenLogprobs | None],
         prompt: str | None = None,
     ) -> dict[str, list[Any]]:
         """The fields for the next tokens; a token without log-probabilities has null.
@@ -90,7 +90,7 @@ class LegacyLogprobs:
             return self._has_special
         return prompt.startswith(self._texts.text(token_id), self._places.place)
 
-    def _top(self, text: str, entry: common_pb2.TokenLogprobs) -> dict[str, float]:
+    def _top(self, text: str, entry: TokenLogprobs) -> dict[str, float]:
         top = {
             self._written(token_id): max(logprob, _MIN_LOGPROB)
             for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
@@ -105,7 +105,7 @@ class LegacyLogprobs:
 def chat_logprobs(
     texts: TokenTexts,
     token_ids: Sequence[int],
-    logprobs: Sequence[common_pb2.TokenLogprobs],
+    logprobs: Sequence[TokenLogprobs],
     *,
     as_ids: bool = False,
 ) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def chat_logprobs(
 def prompt_logprobs(
     texts: TokenTexts,
     token_ids: Sequence[int],
-    logprobs: Sequence[common_pb2.TokenLogprobs],
+    logprobs: Sequence[TokenLogprobs],
 ) -> list[dict[str, Any] | None]:
     """The `prompt_logprobs` of vLLM, by token id; null for the first token of the prompt."""
     return [
@@ -141,9 +141,7 @@ def prompt_logprobs(
     ]
 
 
-def _by_token(
-    texts: TokenTexts, token_id: int, own: common_pb2.TokenLogprobs
-) -> dict[str, dict[str, Any]]:
+def _by_token(texts: TokenTexts, token_id: int, own: TokenLogprobs) -> dict[str, dict[str, Any]]:
     entries = [(token_id, own.logprob, own.rank)]
     pairs = zip(own.top_token_ids, own.top_logprobs, strict=True)
     entries += [(other, logprob, rank) for rank, (other, logprob) in enumerate(pairs, start=1)]
@@ -157,7 +155,7 @@ def _by_token(
     }
 
 
-def num_logprob_bytes(logprobs: Sequence[common_pb2.TokenLogprobs]) -> int:
+def num_logprob_bytes(logprobs: Sequence[TokenLogprobs]) -> int:
     """About how many bytes of an answer log-probabilities take: those of the first token for all,
     since all tokens have as many.
     """

@@ -70,8 +70,8 @@ async def tokenizer_info(request: Request, model: str = "") -> Response:
     """Describes a model's tokenizer: its tokenizer_config.json, with the chat template in use."""
     found = context_of(request).models.find(model)
     settings = {"tokenizer_class": _TOKENIZER_CLASS, **found.tokenizer_settings}
-    if found.chat_template is not None:
-        settings["chat_template"] = found.chat_template.text
+    if found.chat.template is not None:
+        settings["chat_template"] = found.chat.template.text
     return json_response(settings)
 
 

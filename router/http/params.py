@@ -1,21 +1,16 @@
-"""From request bodies to the stated fields of `SamplingParams`, and to messages."""
+"""From request bodies to the stated fields of `SamplingParams`."""
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
 from baton.common.errors import DeadlineExceededError, InvalidArgumentError
 from baton.common.request.structured_outputs import StructuredOutputs
-from baton.common.request.wire import build_request
-from baton.v1 import generation_pb2
 from router.http.bodies import SamplingBody, refuse_lacking
 from rpc.logs import CURRENT_CALL
 
-__all__ = ["Prompt", "generate_request", "request_id_of", "stated_fields", "timeout_of"]
-
-Prompt = str | Sequence[int]
+__all__ = ["request_id_of", "stated_fields", "timeout_of"]
 
 _SAME_NAMES = (
     "temperature",
@@ -138,29 +133,3 @@ def timeout_of(request: Request) -> float | None:
     if left_s <= 0:
         raise DeadlineExceededError(f"the request was not read within {timeout_s:g} s")
     return left_s
-
-
-def generate_request(
-    prompts: Sequence[Prompt],
-    stated: Mapping[str, Any],
-    *,
-    model: str,
-    request_id: str,
-    body: SamplingBody,
-) -> generation_pb2.GenerateRequest:
-    """The message that asks for completions of one or several prompts.
-
-    Raises:
-        InvalidArgumentError: a value is out of range.
-    """
-    message = build_request(
-        prompts if len(prompts) > 1 else prompts[0],
-        stated,
-        model,
-        request_id=request_id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-    )
-    if body.add_special_tokens is not None:
-        message.add_special_tokens = body.add_special_tokens
-    return message

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.chat.chat_request import ChatChunk
+from baton.common.request.answer import CandidateOutput
 from router.http.answering import stream_response, whole_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.context import context_of
@@ -47,17 +47,17 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     body.drop_ignored()
     texts = context.token_texts(model)
 
-    def logprobs_of(chunk: ChatChunk) -> list[dict[str, Any]]:
-        content: list[dict[str, Any]] = chat_logprobs(texts, chunk.token_ids, chunk.logprobs)[
+    def logprobs_of(output: CandidateOutput) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = chat_logprobs(texts, output.token_ids, output.logprobs)[
             "content"
         ]
         return content
 
     response = ResponseAnswer(asked, body.model or model.name, logprobs_of)
-    chunks = context.chat(model).stream(asked.chat, timeout_of(request))
+    outputs = context.chat(model).stream(asked.chat, timeout_of(request))
     if body.stream:
-        return stream_response(chunks, ResponseStream(response), request, request_id)
-    return await whole_response(chunks, response, request)
+        return stream_response(outputs, ResponseStream(response), request, request_id)
+    return await whole_response(outputs, response, request)
 
 
 @_ROUTER.post(

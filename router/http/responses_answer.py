@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from router.chat.chat_request import ChatChunk, ChatUsage
+from baton.common.request.answer import CandidateOutput, TokenCounts
 from router.http.answer_parts import (
     AnswerParts,
     LogprobsOf,
@@ -63,9 +63,9 @@ class ResponseAnswer:
         self._item_ids: list[str] = []
         self._error: dict[str, str] | None = None
 
-    def push(self, chunk: ChatChunk) -> list[Step]:
-        """Adds a chunk; returns what it changes."""
-        return self.parts.push(chunk)
+    def push(self, output: CandidateOutput) -> list[Step]:
+        """Adds an output; returns what it changes."""
+        return self.parts.push(output)
 
     def finish(self) -> list[Step]:
         """Ends the answer; returns what that changes."""
@@ -166,12 +166,12 @@ class ResponseStream:
         self._num_events = 0
         self._inputs: dict[int, CustomInput] = {}  # of custom calls, by their parts' index
 
-    def push(self, chunk: ChatChunk) -> list[Event]:
-        """The events of a chunk."""
-        return [*self._start(), *self._events(self._answer.push(chunk))]
+    def push(self, output: CandidateOutput) -> list[Event]:
+        """The events of an output."""
+        return [*self._start(), *self._events(self._answer.push(output))]
 
     def finish(self) -> list[Event]:
-        """The last events. Called once the chunks have ended."""
+        """The last events. Called once the outputs have ended."""
         return [*self._start(), *self._events(self._answer.finish()), self._end()]
 
     def fail(self, problem: Problem) -> list[Event]:
@@ -304,7 +304,7 @@ def _without_bytes(logprobs: Any) -> list[Mapping[str, Any]]:
     ]
 
 
-def _usage(usage: ChatUsage) -> dict[str, Any]:
+def _usage(usage: TokenCounts) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

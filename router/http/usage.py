@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.v1 import common_pb2
+from baton.common.request.answer import TokenCounts
 
 __all__ = ["UsageCount", "usage_fields"]
 
@@ -55,7 +55,7 @@ class UsageCount:
         self._completion_tokens = 0
         self._num_accepted = self._num_rejected = 0  # of draft tokens
 
-    def add(self, usage: common_pb2.Usage) -> None:
+    def add(self, usage: TokenCounts) -> None:
         """Adds the counts of one prompt."""
         self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += usage.cached_tokens

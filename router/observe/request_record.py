@@ -7,12 +7,13 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from baton.common.errors import BatonError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
+from baton.common.request.answer import CandidateOutput, TokenCounts
+from baton.common.request.results import Timings
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import common_pb2, request_pb2
 
 __all__ = ["Attempt", "RequestRecord"]
 
@@ -49,17 +50,18 @@ class Attempt:
     started_at: float = field(default_factory=time.monotonic)
     first_output_at: float | None = None
     ended_at: float | None = None
-    timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
+    timings: Timings = field(default_factory=Timings)
     cached_tokens: int = 0
     error: str = ""
 
-    def take(self, output: request_pb2.CandidateOutput) -> None:
+    def take(self, output: CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
         if self.first_output_at is None:
             self.first_output_at = time.monotonic()
             self.cached_tokens = output.cached_tokens
-        if output.HasField("timings"):
-            self.timings.MergeFrom(output.timings)
+        if output.stages is not None:
+            new = {stage.name: getattr(output.stages, stage.name) for stage in fields(Timings)}
+            self.timings = replace(self.timings, **{name: ms for name, ms in new.items() if ms})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class RequestRecord:
     first_token_at: float | None = None
     ended_at: float | None = None
     send_wait_s: float = 0.0
-    usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
+    usage: TokenCounts = field(default_factory=TokenCounts)
     sampling: dict[str, float | int] = field(default_factory=dict)
     finish_reasons: list[str] = field(default_factory=list)
     is_over: bool = False
@@ -171,15 +173,14 @@ class RequestRecord:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
 
-    def add_end(self, reason: "common_pb2.FinishReason.ValueType", *, is_over: bool) -> None:
+    def add_end(self, reason: str, *, is_over: bool) -> None:
         """Notes the end of a candidate.
 
         Args:
             reason: why it ended.
             is_over: whether it was the last one.
         """
-        name = common_pb2.FinishReason.Name(reason)
-        self.finish_reasons.append(name.removeprefix("FINISH_REASON_").lower())
+        self.finish_reasons.append("aborted" if reason == "abort" else reason)
         self.is_over = is_over
 
     def end(self, error: BaseException | None, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""`RoutedRequest`: a request ready for the tiers, and how it is made from a client's message."""
+"""`RoutedRequest`: a request ready for the tiers, and how it is made from a client's."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import (
     ReasoningMarks,
-    ReasoningStart,
     RequestSpec,
     unique_request_id,
 )
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import generation_pb2
 from kvstore.block_key import BlockKeyChain
 from router.fleet.served_model import RequestLimits, ServedModel
 from router.observe.request_record import RequestRecord
@@ -77,8 +76,8 @@ class RoutedRequest:
 
 
 async def prepare_request(
-    message: generation_pb2.GenerateRequest,
-    prompt: str | Sequence[int],
+    request: GenerationRequest,
+    prompt: TextOrTokens,
     params: SamplingParams,
     tokenizer: Tokenizer,
     model: ServedModel,
@@ -90,9 +89,9 @@ async def prepare_request(
     """Tokenizes the prompt, applies the limits and computes the block keys.
 
     Args:
-        message: the client's, which `validate_generate_request` has accepted.
-        prompt: one of the message's prompts.
-        params: the message's parameters.
+        request: the client's, which `validate_request` has accepted.
+        prompt: one of its prompts.
+        params: its parameters.
         tokenizer: the model's.
         model: the served model.
         limits: the decode replicas' limits.
@@ -104,18 +103,20 @@ async def prepare_request(
         InvalidArgumentError: the prompt or a parameter does not fit the model.
         FailedPreconditionError: the request limits the reasoning part, which has no tags.
     """
-    reasoning = _reasoning(message, params, marks, limits)
+    reasoning = marks_for(params, marks, limits.vocab_size)
+    if reasoning is not None:
+        reasoning = replace(reasoning, start=request.reasoning_start)
     token_ids = await tokenize_prompt(
         prompt,
         tokenizer,
         limits,
         params.truncate_prompt_tokens,
-        add_special_tokens=message.add_special_tokens or not message.HasField("add_special_tokens"),
+        add_special_tokens=request.add_special_tokens,
     )
     check = partial(check_token_ids, "prompt token_ids", token_ids, limits.vocab_size)
     await _in_thread_if_long(token_ids, check)
-    num_prompts = max(len(message.prompts.prompts), 1)
-    is_stated = message.stopping.HasField("max_tokens")
+    num_prompts = len(request.prompts)
+    is_stated = "max_tokens" in request.stated
     params = _checked(params, len(token_ids), limits, num_prompts, is_stated)
     bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
     for bad_word in bad_words:
@@ -126,8 +127,8 @@ async def prepare_request(
         token_ids,
         params,
         eos_token_ids=model.eos_token_ids,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
         deadline=deadline,
         bad_words_token_ids=bad_words,
         reasoning=reasoning,
@@ -140,19 +141,6 @@ async def prepare_request(
         block_size=model.block_size,
         record=record,
     )
-
-
-def _reasoning(
-    message: generation_pb2.GenerateRequest,
-    params: SamplingParams,
-    marks: ReasoningMarks | None,
-    limits: RequestLimits,
-) -> ReasoningMarks | None:
-    """The tags of the reasoning part, and where the answer begins, if the parameters need them."""
-    reasoning = marks_for(params, marks, limits.vocab_size)
-    if reasoning is None:
-        return None
-    return replace(reasoning, start=ReasoningStart(message.reasoning_start))
 
 
 def _checked(
@@ -174,7 +162,7 @@ def _checked(
 
 
 async def tokenize_prompt(
-    prompt: str | Sequence[int],
+    prompt: TextOrTokens,
     tokenizer: Tokenizer,
     limits: RequestLimits,
     truncate_prompt_tokens: int | None = None,

@@ -1,4 +1,4 @@
-"""Checks of clients' messages, before they cost anything.
+"""Checks of clients' requests, before they cost anything.
 
 Every refusal is an `InvalidArgumentError` that names the field, its value and
 the limit. Bytes that are no message, invalid UTF-8 included, never get here:
@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError, PromptTooLongError
-from baton.common.request.sampling_params import AS_MANY_AS_FIT, SamplingParams
-from baton.common.request.spec_wire import params_from_proto
-from baton.v1 import generation_pb2
+from baton.common.request.generation import GenerationRequest
+from baton.common.request.sampling_params import AS_MANY_AS_FIT, SamplingParams, over_defaults
 from router.fleet.served_model import RequestLimits
 
 __all__ = [
@@ -32,9 +31,8 @@ __all__ = [
     "check_token_ids",
     "check_vocabulary",
     "fitting_params",
-    "prompts_of",
     "returnable_params",
-    "validate_generate_request",
+    "validate_request",
 ]
 
 MAX_REQUEST_ID_CHARS = 128
@@ -53,55 +51,39 @@ counts as two. One takes up to 11 bytes of a message, the token and its text inc
 """
 
 
-def validate_generate_request(
-    message: generation_pb2.GenerateRequest, defaults: Mapping[str, Any]
-) -> SamplingParams:
+def validate_request(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Checks everything that needs neither tokenizer nor replicas; returns the parameters.
 
     Args:
-        message: the client's.
-        defaults: values of the sampling parameters that the message leaves unset.
+        request: the client's.
+        defaults: values of the sampling parameters that the request leaves unset.
 
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
     """
-    check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
-    check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
-    prompts_of(message)
-    return params_from_proto(
-        message.sampling, message.stopping, message.text_params, defaults=defaults
-    )
+    check_length("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
+    check_length("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
+    for i, prompt in enumerate(request.prompts):
+        if not prompt:
+            path = f"prompts[{i}]." if request.has_several else ""
+            kind = "text" if isinstance(prompt, str) else "token_ids"
+            raise InvalidArgumentError(
+                f"{path}{kind} is empty; the prompt must have at least 1 token"
+            )
+    params = over_defaults(request.stated, defaults)
+    prompts = (prompt for prompt in request.prompts if isinstance(prompt, str))
+    texts = (params.prediction, *params.stop, *params.bad_words, *prompts)
+    _check_unicode(request.request_id, request.cache_salt, *texts)
+    return params
 
 
-def prompts_of(message: generation_pb2.GenerateRequest) -> Sequence[str | Sequence[int]]:
-    """The prompts, as texts or token ids; the ids are the message's own, not copied.
-
-    Raises:
-        InvalidArgumentError: a prompt is unset or empty, or there are too many.
-    """
-    if message.WhichOneof("prompt") != "prompts":
-        return (_prompt_of(message),)
-    prompts = message.prompts.prompts
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InvalidArgumentError(
-            f"prompts has {len(prompts)} entries; it must have 1 to {MAX_PROMPTS}"
-        )
-    return [_prompt_of(prompt, f"prompts[{i}].") for i, prompt in enumerate(prompts)]
-
-
-def _prompt_of(
-    message: generation_pb2.GenerateRequest | generation_pb2.Prompt, path: str = ""
-) -> str | Sequence[int]:
-    """The prompt of a message; `path` is the place of the message, for errors."""
-    which = message.WhichOneof("prompt")
-    if which not in ("text", "token_ids"):
-        forms = message.DESCRIPTOR.oneofs_by_name["prompt"].fields
-        names = ", ".join(form.name for form in forms)
-        raise InvalidArgumentError(f"{path}prompt is unset; set one of {names}")
-    prompt = message.text if which == "text" else message.token_ids.ids
-    if not prompt:
-        raise InvalidArgumentError(f"{path}{which} is empty; the prompt must have at least 1 token")
-    return prompt
+def _check_unicode(*texts: str) -> None:
+    """Refuses lone surrogates, which JSON can state and messages to workers cannot hold."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
 
 
 def check_length(

@@ -1,20 +1,16 @@
-"""A request's tokens as messages for its client.
-
-`Completion` turns replicas' outputs into the messages of a stream; `WholeGeneration`
-joins such messages into one response.
-"""
+"""`Completion`: turns workers' outputs into those that the client receives."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from baton.common.request.answer import CandidateOutput, TokenCounts, TokenLogprobs
 from baton.common.request.request_spec import RequestSpec
-from baton.v1 import common_pb2, generation_pb2, request_pb2
+from baton.common.request.results import Timings
 from router.observe.request_record import RequestRecord
 from router.requests.text_stream import TextStream
 from router.requests.tokenizer import Tokenizer
 
-__all__ = ["Completion", "WholeGeneration"]
-
-_Response = generation_pb2.GenerateStreamResponse
+__all__ = ["Completion"]
 
 
 class Completion:
@@ -37,89 +33,102 @@ class Completion:
         self._record = record
         self._usage = record.usage
         self._usage.prompt_tokens = len(spec.prompt_token_ids)
-        self._timings = common_pb2.Timings()
-        self._has_prompt_timings = False
+        self._stages: Timings | None = None
+        self._is_first = True
         self._returns_prompt = spec.params.prompt_logprobs is not None
-        self._prompt: _Response | None = _Response()  # until the first message, which has it
-        if self._returns_prompt:
-            self._prompt.prompt_token_ids.extend(spec.prompt_token_ids)
+        self._prompt_token_ids = spec.prompt_token_ids
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def is_over(self) -> bool:
-        """Whether every candidate has ended; the last message then had usage and timings."""
+        """Whether every candidate has ended; the last output then had usage and timings."""
         return not self._running
 
-    def add(self, output: request_pb2.CandidateOutput) -> Sequence[_Response]:
-        """Returns the messages for an output: none or one, or, if the request ends with it, one
-        per candidate that had not ended. Outputs of candidates that have ended are dropped.
+    def add(self, output: CandidateOutput) -> Sequence[CandidateOutput]:
+        """Returns what the client receives for an output: nothing or the output itself, or, if the
+        request ends with it, an end of each candidate that had not ended. Outputs of candidates
+        that have ended are dropped.
         """
-        if output.HasField("timings"):
-            self._add_timings(output)
-        if self._returns_prompt and self._prompt is not None and output.prompt_logprobs:
-            del self._prompt.prompt_logprobs[:]
-            self._prompt.prompt_logprobs.extend(output.prompt_logprobs)
-        is_for_client = bool(output.token_ids or output.finish_reason)
-        responses = []
-        if is_for_client and output.index in self._running:
-            responses.append(self._response(output))
+        if output.stages is not None:
+            self._add_stages(output.stages, output.cached_tokens)
+        if output.prompt_logprobs:
+            if self._is_first:
+                self._prompt_logprobs = output.prompt_logprobs
+            output.prompt_logprobs = ()
+        finish_reason = output.finish_reason
+        outputs = []
+        if (output.token_ids or finish_reason) and output.index in self._running:
+            outputs.append(self._completed(output))
         if output.is_last:
-            responses += [
-                self._response(
-                    request_pb2.CandidateOutput(index=index, finish_reason=output.finish_reason)
-                )
+            outputs += [
+                self._completed(CandidateOutput(index, finish_reason=finish_reason))
                 for index in list(self._running)
             ]
-        if responses and self.is_over:
-            self._add_totals(responses[-1])
-        return responses
+        if outputs and not self._running:
+            self._add_totals(outputs[-1])
+        return outputs
 
-    def _response(self, output: request_pb2.CandidateOutput) -> _Response:
+    def _completed(self, output: CandidateOutput) -> CandidateOutput:
         if output.token_ids:
             self._record.mark_first_token()
-        response = self._running[output.index].response_to(output)
-        response.request_id = self._request_id
-        if self._prompt is not None:
-            response.MergeFrom(self._prompt)
-            response.prompt_usage.prompt_tokens = self._usage.prompt_tokens
-            response.prompt_usage.cached_tokens = self._usage.cached_tokens
-            self._prompt = None
+        self._running[output.index].complete(output)
+        output.request_id = self._request_id
+        if self._is_first:
+            self._add_prompt(output)
         usage = self._usage
-        usage.completion_tokens += len(response.token_ids)
+        usage.completion_tokens += len(output.token_ids)
         if output.accepted_drafts or output.rejected_drafts:
             usage.accepted_prediction_tokens += output.accepted_drafts
             usage.rejected_prediction_tokens += output.rejected_drafts
-        if response.finish_reason:
+        if output.finish_reason:
             del self._running[output.index]
-            self._record.add_end(response.finish_reason, is_over=self.is_over)
-        return response
+            self._record.add_end(output.finish_reason, is_over=self.is_over)
+        return output
 
-    def _add_timings(self, output: request_pb2.CandidateOutput) -> None:
-        """Takes all timings and the cached tokens of the first output that has timings. From
-        later ones it takes only the times of the handoff: the time in which a resumed request
-        computes its prompt again counts as decoding.
+    def _add_prompt(self, output: CandidateOutput) -> None:
+        """Adds what the first output has of the prompt."""
+        self._is_first = False
+        usage = self._usage
+        output.prompt_usage = TokenCounts(usage.prompt_tokens, usage.cached_tokens)
+        if self._returns_prompt:
+            output.prompt_token_ids = self._prompt_token_ids
+            output.prompt_logprobs = self._prompt_logprobs
+
+    def _add_stages(self, stages: Timings, cached_tokens: int) -> None:
+        """Takes all times and the cached tokens of the first output that has times. From later
+        ones it takes only the times of the handoff: the time in which a resumed request computes
+        its prompt again counts as decoding.
         """
-        if not self._has_prompt_timings:
-            self._has_prompt_timings = True
-            self._timings.MergeFrom(output.timings)
-            self._usage.cached_tokens = output.cached_tokens
+        known = self._stages
+        if known is None:
+            self._stages = stages
+            self._usage.cached_tokens = cached_tokens
         else:
-            ours, theirs = self._timings, output.timings
-            ours.transfer_ms = ours.transfer_ms or theirs.transfer_ms
-            ours.load_ms = ours.load_ms or theirs.load_ms
+            self._stages = replace(
+                known,
+                transfer_ms=known.transfer_ms or stages.transfer_ms,
+                load_ms=known.load_ms or stages.load_ms,
+            )
 
-    def _add_totals(self, response: _Response) -> None:
-        """Adds usage and timings to the last message."""
-        record, timings = self._record, self._timings
-        timings.total_ms = record.ms_since_arrival()
-        timings.decode_ms = timings.total_ms
+    def _add_totals(self, output: CandidateOutput) -> None:
+        """Adds usage and timings to the last output."""
+        record = self._record
+        total_ms = decode_ms = record.ms_since_arrival()
+        first_token_ms = route_ms = 0.0
         if record.routed_at is not None:
-            timings.route_ms = record.ms_since_arrival(record.routed_at)
-        timings.wait_ms = record.wait_s * 1000
+            route_ms = record.ms_since_arrival(record.routed_at)
         if record.first_token_at is not None:
-            timings.first_token_ms = record.ms_since_arrival(record.first_token_at)
-            timings.decode_ms -= timings.first_token_ms
-        response.usage.CopyFrom(self._usage)
-        response.timings.CopyFrom(timings)
+            first_token_ms = record.ms_since_arrival(record.first_token_at)
+            decode_ms -= first_token_ms
+        output.usage = self._usage
+        output.timings = replace(
+            self._stages or Timings(),
+            route_ms=route_ms,
+            first_token_ms=first_token_ms,
+            decode_ms=decode_ms,
+            total_ms=total_ms,
+            wait_ms=record.wait_s * 1000,
+        )
 
 
 class _Candidate:
@@ -128,7 +137,7 @@ class _Candidate:
     Args:
         text: makes its text.
         stop_token_ids: the request's. A text of a form that is complete ends without one.
-        asks_for_logprobs: whether messages have its tokens' log-probabilities.
+        asks_for_logprobs: whether outputs have its tokens' log-probabilities.
     """
 
     def __init__(
@@ -139,80 +148,24 @@ class _Candidate:
         self._asks_for_logprobs = asks_for_logprobs
         self._last_token_id: int | None = None
 
-    def response_to(self, output: request_pb2.CandidateOutput) -> _Response:
-        """The message for the candidate's next tokens, or its end."""
+    def complete(self, output: CandidateOutput) -> None:
+        """Adds the text and the stop to the candidate's next output, and cuts what a stop text
+        leaves out.
+        """
         piece = self._text.push(output.token_ids)
-        text, matched_stop = piece.text, piece.matched_stop
-        if output.finish_reason and matched_stop is None:
+        output.text, output.matched_stop = piece.text, piece.matched_stop
+        if output.finish_reason and piece.matched_stop is None:
             end = self._text.finish()
-            text, matched_stop = text + end.text, end.matched_stop
-        token_ids = output.token_ids[: piece.num_tokens]
-        if token_ids:
-            self._last_token_id = token_ids[-1]
-        response = _Response(index=output.index, token_ids=token_ids, text=text)
-        if self._asks_for_logprobs:
-            response.logprobs.extend(output.logprobs[: piece.num_tokens])
-        if matched_stop is not None:
-            response.finish_reason = common_pb2.FINISH_REASON_STOP
-            response.matched_stop.text = matched_stop
-        elif output.finish_reason:
-            self._add_end(response, output)
-        return response
-
-    def _add_end(self, response: _Response, output: request_pb2.CandidateOutput) -> None:
-        response.finish_reason = output.finish_reason
-        is_stop = output.finish_reason == common_pb2.FINISH_REASON_STOP
-        if is_stop and self._last_token_id in self._stop_token_ids:
-            response.matched_stop.token_id = self._last_token_id
-        if output.HasField("score"):
-            response.score = output.score
-
-
-class WholeGeneration:
-    """Joins the messages of a stream into one response.
-
-    Attributes:
-        num_bytes: about how many bytes the response has so far; it has no fewer.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._completions: dict[int, generation_pb2.Completion] = {}
-        self._texts: dict[int, list[str]] = {}
-        self._first: _Response | None = None
-        self._last = _Response()
-
-    def add(self, message: _Response) -> None:
-        """Adds the next message."""
-        if message.index not in self._completions:
-            self._completions[message.index] = generation_pb2.Completion(index=message.index)
-            self._texts[message.index] = []
-        if self._first is None:
-            self._first = message
-        self._completions[message.index].token_ids.extend(message.token_ids)
-        self._completions[message.index].logprobs.extend(message.logprobs)
-        self._texts[message.index].append(message.text)
-        self.num_bytes += len(message.token_ids) + len(message.text)
-        if message.finish_reason:
-            self._add_end(self._completions[message.index], message)
-        self._last = message
-
-    def response(self) -> generation_pb2.GenerateResponse:
-        """The candidates by index. Called once the stream has ended."""
-        first = self._first or self._last
-        return generation_pb2.GenerateResponse(
-            request_id=self._last.request_id,
-            completions=[self._completions[index] for index in sorted(self._completions)],
-            usage=self._last.usage,
-            timings=self._last.timings,
-            prompt_logprobs=first.prompt_logprobs,
-            prompt_token_ids=first.prompt_token_ids,
-        )
-
-    def _add_end(self, completion: generation_pb2.Completion, message: _Response) -> None:
-        completion.text = "".join(self._texts.pop(message.index))
-        completion.finish_reason = message.finish_reason
-        if message.HasField("matched_stop"):
-            completion.matched_stop.CopyFrom(message.matched_stop)
-        if message.HasField("score"):
-            completion.score = message.score
+            output.text, output.matched_stop = piece.text + end.text, end.matched_stop
+        if piece.num_tokens < len(output.token_ids):
+            output.token_ids = output.token_ids[: piece.num_tokens]
+            output.logprobs = output.logprobs[: piece.num_tokens]
+        if not self._asks_for_logprobs:
+            output.logprobs = ()
+        if output.token_ids:
+            self._last_token_id = output.token_ids[-1]
+        if output.matched_stop is not None:
+            output.finish_reason = "stop"
+            output.score = None
+        elif output.finish_reason == "stop" and self._last_token_id in self._stop_token_ids:
+            output.matched_stop = self._last_token_id

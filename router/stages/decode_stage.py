@@ -19,9 +19,10 @@ from baton.common.errors import (
     UnavailableError,
 )
 from baton.common.reasons import Reason
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto
-from baton.v1 import decode_pb2, request_pb2
+from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
@@ -116,7 +117,7 @@ class DecodeStage:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields outputs up to the request's last.
 
         Args:
@@ -155,7 +156,7 @@ class DecodeStage:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields one replica's outputs up to the request's last, or raises its error."""
         with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
             is_last = False
@@ -173,10 +174,11 @@ class DecodeStage:
                     # the token from prefill may have ended it.
                     handoff.release()
                 progress.add(output)
+                runs_on = output.finish_reason is None  # there; the caller may end it by a stop
                 try:
                     yield output
                 finally:  # also if the caller closes the generator here
-                    if progress.has_ended(output.index) and not output.finish_reason:
+                    if runs_on and progress.has_ended(output.index):
                         stream.finish(output.index)
 
     def _may_move(self, request: RoutedRequest) -> bool:

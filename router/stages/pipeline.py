@@ -11,14 +11,16 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Sized
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.answer import CandidateOutput
+from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import generation_pb2, request_pb2
 from router.config.router import RouterConfig
 from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import Fleet
@@ -28,7 +30,7 @@ from router.observe.request_record import RequestRecord
 from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, prepare_request
 from router.requests.tokenizer import MAX_INLINE_LENGTH, Tokenizer
-from router.requests.validation import prompts_of, validate_generate_request
+from router.requests.validation import validate_request
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
@@ -40,9 +42,6 @@ from router.stages.prompts import run_together
 from router.tenants.tenant import Tenant, tenant_of_call
 
 __all__ = ["Pipeline"]
-
-_SEVERAL = "prompts"
-"""The field of a message with several prompts."""
 
 
 class Pipeline:
@@ -92,29 +91,31 @@ class Pipeline:
         )
 
     async def open(
-        self, message: generation_pb2.GenerateRequest, deadline: float, operation: str
-    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Validates a message; returns its messages up to the one with usage and timings.
+        self, request: GenerationRequest, deadline: float, operation: str
+    ) -> AsyncGenerator[CandidateOutput, None]:
+        """Validates a request; returns its outputs up to the one with usage and timings.
 
-        The caller closes the generator. While it handles one message, new tokens are merged
+        The caller closes the generator. While it handles one output, new tokens are merged
         into the next.
 
         Args:
-            message: the client's request, with a request id.
+            request: the client's.
             deadline: `time.monotonic()` at which the request must have ended.
             operation: text_completion or chat, for the request's record.
 
         Raises:
             BatonError: one of those that `GenerationService` documents; also the generator.
         """
-        params = await self._validated(message)
-        prompts = prompts_of(message)
-        tenant = tenant_of_call()
-        message.cache_salt = tenant.cache_salt(message.cache_salt)
-        message.priority = tenant.priority(message.priority)
-        if message.WhichOneof("prompt") != _SEVERAL:
+        params = await self._validated(request)
+        prompts, tenant = request.prompts, tenant_of_call()
+        request = replace(
+            request,
+            cache_salt=tenant.cache_salt(request.cache_salt),
+            priority=tenant.priority(request.priority),
+        )
+        if not request.has_several:
             return self._generate(
-                message, message.request_id, prompts[0], params, deadline, operation
+                request, request.request_id, prompts[0], params, deadline, operation
             )
         most = min(self._admission.max_requests, tenant.max_requests)
         if len(prompts) > most:
@@ -124,7 +125,7 @@ class Pipeline:
             )
         each = [
             self._generate(
-                message, f"{message.request_id}-{i}", prompt, params, deadline, operation
+                request, f"{request.request_id}-{i}", prompt, params, deadline, operation
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -132,37 +133,37 @@ class Pipeline:
 
     async def _generate(
         self,
-        message: generation_pb2.GenerateRequest,
+        request: GenerationRequest,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: TextOrTokens,
         params: SamplingParams,
         deadline: float,
         operation: str,
-    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Yields the messages of one prompt."""
+    ) -> AsyncGenerator[CandidateOutput, None]:
+        """Yields the outputs of one prompt."""
         tenant = tenant_of_call()
         with (
             self._admission.admit(request_id, tenant.name),
-            self._backlog.place(message.priority) as place,
+            self._backlog.place(request.priority) as place,
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
             with self._log.recording(record, deadline):
-                request = await self._prepare(message, prompt, params, deadline, record)
-                if (form := request.spec.params.structured_outputs) is not None:
+                routed = await self._prepare(request, prompt, params, deadline, record)
+                if (form := routed.spec.params.structured_outputs) is not None:
                     place.grammar = form.key
-                if message.WhichOneof("prompt") != _SEVERAL:  # else a part of a call would fail
+                if not request.has_several:  # else a part of a call would fail
                     tenant.check_tokens()
-                completion = Completion(request.spec, self._tokenizer, record)
-                progress = Progress(request.spec.params)
-                async with aclosing(self._outputs(request, progress, place)) as outputs:
+                completion = Completion(routed.spec, self._tokenizer, record)
+                progress = Progress(routed.spec.params)
+                async with aclosing(self._outputs(routed, progress, place)) as outputs:
                     async for output in outputs:
-                        for response in completion.add(output):
-                            if response.finish_reason:
-                                progress.end(response.index)
+                        for completed in completion.add(output):
+                            if completed.finish_reason:
+                                progress.end(completed.index)
                             sent_at = time.monotonic()
                             try:
-                                yield response
+                                yield completed
                             finally:
                                 record.send_wait_s += time.monotonic() - sent_at
                         if completion.is_over:
@@ -170,32 +171,33 @@ class Pipeline:
 
     async def _prepare(
         self,
-        message: generation_pb2.GenerateRequest,
-        prompt: str | Sequence[int],
+        request: GenerationRequest,
+        prompt: TextOrTokens,
         params: SamplingParams,
         deadline: float,
         record: RequestRecord,
     ) -> RoutedRequest:
         with record.waiting():
             model, limits = await self._fleet.wait_for_model(
-                message.priority, deadline, self._config.queue_timeout_s
+                request.priority, deadline, self._config.queue_timeout_s
             )
-        request = await prepare_request(
-            message, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
+        routed = await prepare_request(
+            request, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
         )
-        record.note_params(request.spec.params)
-        return request
+        record.note_params(routed.spec.params)
+        return routed
 
-    async def _validated(self, message: generation_pb2.GenerateRequest) -> SamplingParams:
-        """Checks a message; a thread parses large schemas, which would delay other requests."""
-        arguments = message, self._default_params
-        if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
-            return validate_generate_request(*arguments)
-        return await asyncio.to_thread(validate_generate_request, *arguments)
+    async def _validated(self, request: GenerationRequest) -> SamplingParams:
+        """Checks a request; a thread checks long lists, which would delay other requests."""
+        arguments = request, self._default_params
+        sizes = (len(value) for value in request.stated.values() if isinstance(value, Sized))
+        if "extra_args" not in request.stated and sum(sizes) <= MAX_INLINE_LENGTH:
+            return validate_request(*arguments)
+        return await asyncio.to_thread(validate_request, *arguments)
 
     async def _outputs(
         self, request: RoutedRequest, progress: Progress, place: Place
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
         if request.record.waits:
@@ -235,7 +237,7 @@ class Pipeline:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
         overlap_blocks = self._decode.overlap_blocks(request, replica)
         if not wants_remote_prefill(
@@ -252,10 +254,10 @@ class Pipeline:
 
 
 async def _run_several(
-    prompts: Sequence[AsyncGenerator[generation_pb2.GenerateStreamResponse, None]], tenant: Tenant
-) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-    """Yields the messages of the prompts of one call, each of which counts as a request."""
+    prompts: Sequence[AsyncGenerator[CandidateOutput, None]], tenant: Tenant
+) -> AsyncGenerator[CandidateOutput, None]:
+    """Yields the outputs of the prompts of one call, each of which counts as a request."""
     with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
-        async with aclosing(run_together(prompts)) as responses:
-            async for response in responses:
-                yield response
+        async with aclosing(run_together(prompts)) as outputs:
+            async for output in outputs:
+                yield output

@@ -14,8 +14,10 @@ from baton.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import prefill_pb2, request_pb2
+from baton.common.request.answer import CandidateOutput
+from baton.v1 import prefill_pb2
 from router.fleet.decode_replica import DecodeReplica
+from router.fleet.output_wire import output_from_proto
 from router.fleet.prefill_replica import PrefillReplica
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
@@ -79,7 +81,7 @@ class PrefillCall:
         self._queued = ExitStack()
         self._queued.enter_context(replica.reserve(num_tokens=num_tokens))
 
-    async def outputs(self) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    async def outputs(self) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the first tokens, then an output with timings once the KV is saved. The caller
         closes the generator, which cancels the call.
 
@@ -106,27 +108,27 @@ class PrefillCall:
                     replica.release_request(spec.request_id)
                 raise
 
-    def _apply(self, event: prefill_pb2.PrefillResponse) -> Sequence[request_pb2.CandidateOutput]:
+    def _apply(self, event: prefill_pb2.PrefillResponse) -> Sequence[CandidateOutput]:
         """Applies an event; returns its outputs for the client.
 
         Raises:
             InternalError: the replica sent a result without outputs.
         """
-        outputs: Sequence[request_pb2.CandidateOutput] = []
+        outputs: Sequence[CandidateOutput] = []
         match event.WhichOneof("event"):
             case "saved":
                 self._add_saved(event.saved)
             case "result":
                 if not event.result.outputs:
                     raise InternalError("the prefill replica sent a result without outputs")
-                self._prompt.progress.add_prefilled(event.result)
-                outputs = event.result.outputs
+                outputs = [output_from_proto(output) for output in event.result.outputs]
+                self._prompt.progress.add_prefilled(event.result, outputs)
             case "end":
                 if event.end.HasField("handoff"):
                     self._prompt.handoff.complete(event.end.handoff, self._replica)
                 elif event.end.output.timings.transfer_ms >= _LONG_TRANSFER_MS:
                     self._prompt.handoff.has_waited_in_vain = True
-                outputs = [event.end.output]
+                outputs = [output_from_proto(event.end.output)]
         for output in outputs:
             self._queued.close()  # the prompt's tokens are computed
             self._attempt.take(output)

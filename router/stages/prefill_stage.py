@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 from baton.common.errors import InternalError, UnavailableError
 from baton.common.reasons import Reason
-from baton.v1 import request_pb2
+from baton.common.request.answer import CandidateOutput
 from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.policy import PrefixIndex, pick_prefill
@@ -53,7 +53,7 @@ class PrefillStage:
         decode: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Computes the prompt if a replica can. Yields its first tokens once they are drawn, and
         an output with timings once its KV is saved.
 

@@ -1,9 +1,11 @@
 """`Progress`: the tokens that a request's candidates have, for the replica that continues it."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import decode_pb2, prefill_pb2, request_pb2
+from baton.v1 import decode_pb2, prefill_pb2
 
 __all__ = ["Progress"]
 
@@ -34,14 +36,16 @@ class Progress:
         """Whether any token has been drawn."""
         return bool(self._token_ids or self._ended or self._ranked_start)
 
-    def add_prefilled(self, result: prefill_pb2.PrefillResult) -> None:
-        """Adds the first tokens, which a prefill replica sent."""
+    def add_prefilled(
+        self, result: prefill_pb2.PrefillResult, outputs: Sequence[CandidateOutput]
+    ) -> None:
+        """Adds the first tokens, which a prefill replica sent; `outputs` has those of `result`."""
         if result.candidates or result.first_beams:
             self._ranked_start = result
-        for output in result.outputs:
+        for output in outputs:
             self.add(output)
 
-    def add(self, output: request_pb2.CandidateOutput) -> None:
+    def add(self, output: CandidateOutput) -> None:
         """Adds an output of a replica. Late tokens of a candidate that has ended are dropped."""
         index, token_ids = output.index, output.token_ids
         self.num_tokens += len(token_ids)

@@ -15,9 +15,9 @@ from router.config.router import ServedModelConfig
 from router.fleet import tier as tier_module
 from router.fleet.fleet import Fleet
 from router.fleet.policy import PrefixIndex
+from router.generation_wire import request_from_proto
 from router.observe.request_record import RequestRecord
 from router.requests.request import prepare_request
-from router.requests.validation import prompts_of
 from router.stages.decode_stage import DecodeStage
 from router.stages.held_handoff import HeldHandoff
 from router.stages.progress import Progress
@@ -379,11 +379,11 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
 
 
 async def routed_request(fleet):
-    message = request(request_id="r")
+    read = await request_from_proto(request(request_id="r"))
     params = SamplingParams(temperature=0, max_tokens=3)
     deadline = time.monotonic() + 20
-    (prompt,) = prompts_of(message)
+    (prompt,) = read.prompts
     record = RequestRecord(request_id="r")
     return await prepare_request(
-        message, prompt, params, tokenizer(), *fleet.require_model(), deadline, record
+        read, prompt, params, tokenizer(), *fleet.require_model(), deadline, record
     )

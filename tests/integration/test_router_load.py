@@ -13,6 +13,7 @@ import pytest
 from baton.common.errors import DeadlineExceededError
 from baton.v1 import generation_pb2
 from router.config.tenants import TenantsConfig
+from router.generation_wire import request_from_proto
 from router.models import Model
 from router.tenants.tenants import Tenants
 from rpc.logs import CURRENT_CALL, CallInfo
@@ -57,8 +58,8 @@ async def run_to_end(
     model: Model, message: generation_pb2.GenerateRequest, timeout_s: float | None = None
 ) -> None:
     """Runs a request as both servers do."""
-    async with model.responses(message, timeout_s) as responses:
-        async for _ in responses:
+    async with model.outputs(await request_from_proto(message), timeout_s) as outputs:
+        async for _ in outputs:
             pass
 
 

@@ -11,8 +11,10 @@ from baton.v1 import generation_pb2
 from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
+from router.fleet.output_wire import output_from_proto
+from router.generation_wire import WholeGeneration, stream_response
 from router.observe.request_record import RequestRecord
-from router.stages.completion import Completion, WholeGeneration
+from router.stages.completion import Completion
 from rpc.pending_outputs import PendingOutputs, add_output
 from tests.support.running_router import tokenizer
 
@@ -63,22 +65,21 @@ async def test_stream_and_whole_answer_have_what_the_engine_said(generation, dat
         stop=data.draw(st.sampled_from([(), ("a",), ("bc", "d")])),
     )
     spec = RequestSpec(request_id="r/1", prompt_token_ids=PROMPT, params=params)
-    completion, whole, responses = (
-        Completion(spec, tokenizer(), RequestRecord()),
-        WholeGeneration(),
-        [],
-    )
+    completion, whole = Completion(spec, tokenizer(), RequestRecord()), WholeGeneration()
+    outputs, responses = [], []
     pending: PendingOutputs = {}
     for output in outputs_of(candidates, prompt, data):
         add_output(pending, output_to_proto(output))
         if data.draw(st.booleans()) or output.is_last:  # the reader lags, and outputs merge
             for waiting in pending.values():
-                responses += completion.add(waiting)
+                outputs += completion.add(output_from_proto(waiting))
             pending.clear()
         if completion.is_over:
             break
-    for response in responses:
-        whole.add(generation_pb2.GenerateStreamResponse.FromString(response.SerializeToString()))
+    for output in outputs:
+        whole.add(output)
+        message = stream_response(output).SerializeToString()
+        responses.append(generation_pb2.GenerateStreamResponse.FromString(message))
     check(whole, responses, candidates, prompt)
 
 

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import MAX_STOP_BYTES, MAX_STOPS, SamplingParams
 from baton.v1 import common_pb2, generation_pb2
 from router.fleet.served_model import RequestLimits
+from router.generation_wire import request_from_proto
 from router.requests.validation import (
     MAX_CACHE_SALT_CHARS,
     MAX_PROMPTS,
@@ -18,8 +20,7 @@ from router.requests.validation import (
     check_token_ids,
     check_vocabulary,
     fitting_params,
-    prompts_of,
-    validate_generate_request,
+    validate_request,
 )
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -30,6 +31,10 @@ LIMITS = st.builds(
 
 def message(**fields):
     return generation_pb2.GenerateRequest(**({"text": "hello"} | fields))
+
+
+async def validated(message):
+    return validate_request(await request_from_proto(message), {})
 
 
 @given(
@@ -50,7 +55,7 @@ def message(**fields):
     token_ids=st.lists(UINT32, min_size=1, max_size=20),
     priority=st.integers(-(2**31), 2**31 - 1),
 )
-def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, priority):
+async def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, priority):
     request = generation_pb2.GenerateRequest(
         request_id="r",
         model="m",
@@ -60,8 +65,8 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
         priority=priority,
         cache_salt="s",
     )
-    params = validate_generate_request(request, {})
-    (prompt,) = prompts_of(request)
+    params = await validated(request)
+    (prompt,) = (await request_from_proto(request)).prompts
     assert list(prompt) == token_ids
     for field in ("temperature", "top_k", "top_p", "seed"):
         assert getattr(params, field) == getattr(sampling, field)
@@ -71,10 +76,10 @@ def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, prio
     assert params.stop_token_ids == tuple(stopping.stop_token_ids)
 
 
-def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
-    assert validate_generate_request(message(), {}) == SamplingParams()
+async def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
+    assert await validated(message()) == SamplingParams()
     zeros = common_pb2.SamplingParams(temperature=0, top_k=0, seed=0)
-    params = validate_generate_request(message(sampling=zeros), {})
+    params = await validated(message(sampling=zeros))
     assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
 
 
@@ -127,9 +132,25 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize(("field", "fields"), BAD_REQUESTS)
-def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields):
+async def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields):
     with pytest.raises(InvalidArgumentError, match=rf"^{field}\b"):
-        validate_generate_request(message(**fields), {})
+        await validated(message(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompts": ["a", "a\ud800"]},
+        {"request_id": "\ud800"},
+        {"cache_salt": "\ud800"},
+        *({"stated": {name: ["\ud800"]}} for name in ("stop", "bad_words")),
+        {"stated": {"prediction": "\ud800"}},
+    ],
+)
+def test_lone_surrogates_are_refused(fields):
+    request = GenerationRequest(**({"prompts": ["a"]} | fields))
+    with pytest.raises(InvalidArgumentError, match=r"^the request cannot be sent: .* surrogates"):
+        validate_request(request, {})
 
 
 @given(st.lists(UINT32, max_size=20), st.integers(1, 2**32 - 1))

@@ -8,11 +8,10 @@ import json
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
+from baton.common.request.answer import CandidateOutput, ChatDelta, TokenCounts, ToolCallDelta
 from baton.v1 import common_pb2
-from router.chat.chat_request import ChatChunk, ChatUsage
-from router.chat.delta import ChatDelta, ToolCallDelta
 
-USAGE = ChatUsage(prompt_tokens=20, cached_tokens=16, completion_tokens=9, reasoning_tokens=4)
+USAGE = TokenCounts(prompt_tokens=20, cached_tokens=16, completion_tokens=9, reasoning_tokens=4)
 
 _TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 _ARGUMENTS = st.dictionaries(
@@ -24,7 +23,7 @@ _ARGUMENTS = st.dictionaries(
 
 def chunk(content="", reasoning="", calls=(), **fields):
     delta = ChatDelta(content=content, reasoning=reasoning, tool_calls=tuple(calls))
-    return ChatChunk(0, delta, **fields)
+    return CandidateOutput(delta=delta, **fields)
 
 
 def end_chunk(finish_reason="stop", **fields):

@@ -9,10 +9,9 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 import asyncio
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -20,7 +19,7 @@ from google.protobuf.descriptor import Descriptor
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.known_fields import check_known, check_value
 from baton.common.request.request_spec import ReasoningMarks, ReasoningStart, RequestSpec
-from baton.common.request.sampling_params import SamplingParams, over_defaults
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.schema_parts import SchemaPart
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.v1 import common_pb2, request_pb2
@@ -31,6 +30,7 @@ __all__ = [
     "sampling_to_proto",
     "spec_from_proto",
     "spec_to_proto",
+    "stated_from_proto",
     "stopping_to_proto",
     "text_to_proto",
 ]
@@ -45,7 +45,6 @@ _ALL_FIELDS = frozenset(SamplingParams.__slots__)
 _DEFAULTS = SamplingParams()
 _ALWAYS_SENT = ("max_tokens", "seed")
 _NEVER_SENT = ("prediction",)  # workers get its tokens
-_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
 
 
@@ -116,20 +115,30 @@ def params_from_proto(
     sampling: common_pb2.SamplingParams,
     stopping: common_pb2.StoppingParams,
     text: common_pb2.TextParams | None = None,
-    *,
-    defaults: Mapping[str, Any] = _NO_DEFAULTS,
 ) -> SamplingParams:
-    """The parameters that the messages set; explicit zeros stay zeros.
+    """The parameters that the messages set, and the dataclass's defaults for the others.
 
     Args:
         sampling: how tokens are drawn.
         stopping: when the generation ends.
         text: how text is made into tokens and back.
-        defaults: values of fields that the messages leave unset. The other unset fields
-            take the dataclass's defaults.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
+    """
+    return SamplingParams(**stated_from_proto(sampling, stopping, text))
+
+
+def stated_from_proto(
+    sampling: common_pb2.SamplingParams,
+    stopping: common_pb2.StoppingParams,
+    text: common_pb2.TextParams | None = None,
+) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the messages set; explicit zeros stay zeros. Arguments
+    are those of `params_from_proto`.
+
+    Raises:
+        InvalidArgumentError: a value that has a message of its own is wrong; names the field.
     """
     stated: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
     for message in (stopping, text):
@@ -148,7 +157,7 @@ def params_from_proto(
         stated["structured_outputs"] = StructuredOutputs(**form)
     if _EXTRA_ARGS in stated:
         stated["extra_args"] = stated.pop(_EXTRA_ARGS)
-    return over_defaults(stated, defaults)
+    return stated
 
 
 def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:

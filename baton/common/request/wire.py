@@ -37,7 +37,7 @@ __all__ = [
     "parse_model",
     "parse_output",
     "parse_response",
-    "stated_stop",
+    "parse_timings",
 ]
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -262,7 +262,7 @@ def parse_output(
         request_id=response.request_id,
         outputs=[_parse_completion(completion) for completion in response.completions],
         usage=_parse_usage(response.usage),
-        timings=_parse_timings(response.timings),
+        timings=parse_timings(response.timings),
         prompt=prompt.text,
         # With `truncate_prompt_tokens`, the server's differ from the caller's.
         prompt_token_ids=list(response.prompt_token_ids) or token_ids,
@@ -297,7 +297,7 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         stop_reason=_parse_stop_reason(response.matched_stop),
         score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
-        timings=_parse_timings(response.timings) if is_last else None,
+        timings=parse_timings(response.timings) if is_last else None,
         logprobs=_parse_logprobs(response.token_ids, response.logprobs),
         prompt_token_ids=list(response.prompt_token_ids) or None,
         prompt_logprobs=_parse_prompt_logprobs(response),
@@ -352,24 +352,10 @@ def _parse_stop_reason(stop: common_pb2.MatchedStop) -> str | int | None:
     return None
 
 
-def stated_stop(
-    stop: common_pb2.MatchedStop, stop_token_ids: Collection[int] | None
-) -> str | int | None:
-    """The stop of a request that ended a candidate: a text, or one of its stop tokens. None if
-    the model's own end-of-sequence token did.
-
-    Args:
-        stop: what ended the candidate.
-        stop_token_ids: the request's.
-    """
-    reason = _parse_stop_reason(stop)
-    is_own_end = isinstance(reason, int) and reason not in (stop_token_ids or ())
-    return None if is_own_end else reason
-
-
 def _parse_usage(usage: common_pb2.Usage) -> Usage:
     return Usage(**{count.name: getattr(usage, count.name) for count in fields(Usage)})
 
 
-def _parse_timings(timings: common_pb2.Timings) -> Timings:
+def parse_timings(timings: common_pb2.Timings) -> Timings:
+    """The public form of the times per stage."""
     return Timings(**{stage.name: getattr(timings, stage.name) for stage in fields(Timings)})

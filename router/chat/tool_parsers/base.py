@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from baton.common.request.answer import ChatDelta
 from router.chat.answer_builder import AnswerBuilder
-from router.chat.delta import ChatDelta
 from router.chat.text_input import Steps, TextInput
 from router.chat.tool_parsers.call_syntax import CallSyntax
 

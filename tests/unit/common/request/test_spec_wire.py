@@ -15,13 +15,14 @@ from baton.common.request.request_spec import (
     client_id_of,
     unique_request_id,
 )
-from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.sampling_params import SamplingParams, over_defaults
 from baton.common.request.spec_wire import (
     params_from_proto,
     receive_spec,
     sampling_to_proto,
     spec_from_proto,
     spec_to_proto,
+    stated_from_proto,
     stopping_to_proto,
     text_to_proto,
 )
@@ -150,17 +151,17 @@ DEFAULTS = {"temperature": 0.5, "top_k": 3, "min_p": 0.25, "max_tokens": 99}
 
 def test_defaults_fill_the_fields_that_are_not_set():
     some = messages_of(SamplingParams(temperature=1.0, max_tokens=7), "temperature", "max_tokens")
-    params = params_from_proto(*some, defaults=DEFAULTS)
+    params = over_defaults(stated_from_proto(*some), DEFAULTS)
     assert params == SamplingParams(temperature=1.0, max_tokens=7, top_k=3, min_p=0.25)
     nothing = messages_of(SamplingParams(), "seed")
-    assert params_from_proto(*nothing, defaults=DEFAULTS) == SamplingParams(**DEFAULTS)
+    assert over_defaults(stated_from_proto(*nothing), DEFAULTS) == SamplingParams(**DEFAULTS)
     all_stated = messages_of(SamplingParams())
-    assert params_from_proto(*all_stated, defaults=DEFAULTS) == SamplingParams()
+    assert over_defaults(stated_from_proto(*all_stated), DEFAULTS) == SamplingParams()
 
 
 def test_beam_search_takes_only_the_default_of_max_tokens():
     beams = messages_of(SamplingParams(beam_width=2), "beam_width")
-    params = params_from_proto(*beams, defaults=DEFAULTS)
+    params = over_defaults(stated_from_proto(*beams), DEFAULTS)
     assert params == SamplingParams(beam_width=2, max_tokens=99)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.common.errors import ConfigurationError
-from router.chat.delta import ChatDelta
+from baton.common.request.answer import ChatDelta
 from router.chat.output import ChatOutput, ToolCall, join_deltas, whole_answer
 from router.chat.reasoning_parsers import ReasoningParser, reasoning_parser
 from router.chat.tool_parsers import ToolParser, forced_tool_parser, tool_parser

@@ -77,7 +77,7 @@ async def test_unread_outputs_are_merged(connected):
     merged = await a.read()
     assert list(merged.token_ids) == [1, 2, 3]
     assert merged.cached_tokens == 5
-    assert merged.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert merged.finish_reason == "stop"
     assert list((await b.read()).token_ids) == [9]
 
 
@@ -123,8 +123,8 @@ async def test_an_error_is_raised_after_the_tokens_that_came_before_it(connected
     await stub.responses.join()
     read = [await stream.read() for _ in range(2)]
     assert [(list(each.token_ids), each.finish_reason, each.is_last) for each in read] == [
-        ([1], 0, False),
-        ([2], 0, False),
+        ([1], None, False),
+        ([2], None, False),
     ]
     with pytest.raises(InternalError, match="gone"):
         await stream.read()

@@ -5,11 +5,12 @@ from contextlib import suppress
 import pytest
 
 from baton.common.errors import BatonError, InternalError, InvalidArgumentError, UnavailableError
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import request_pb2, worker_pb2
+from baton.v1 import worker_pb2
 from router.fleet.prefill_replica import PrefillReplica
 from router.observe.request_record import RequestRecord
 from rpc.channels import open_channel
@@ -64,7 +65,7 @@ async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():
     def call(error=None, *, has_output=False):
         with suppress(BatonError, GeneratorExit), replica.attempt(record) as own:
             if has_output:
-                own.take(request_pb2.CandidateOutput())
+                own.take(CandidateOutput())
             if error is not None:
                 raise error
 

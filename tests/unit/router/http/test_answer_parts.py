@@ -3,7 +3,7 @@
 import pytest
 
 from baton.common.errors import AbortedError
-from router.chat.delta import ToolCallDelta
+from baton.common.request.answer import ToolCallDelta
 from router.http.answer_parts import AnswerParts, PartKind
 from router.http.anthropic_answer import MessageAnswer, MessageStream
 from router.http.errors import Problem

@@ -9,7 +9,9 @@ import pytest
 from baton.cli.trace import format_trace, format_traces
 from baton.common.errors import UnavailableError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
-from baton.v1 import cluster_pb2, common_pb2, request_pb2
+from baton.common.request.answer import CandidateOutput
+from baton.common.request.results import Timings
+from baton.v1 import cluster_pb2
 from router.cluster_servicer import ClusterServicer
 from router.observe import request_record
 from router.observe.request_log import RequestLog
@@ -50,7 +52,7 @@ def ended(log, name, error=None, deadline=1e9):
 
 
 def output(**timings):
-    return request_pb2.CandidateOutput(timings=common_pb2.Timings(**timings))
+    return CandidateOutput(stages=Timings(**timings))
 
 
 def record_of(clock, *attempts, ended_at, routed_at=0.002):
@@ -111,8 +113,8 @@ def test_errors_are_outcomes(error, deadline, outcome):
 def test_a_client_that_leaves_with_the_whole_answer_has_not_cancelled():
     log = RequestLog()
     record = begin(log)
-    record.add_end(common_pb2.FINISH_REASON_STOP, is_over=False)
-    record.add_end(common_pb2.FINISH_REASON_LENGTH, is_over=True)
+    record.add_end("stop", is_over=False)
+    record.add_end("length", is_over=True)
     with pytest.raises(GeneratorExit), log.recording(record, 1e9):
         raise GeneratorExit
     assert record.outcome == "stop,length"

@@ -3,28 +3,28 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.common.observe.metrics_collector import MetricsCollector
+from baton.common.request.answer import CandidateOutput, TokenCounts
+from baton.common.request.results import Timings
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import common_pb2, request_pb2, worker_pb2
+from baton.v1 import worker_pb2
 from router.config.discovery import Discovery
 from router.fleet.tier import Tier
 from router.observe.metrics import FleetCounts, RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 
-STOP = common_pb2.FINISH_REASON_STOP
-
 
 def ended_record(**fields: object) -> RequestRecord:
-    record = RequestRecord(model="m", tenant="acme", **fields)
-    record.usage.MergeFrom(common_pb2.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5))
+    usage = TokenCounts(prompt_tokens=10, cached_tokens=4, completion_tokens=5)
+    record = RequestRecord(model="m", tenant="acme", usage=usage, **fields)
     record.arrived_at, record.routed_at, record.first_token_at = 100.0, 100.25, 101.0
     with record.attempt("prefill", "p:1") as prefill:
-        prefill.take(request_pb2.CandidateOutput(timings={"queue_ms": 250, "prefill_ms": 500}))
+        prefill.take(CandidateOutput(stages=Timings(queue_ms=250, prefill_ms=500)))
     for error in ("UNAVAILABLE", ""):
         with record.attempt("decode", "d:1") as decode:
-            decode.take(request_pb2.CandidateOutput(token_ids=[1]))
+            decode.take(CandidateOutput(token_ids=[1]))
             decode.error = error
-    record.add_end(STOP, is_over=True)
+    record.add_end("stop", is_over=True)
     record.ended_at = 103.0
     return record
 

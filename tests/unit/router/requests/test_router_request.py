@@ -1,4 +1,4 @@
-"""`prepare_request` and `tokenize_prompt`: specs of client messages, prompts that are too long."""
+"""`prepare_request` and `tokenize_prompt`: specs of client requests, prompts that are too long."""
 
 import time
 from collections.abc import Sequence
@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from baton.common.errors import FailedPreconditionError, InvalidArgumentError
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.request_spec import ReasoningMarks, client_id_of
 from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.fleet.served_model import RequestLimits, ServedModel
 from router.observe.request_record import RequestRecord
 from router.requests.request import prepare_request, tokenize_prompt
-from router.requests.validation import MAX_RETURNED_LOGPROBS, check_logprobs, prompts_of
+from router.requests.validation import MAX_RETURNED_LOGPROBS, check_logprobs
 from rpc.channels import MAX_MESSAGE_BYTES
 from tests.support.running_router import tokenizer
 
@@ -111,7 +112,7 @@ async def test_log_probabilities_that_no_message_can_hold_are_refused(params, me
     await prepare(SamplingParams(max_tokens=None, logprobs=19), limits=long)
 
 
-async def test_the_prompts_of_a_message_share_its_log_probabilities():
+async def test_the_prompts_of_a_request_share_its_log_probabilities():
     await prepare(SamplingParams(logprobs=5, max_tokens=256), limits=LARGE, num_prompts=64)
     most = 2**20 // 256 // 22
     await prepare(SamplingParams(logprobs=20, max_tokens=most), limits=LARGE, num_prompts=256)
@@ -180,23 +181,24 @@ async def test_a_default_length_is_at_most_what_one_response_can_hold(params, mo
 
 
 async def prepare(params, num_tokens=5, limits=LIMITS, num_prompts=1, *, states_length=True):
-    message = generation_pb2.GenerateRequest(request_id="r", priority=-3, cache_salt="s")
-    if states_length:
-        message.stopping.max_tokens = params.max_tokens
-    message.prompts.prompts.add().token_ids.ids[:] = [5] * num_tokens
-    for _ in range(num_prompts - 1):
-        message.prompts.prompts.add().token_ids.ids.append(5)
-    deadline = time.monotonic() + 10
-    prompt = prompts_of(message)[0]
-    record = RequestRecord(request_id="r")
-    request = await prepare_request(
-        message, prompt, params, tokenizer(), MODEL, limits, deadline, record
+    prompt = [5] * num_tokens
+    request = GenerationRequest(
+        prompts=[prompt] * num_prompts,
+        stated={"max_tokens": params.max_tokens} if states_length else {},
+        request_id="r",
+        priority=-3,
+        cache_salt="s",
     )
-    assert request.spec.deadline == deadline
-    return request
+    deadline = time.monotonic() + 10
+    record = RequestRecord(request_id="r")
+    routed = await prepare_request(
+        request, prompt, params, tokenizer(), MODEL, limits, deadline, record
+    )
+    assert routed.spec.deadline == deadline
+    return routed
 
 
-async def test_the_spec_has_every_field_of_the_message():
+async def test_the_spec_has_every_field_of_the_request():
     request = await prepare(SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9]))
     spec = request.spec
     assert spec.prompt_token_ids == (5,) * 5
@@ -219,10 +221,10 @@ async def test_missing_parameters_are_filled_in():
 
 
 async def prepare_text(params, marks=None):
-    message = generation_pb2.GenerateRequest(text="ab")
+    request = GenerationRequest(prompts=["ab"])
     deadline = time.monotonic() + 9
     return await prepare_request(
-        message, "ab", params, tokenizer(), MODEL, LIMITS, deadline, RequestRecord(), marks
+        request, "ab", params, tokenizer(), MODEL, LIMITS, deadline, RequestRecord(), marks
     )
 
 

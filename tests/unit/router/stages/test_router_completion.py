@@ -2,16 +2,17 @@
 
 import pytest
 
+from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
+from baton.common.request.results import Timings
 from baton.common.request.sampling_params import SamplingParams
-from baton.v1 import common_pb2, request_pb2
+from baton.v1 import common_pb2
 from router.observe.request_record import RequestRecord
 from router.requests import text_stream
 from router.stages.completion import Completion
 from tests.support.running_router import script_of, tokenizer
 
-STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-ABORTED = common_pb2.FINISH_REASON_ABORTED
+STOP, LENGTH, ABORTED = "stop", "length", "abort"
 
 
 def make_completion(**params):
@@ -24,8 +25,8 @@ def make_completion(**params):
     return Completion(spec, tokenizer(), RequestRecord(arrived_at=0.0))
 
 
-def make_output(token_ids, finish_reason=0, **fields):
-    return request_pb2.CandidateOutput(token_ids=token_ids, finish_reason=finish_reason, **fields)
+def make_output(token_ids, finish_reason=None, **fields):
+    return CandidateOutput(token_ids=token_ids, finish_reason=finish_reason, **fields)
 
 
 async def test_tokens_after_a_stop_string_are_dropped():
@@ -34,7 +35,7 @@ async def test_tokens_after_a_stop_string_are_dropped():
     assert list(response.token_ids) == token_ids[:3]
     assert response.text == "a."
     assert response.finish_reason == STOP
-    assert response.matched_stop.text == "b"
+    assert response.matched_stop == "b"
     assert response.usage.completion_tokens == 3
 
 
@@ -44,7 +45,7 @@ async def test_text_held_back_for_a_stop_string_is_sent_at_the_end():
     (last,) = part.add(make_output([], LENGTH, is_last=True))
     assert (first.text, last.text) == ("a", "b")
     assert last.finish_reason == LENGTH
-    assert not last.HasField("matched_stop")
+    assert last.matched_stop is None
 
 
 async def test_stop_strings_are_prepared_once_for_all_candidates(monkeypatch):
@@ -76,10 +77,10 @@ def byte_token(byte):
     return [tokenizer()._backend.token_to_id(symbol)]
 
 
-@pytest.mark.parametrize(("reason", "matched"), [(STOP, 7), (LENGTH, 0)])
+@pytest.mark.parametrize(("reason", "matched"), [(STOP, 7), (LENGTH, None)])
 async def test_the_stop_token_is_reported_if_one_ended_the_candidate(reason, matched):
     (response,) = make_completion().add(make_output([9, 7], reason, is_last=True))
-    assert response.matched_stop.token_id == matched
+    assert response.matched_stop == matched
     assert response.finish_reason == reason
 
 
@@ -94,7 +95,7 @@ async def test_a_complete_structured_output_ends_with_its_last_token(include):
     assert list(last.token_ids) == token_ids[2:]
     assert first.text + last.text == '{"a":"yes"}'
     assert last.finish_reason == STOP
-    assert not last.HasField("matched_stop")
+    assert last.matched_stop is None
 
 
 async def test_a_complete_structured_output_may_end_after_its_last_token():
@@ -102,14 +103,14 @@ async def test_a_complete_structured_output_may_end_after_its_last_token():
     (first,) = part.add(make_output(script_of("yes")))
     (end,) = part.add(make_output([], STOP, is_last=True))
     assert (first.text, end.text, end.finish_reason) == ("yes", "", STOP)
-    assert not end.HasField("matched_stop")
+    assert end.matched_stop is None
 
 
 async def test_forced_tokens_end_at_a_stop_text_among_them():
     part = make_completion(stop=["b"])
     token_ids = script_of("a.b.c")
     (response,) = part.add(make_output(token_ids, STOP, is_last=True))
-    assert (response.text, response.matched_stop.text) == ("a.", "b")
+    assert (response.text, response.matched_stop) == ("a.", "b")
     assert list(response.token_ids) == token_ids[:3]
 
 
@@ -118,20 +119,20 @@ async def test_a_stop_token_may_precede_the_end():
     part = make_completion(n=2)
     part.add(make_output([7]))
     (end,) = part.add(make_output([], STOP))
-    assert end.matched_stop.token_id == 7
-    assert not end.HasField("usage")
+    assert end.matched_stop == 7
+    assert end.usage is None
 
 
 async def test_timings_and_cached_tokens_come_from_the_first_output_that_has_them():
     part = make_completion()
-    prompt = common_pb2.Timings(queue_ms=1, prefill_ms=2)
-    part.add(make_output([9], cached_tokens=4, timings=prompt))
-    saved = common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
-    assert part.add(request_pb2.CandidateOutput(timings=saved)) == []
-    handed_over = common_pb2.Timings(queue_ms=50, prefill_ms=60, load_ms=5)
-    part.add(make_output([9], cached_tokens=8, timings=handed_over))
-    resumed = common_pb2.Timings(load_ms=500)
-    (last,) = part.add(make_output([9], LENGTH, timings=resumed, is_last=True))
+    prompt = Timings(queue_ms=1, prefill_ms=2)
+    part.add(make_output([9], cached_tokens=4, stages=prompt))
+    saved = Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
+    assert part.add(CandidateOutput(stages=saved)) == []
+    handed_over = Timings(queue_ms=50, prefill_ms=60, load_ms=5)
+    part.add(make_output([9], cached_tokens=8, stages=handed_over))
+    resumed = Timings(load_ms=500)
+    (last,) = part.add(make_output([9], LENGTH, stages=resumed, is_last=True))
     assert last.usage.cached_tokens == 4
     assert last.usage.prompt_tokens == 2
     timings = last.timings
@@ -142,8 +143,8 @@ async def test_timings_and_cached_tokens_come_from_the_first_output_that_has_the
 async def test_the_last_candidates_output_ends_the_request_with_usage_of_all():
     part = make_completion(n=3)
     first_end, *_ = part.add(make_output([9, 8], STOP, index=1))
-    assert (first_end.index, first_end.matched_stop.token_id) == (1, 8)
-    assert not first_end.HasField("usage")
+    assert (first_end.index, first_end.matched_stop) == (1, 8)
+    assert first_end.usage is None
     part.add(make_output([9], index=0))
     part.add(make_output([4], LENGTH, index=0))
     assert not part.is_over
@@ -155,7 +156,7 @@ async def test_the_last_candidates_output_ends_the_request_with_usage_of_all():
 async def test_late_tokens_of_an_ended_candidate_are_dropped():
     part = make_completion(n=2, stop=["b"])
     (stopped,) = part.add(make_output(script_of("ab")))
-    assert stopped.matched_stop.text == "b"
+    assert stopped.matched_stop == "b"
     assert part.add(make_output(script_of("cd"))) == []
     (last,) = part.add(make_output([9], LENGTH, index=1))
     assert last.usage.completion_tokens == len(script_of("ab")) + 1
@@ -169,7 +170,7 @@ async def test_candidates_that_have_not_ended_end_with_the_request():
         (0, ABORTED),
         (2, ABORTED),
     ]
-    assert [response.HasField("usage") for response in held] == [False, True]
+    assert [response.usage is not None for response in held] == [False, True]
     # The request's last output may be of a candidate that has ended: the others end all the same.
     part = make_completion(n=2)
     part.add(make_output([9], LENGTH, index=0))
@@ -179,13 +180,13 @@ async def test_candidates_that_have_not_ended_end_with_the_request():
 
 async def test_only_ranked_candidates_have_a_score():
     part = make_completion(n=1, best_of=2)
-    assert part.add(make_output([], timings=common_pb2.Timings(prefill_ms=2))) == []
+    assert part.add(make_output([], stages=Timings(prefill_ms=2))) == []
     (best,) = part.add(make_output([9], LENGTH, score=-0.5, is_last=True))
     assert best.score == -0.5
     assert best.timings.prefill_ms == 2
     assert best.timings.first_token_ms == pytest.approx(best.timings.total_ms, rel=0.01)
     (plain,) = make_completion().add(make_output([9], LENGTH, is_last=True))
-    assert not plain.HasField("score")
+    assert plain.score is None
 
 
 async def test_log_probabilities_after_a_stop_string_are_dropped_with_their_tokens():

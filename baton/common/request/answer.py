@@ -1,0 +1,161 @@
+"""`CandidateOutput`: new tokens of one candidate, from the worker to the client's protocol.
+
+The router reads one from each message of a worker. `Completion` adds the text, a chat its parts,
+and the client's protocol is written from it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.common.request.results import Timings
+
+__all__ = [
+    "NO_DELTA",
+    "CandidateOutput",
+    "ChatDelta",
+    "TokenCounts",
+    "TokenLogprobs",
+    "ToolCallDelta",
+    "stated_stop",
+]
+
+
+class TokenLogprobs(Protocol):
+    """The log-probabilities at the place of one token; `baton.v1.TokenLogprobs` is such a form."""
+
+    @property
+    def logprob(self) -> float:
+        """The token's own."""
+
+    @property
+    def rank(self) -> int:
+        """The token's rank in the vocabulary; the likeliest token has 1."""
+
+    @property
+    def top_token_ids(self) -> Sequence[int]:
+        """The likeliest tokens, the likeliest first."""
+
+    @property
+    def top_logprobs(self) -> Sequence[float]:
+        """Their log-probabilities."""
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Token counts of one request, which grow while it runs.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them whose KV was found instead of computed.
+        completion_tokens: generated tokens.
+        accepted_prediction_tokens: those of them that a worker had drafted.
+        rejected_prediction_tokens: drafted tokens that were wrong.
+        reasoning_tokens: tokens of `completion_tokens` that belong to the reasoning part of a chat.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """New text of one tool call.
+
+    Attributes:
+        index: the call's number in the answer, from 0.
+        id: the call's id; on its first delta only.
+        name: the function's name; on its first delta only.
+        arguments: further text of the arguments' JSON.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """New text of an answer, by its part. All parts may be empty."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+NO_DELTA = ChatDelta()
+
+
+@dataclass(slots=True)
+class CandidateOutput:
+    """New tokens of one candidate, or its end.
+
+    The stages of a request fill it in, one after the other. The class is not frozen, because one
+    output is made per message and a frozen dataclass takes six times as long to make.
+
+    Attributes:
+        index: the candidate's number, from 0; the rank of a ranked candidate.
+        token_ids: tokens since the candidate's last output.
+        finish_reason: "stop", "length", "abort" or "error", and "tool_calls" in chats; set on the
+            candidate's last output.
+        is_last: whether this is the last output of a worker for the request. It ends all
+            candidates that have not ended.
+        logprobs: one per token, if the request asks for them.
+        score: the score of a ranked candidate, on its last output.
+        accepted_drafts: draft tokens of a worker that were right.
+        rejected_drafts: draft tokens that were wrong.
+        cached_tokens: prompt tokens whose KV a worker found or loaded; on its first output.
+        stages: the worker's own times; on its first output, and once the prompt's KV is saved.
+        prompt_logprobs: one per token of the prompt after the first, if the request asks for them;
+            on the first output.
+        request_id: the client's name for the request.
+        text: text since the candidate's last output. It may lag behind `token_ids` while a
+            character or a stop text is incomplete.
+        matched_stop: the stop text, or the id of the stop or end-of-sequence token, that ended the
+            candidate.
+        prompt_token_ids: the prompt, if the request asks for `prompt_logprobs`; on the first
+            output.
+        prompt_usage: the counts of the prompt; on the first output.
+        usage: token counts; on the last output of all.
+        timings: time per stage; on the last output of all.
+        prompt_index: the number of the prompt, from 0, if the request has several.
+        delta: the parts of `text` in a chat.
+    """
+
+    index: int = 0
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    is_last: bool = False
+    logprobs: Sequence[TokenLogprobs] = ()
+    score: float | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
+    cached_tokens: int = 0
+    stages: Timings | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    request_id: str = ""
+    text: str = ""
+    matched_stop: str | int | None = None
+    prompt_token_ids: Sequence[int] = ()
+    prompt_usage: TokenCounts | None = None
+    usage: TokenCounts | None = None
+    timings: Timings | None = None
+    prompt_index: int = 0
+    delta: ChatDelta = NO_DELTA
+
+
+def stated_stop(stop: str | int | None, stop_token_ids: Collection[int] | None) -> str | int | None:
+    """The stop of a request that ended a candidate: a text, or one of its stop tokens. None if
+    the model's own end-of-sequence token did.
+
+    Args:
+        stop: what ended the candidate.
+        stop_token_ids: the request's.
+    """
+    is_own_end = isinstance(stop, int) and stop not in (stop_token_ids or ())
+    return None if is_own_end else stop
