@@ -70,7 +70,7 @@ def serving_metrics(
         for listener in listeners:
             serving.callback(listener.close)
         for listener in listeners:
-            serving.enter_context(_Server(listener, application, context).running())
+            serving.enter_context(_MetricsServer(listener, application, context).running())
         address = join_host_port(config.host, port)
         scheme = "http" if context is None else "https"
         _LOGGER.info("serving metrics url=%s://%s/metrics", scheme, address)
@@ -95,7 +95,7 @@ def _application(registry: CollectorRegistry, access: MetricsAccess) -> _Applica
     return answer
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     """A server with a bounded number of connections, each with one request and one thread.
 
     The handshake of TLS takes place in that thread, so that a silent client delays no other.
@@ -190,7 +190,7 @@ def _bound(config: MetricsConfig) -> list[socket.socket]:
         ConfigurationError: the address cannot be bound.
     """
     try:
-        return open_listeners(config.host, config.port or 0, _Server.request_queue_size)
+        return open_listeners(config.host, config.port or 0, _MetricsServer.request_queue_size)
     except (OSError, UnicodeError):
         address = join_host_port(config.host, config.port or 0)
         raise ConfigurationError(

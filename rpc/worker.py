@@ -12,7 +12,7 @@ from typing_extensions import override
 from baton.common.errors import ConfigurationError, InvalidArgumentError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from rpc.cluster_calls import cluster_access
 from rpc.memory_watch import MemoryWatch
@@ -58,7 +58,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
     )
     add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, CertificateFiles, "security")
-    add_flags(parser, ClusterConfig, "security")
+    add_flags(parser, CredentialsConfig, "security")
     add_flags(parser, TracingConfig, "tracing")
 
 
@@ -103,7 +103,9 @@ def worker_server_config(args: argparse.Namespace) -> tuple[ServerConfig, Cluste
     if config.port is None:
         raise ConfigurationError("--port is none; a worker is called by gRPC alone")
     files = config_from_args(CertificateFiles, args)
-    return config, ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
+    return config, ClusterSecurity.from_environment(
+        config_from_args(CredentialsConfig, args), files
+    )
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from baton.common.errors import BatonError, InvalidArgumentError, UnavailableErr
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from rpc.server import Service
 
-__all__ = ["MAX_REPLICAS", "MakeReplica", "Replica", "ReplicaSet", "ReplicaSetServicer"]
+__all__ = ["MAX_REPLICAS", "MakeReplica", "ReplicaSet", "ReplicaSetServicer", "WorkerReplica"]
 
 MAX_REPLICAS = 256
 
@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger("baton.worker")
 _DEFAULT_SCALE_TIMEOUT_MS = 600_000
 
 
-class Replica(Protocol):
+class WorkerReplica(Protocol):
     """One worker of a set. It is started again when it dies."""
 
     @property
@@ -59,13 +59,13 @@ class _Member:
     """
 
     number: int
-    replica: Replica
+    replica: WorkerReplica
     is_serving: bool = False
     error: Exception | None = None
     starting: "asyncio.Task[None]" = field(init=False)
 
 
-MakeReplica = Callable[[int, Collection[str]], Replica]
+MakeReplica = Callable[[int, Collection[str]], WorkerReplica]
 """Makes the replica with a number, at none of the addresses, which others have."""
 
 

@@ -13,7 +13,7 @@ from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import config_from_args, flags_of_config
 from baton.common.security.client import ClientTls
 from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from engine.config import EngineConfig
 from rpc.metrics_config import MetricsConfig
 from rpc.probe import wait_until_serving
@@ -26,7 +26,7 @@ from worker.processes.ray_nodes import RayNodes, RemoteProcess
 from worker.processes.restarts import RestartPolicy
 from worker.processes.spawn import ProcessSpec
 from worker.processes.supervisor import SupervisedProcess
-from worker.replica_set import MakeReplica, Replica
+from worker.replica_set import MakeReplica, WorkerReplica
 
 __all__ = [
     "RemoteReplica",
@@ -61,7 +61,7 @@ def replicas_here(
     tls = config_from_args(CertificateFiles, args)
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
 
-    def make(number: int, taken: Collection[str]) -> Replica:
+    def make(number: int, taken: Collection[str]) -> WorkerReplica:
         port = free_port(server.host, taken)
         spec = replica_spec(args, tier, engine, number, port)
         if share is not None:
@@ -101,7 +101,7 @@ def replicas_on_ray(
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
     nodes = RayNodes(engine)
 
-    def make(number: int, _: Collection[str]) -> Replica:
+    def make(number: int, _: Collection[str]) -> WorkerReplica:
         spec = remote_replica_spec(args, tier, engine, number, security.token)
         return RemoteReplica(spec, nodes.spawn, tls, write_line, policy)
 
@@ -129,7 +129,7 @@ def replica_spec(
         metrics = replace(metrics, port=metrics.port + number)
     replica_server = replace(server, port=port, port_file=None)
     others = (
-        config_from_args(one, args) for one in (CertificateFiles, ClusterConfig, TracingConfig)
+        config_from_args(one, args) for one in (CertificateFiles, CredentialsConfig, TracingConfig)
     )
     flags = [
         one for config in (replica_server, metrics, *others) for one in flags_of_config(config)
@@ -151,7 +151,7 @@ def remote_replica_spec(
     """
     server = config_from_args(ServerConfig, args)
     flags = flags_of_config(server, omit=("host", "port", "port_file"))
-    flags += flags_of_config(config_from_args(ClusterConfig, args), omit=("token_file",))
+    flags += flags_of_config(config_from_args(CredentialsConfig, args), omit=("token_file",))
     for config in (CertificateFiles, TracingConfig):
         flags += flags_of_config(config_from_args(config, args))
     return worker_spec(tier, number, engine, flags, _variables(token))
@@ -161,7 +161,7 @@ def _variables(token: str | None) -> Mapping[str, str]:
     return {} if token is None else {TOKEN_VARIABLE: token}
 
 
-class _LocalReplica(Replica):
+class _LocalReplica(WorkerReplica):
     """A worker in a process of this machine.
 
     Args:
@@ -201,7 +201,7 @@ class _LocalReplica(Replica):
         await wait_until_serving(self._local_address, _START_TIMEOUT_S, tls)
 
 
-class RemoteReplica(Replica):
+class RemoteReplica(WorkerReplica):
     """A worker in a process of another machine, where each start gives it an address.
 
     Args:

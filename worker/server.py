@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import config_from_args
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from decode_service.servicer import DecodeServicer
 from engine.async_engine import AsyncEngine
@@ -106,7 +106,7 @@ async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPla
     from engine.runtime.ranks.loop import follow
 
     files = config_from_args(CertificateFiles, args)
-    security = ClusterSecurity.from_environment(config_from_args(ClusterConfig, args), files)
+    security = ClusterSecurity.from_environment(config_from_args(CredentialsConfig, args), files)
     where = place.rank, place.size, place.address, place.port
     _LOGGER.info("rank %d of %d meets the others at %s:%d", *where)
     for number in stop_signals_in_use():  # at once, though a thread waits

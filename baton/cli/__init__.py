@@ -29,7 +29,7 @@ _EXIT_BROKEN_PIPE = 141  # the status a shell reports for a program killed by SI
 
 
 @dataclass(frozen=True, slots=True)
-class _Command:
+class _CommandInfo:
     """A subcommand: the module that defines `add_args(parser)` and `main(args)`, and its help."""
 
     group: str
@@ -40,27 +40,29 @@ class _Command:
 _SERVE, _USE, _CHECK = "Serve a model", "Use a server", "Measure and check"
 
 COMMANDS = {
-    "serve": _Command(_SERVE, "baton.cli.serve", "serve a model on this machine"),
-    "router": _Command(_SERVE, "router.server", "run the router, which clients connect to"),
-    "prefill": _Command(_SERVE, "worker.prefill", "run a prefill worker"),
-    "decode": _Command(_SERVE, "worker.decode", "run a decode worker"),
-    "role": _Command(_SERVE, "baton.cli.role", "change the tier of a running worker"),
-    "scale": _Command(_SERVE, "baton.cli.scale", "change the number of workers at an address"),
-    "api-key": _Command(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
-    "chat": _Command(_USE, "baton.cli.chat", "talk to a model"),
-    "complete": _Command(_USE, "baton.cli.complete", "complete a prompt"),
-    "run-batch": _Command(_USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"),
-    "generate": _Command(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
-    "top": _Command(_USE, "baton.cli.top", "watch a router and its replicas"),
-    "trace": _Command(_USE, "baton.cli.trace", "show where the time of a request went"),
-    "health": _Command(_USE, "rpc.probe", "ask a server whether it is serving"),
-    "bench": _Command(
+    "serve": _CommandInfo(_SERVE, "baton.cli.serve", "serve a model on this machine"),
+    "router": _CommandInfo(_SERVE, "router.server", "run the router, which clients connect to"),
+    "prefill": _CommandInfo(_SERVE, "worker.prefill", "run a prefill worker"),
+    "decode": _CommandInfo(_SERVE, "worker.decode", "run a decode worker"),
+    "role": _CommandInfo(_SERVE, "baton.cli.role", "change the tier of a running worker"),
+    "scale": _CommandInfo(_SERVE, "baton.cli.scale", "change the number of workers at an address"),
+    "api-key": _CommandInfo(_SERVE, "baton.cli.api_key", "make a key for a client of the router"),
+    "chat": _CommandInfo(_USE, "baton.cli.chat", "talk to a model"),
+    "complete": _CommandInfo(_USE, "baton.cli.complete", "complete a prompt"),
+    "run-batch": _CommandInfo(
+        _USE, "baton.cli.run_batch", "run a file of requests, OpenAI's batches"
+    ),
+    "generate": _CommandInfo(_USE, "baton.cli.generate", "complete a prompt over gRPC"),
+    "top": _CommandInfo(_USE, "baton.cli.top", "watch a router and its replicas"),
+    "trace": _CommandInfo(_USE, "baton.cli.trace", "show where the time of a request went"),
+    "health": _CommandInfo(_USE, "rpc.probe", "ask a server whether it is serving"),
+    "bench": _CommandInfo(
         _CHECK, "benchmarks.cli", "measure a running endpoint, an engine or its parts"
     ),
-    "tune": _Command(_CHECK, "benchmarks.tune_command", "search flags for the highest goodput"),
-    "doctor": _Command(_CHECK, "baton.cli.doctor", "check this installation and this machine"),
-    "collect-env": _Command(_CHECK, "baton.cli.collect_env", "print what a bug report needs"),
-    "completion": _Command(_CHECK, "baton.cli.completion", "print the shell's completion code"),
+    "tune": _CommandInfo(_CHECK, "benchmarks.tune_command", "search flags for the highest goodput"),
+    "doctor": _CommandInfo(_CHECK, "baton.cli.doctor", "check this installation and this machine"),
+    "collect-env": _CommandInfo(_CHECK, "baton.cli.collect_env", "print what a bug report needs"),
+    "completion": _CommandInfo(_CHECK, "baton.cli.completion", "print the shell's completion code"),
 }
 
 _EARLIER_NAMES = {"up": "serve"}

@@ -13,7 +13,7 @@ from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args, flag
 from baton.common.security.client import ClientTls
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from baton.v1 import cluster_pb2_grpc
 from rpc.channels import open_blocking_channel
 from rpc.errors import from_rpc_error
@@ -110,7 +110,7 @@ def operator_channel(
     token_file = config_from_args(_Token, args).token_file
     if token_file is not None and not Path(token_file).is_file():
         raise ConfigurationError(f"--cluster-token-file {token_file}: there is no such file")
-    security = ClusterSecurity.from_environment(ClusterConfig(token_file=token_file))
+    security = ClusterSecurity.from_environment(CredentialsConfig(token_file=token_file))
     credentials, options = tls.channel_credentials(), tls.channel_options()
     with open_blocking_channel(address, credentials, options=options) as channel:
         try:

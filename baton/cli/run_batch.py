@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from baton.cli.batch.input_file import BatchLine, check_input, read_lines
 from baton.cli.batch.output_file import OutputFile
-from baton.cli.batch.sender import BatchSender
+from baton.cli.batch.sender import RequestSender
 from baton.cli.openai_endpoint import (
     DEFAULT_URL,
     HTTP_OMITS,
@@ -161,7 +161,10 @@ async def run_batch(args: argparse.Namespace, url: str, output: OutputFile, num_
 
 
 async def _run_lines(
-    lines: Iterator[BatchLine], sender: BatchSender, output: OutputFile, progress: "tqdm[NoReturn]"
+    lines: Iterator[BatchLine],
+    sender: RequestSender,
+    output: OutputFile,
+    progress: "tqdm[NoReturn]",
 ) -> None:
     for line in lines:
         await sender.run(line, output)
@@ -169,9 +172,9 @@ async def _run_lines(
 
 
 @asynccontextmanager
-async def _open_sender(url: str, args: argparse.Namespace) -> AsyncGenerator[BatchSender, None]:
+async def _open_sender(url: str, args: argparse.Namespace) -> AsyncGenerator[RequestSender, None]:
     tls = config_from_args(ClientTls, args)
     options = client_options(url, args.api_key, args.timeout_s, tls)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=args.concurrency)
     async with httpx2.AsyncClient(**options, limits=limits) as client:
-        yield BatchSender(client, url, max_retries=args.max_retries, timeout_s=args.timeout_s)
+        yield RequestSender(client, url, max_retries=args.max_retries, timeout_s=args.timeout_s)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from operator import attrgetter
 from textwrap import wrap
 
 from baton.cli.terminal import end_of
@@ -72,6 +73,15 @@ class Sample:
 _Replica = cluster_pb2.ReplicaStatus
 _Count = Callable[[_Replica], int]
 
+_hits: _Count = attrgetter("load.prefix_cache_hits")
+_queries: _Count = attrgetter("load.prefix_cache_queries")
+_generated: _Count = attrgetter("counters.generated_tokens")
+_prompt: _Count = attrgetter("counters.prompt_tokens")
+_loaded: _Count = attrgetter("counters.loaded_tokens")
+_saved_bytes: _Count = attrgetter("counters.saved_bytes")
+_loaded_bytes: _Count = attrgetter("counters.loaded_bytes")
+_failed_transfers: _Count = attrgetter("counters.failed_transfers")
+
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
@@ -133,13 +143,13 @@ _COLUMNS = (
     _Column("wait", 5, lambda replica, _: str(replica.load.num_waiting)),
     _Column("queued", 7, lambda replica, _: _short(replica.load.num_queued_tokens)),
     _Column("KV", 5, lambda replica, _: _percent(_used_kv(replica))),
-    _rate_column("tok/s", 7, lambda replica: replica.counters.generated_tokens),
-    _rate_column("prom/s", 7, lambda replica: replica.counters.prompt_tokens),
+    _rate_column("tok/s", 7, _generated),
+    _rate_column("prom/s", 7, _prompt),
     _Column("hits", 5, lambda replica, rates: _percent(rates.share(_hits, _queries, [replica]))),
     _Column("preempt", 9, lambda replica, _: _short(replica.load.num_preemptions)),
     _Column("swapped", 9, lambda replica, _: _short(replica.load.num_swapped_blocks)),
-    _rate_column("saved/s", 9, lambda replica: replica.counters.saved_bytes),
-    _rate_column("loaded/s", 9, lambda replica: replica.counters.loaded_bytes),
+    _rate_column("saved/s", 9, _saved_bytes),
+    _rate_column("loaded/s", 9, _loaded_bytes),
     _Column("blocks", 8, lambda replica, _: _short(replica.load.num_blocks)),
     _Column("version", 10, lambda replica, _: _head(replica.version, 9)),
 )
@@ -318,38 +328,6 @@ def _num_finished(activity: cluster_pb2.RouterActivity) -> int:
 
 def _num_failed(activity: cluster_pb2.RouterActivity) -> int:
     return sum(activity.failed.values())
-
-
-def _hits(replica: _Replica) -> int:
-    return replica.load.prefix_cache_hits
-
-
-def _queries(replica: _Replica) -> int:
-    return replica.load.prefix_cache_queries
-
-
-def _generated(replica: _Replica) -> int:
-    return replica.counters.generated_tokens
-
-
-def _prompt(replica: _Replica) -> int:
-    return replica.counters.prompt_tokens
-
-
-def _loaded(replica: _Replica) -> int:
-    return replica.counters.loaded_tokens
-
-
-def _saved_bytes(replica: _Replica) -> int:
-    return replica.counters.saved_bytes
-
-
-def _loaded_bytes(replica: _Replica) -> int:
-    return replica.counters.loaded_bytes
-
-
-def _failed_transfers(replica: _Replica) -> int:
-    return replica.counters.failed_transfers
 
 
 def _used_kv(replica: _Replica) -> float | None:

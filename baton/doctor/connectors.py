@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
 from baton.doctor.stores import check_store
@@ -91,7 +91,7 @@ def _hand_over(url: str) -> str:
     pool = torch.randn(len(_SAVED) + len(_LOADED), *_LAYOUT.block_shape)
     keys = tuple(unused_key() for _ in _SAVED)
     lease_id = secrets.token_hex(16)
-    security = ClusterSecurity.from_environment(ClusterConfig())
+    security = ClusterSecurity.from_environment(CredentialsConfig())
     opened = open_connector(url, security, is_diagnosis=True)
     with closing(ConnectorDriver(opened, pool, _LAYOUT, timeout_s=_LIMIT_S)) as driver:
         try:

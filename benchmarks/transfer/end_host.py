@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from kernels import fresh_zeros
 from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
@@ -82,7 +82,7 @@ class EndHost:
 
         The other methods refer to it by `name`.
         """
-        connector = open_connector(url, ClusterSecurity.from_environment(ClusterConfig()))
+        connector = open_connector(url, ClusterSecurity.from_environment(CredentialsConfig()))
         self._drivers[name] = ConnectorDriver(connector, self._pool, self._layout, timeout_s=_JOB_S)
 
     def save(self, name: str, run_id: str, block_ids: Sequence[int]) -> tuple[float, KvHandoff]:

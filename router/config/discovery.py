@@ -17,7 +17,7 @@ from typing import TypeGuard
 from baton.common.addresses import join_host_port
 from baton.errors import ConfigurationError
 
-__all__ = ["Discovery", "FileTarget", "Target", "parse_target"]
+__all__ = ["Discovery", "FileTarget", "HostTarget", "parse_target"]
 
 _LOGGER = logging.getLogger("baton.router")
 _DNS_PREFIX = "dns:///"
@@ -26,7 +26,7 @@ _RESOLVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HostTarget:
     """One entry of `--prefill` or `--decode`."""
 
     host: str
@@ -47,7 +47,7 @@ class FileTarget:
         return f"{_FILE_PREFIX}{self.path}"
 
 
-def parse_target(text: str) -> Target | FileTarget:
+def parse_target(text: str) -> HostTarget | FileTarget:
     """Parses `host:port` or `dns:///name:port`, with brackets around an IPv6 host, or
     `file:///path`.
 
@@ -62,7 +62,7 @@ def parse_target(text: str) -> Target | FileTarget:
         raise ConfigurationError(
             f"target {text!r} must be host:port, dns:///name:port or file:///path"
         )
-    return Target(host, int(port), is_dns)
+    return HostTarget(host, int(port), is_dns)
 
 
 class Discovery:
@@ -81,13 +81,13 @@ class Discovery:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = tuple(parse_target(text) for text in targets)
-        self._resolved: dict[Target | FileTarget, frozenset[str]] = {
+        self._resolved: dict[HostTarget | FileTarget, frozenset[str]] = {
             target: frozenset([f"{target.host}:{target.port}"])
             for target in self._targets
             if _is_static(target)
         }
-        self._problems: dict[Target | FileTarget, str] = {}  # as they are in the log
-        self._looking_up: Target | FileTarget | None = None
+        self._problems: dict[HostTarget | FileTarget, str] = {}  # as they are in the log
+        self._looking_up: HostTarget | FileTarget | None = None
         self._is_idle = asyncio.Event()  # no look-up is running
         self._is_idle.set()
 
@@ -109,7 +109,7 @@ class Discovery:
         found = (
             target.host
             for target, addresses in self._resolved.items()
-            if isinstance(target, Target) and target.is_dns and address in addresses
+            if isinstance(target, HostTarget) and target.is_dns and address in addresses
         )
         return next(found, None)
 
@@ -136,7 +136,9 @@ class Discovery:
                     continue
                 self._looking_up = target
                 try:
-                    addresses = _resolve(target) if isinstance(target, Target) else _read(target)
+                    addresses = (
+                        _resolve(target) if isinstance(target, HostTarget) else _read(target)
+                    )
                 except (OSError, ValueError, ConfigurationError) as error:
                     loop.call_soon_threadsafe(self._report, target, _reason(error))
                 else:
@@ -145,20 +147,20 @@ class Discovery:
         except RuntimeError:
             pass  # the event loop was closed meanwhile
 
-    def _set_addresses(self, target: Target | FileTarget, addresses: frozenset[str]) -> None:
+    def _set_addresses(self, target: HostTarget | FileTarget, addresses: frozenset[str]) -> None:
         self._resolved[target] = addresses
         if self._problems.pop(target, None) is not None:
             _LOGGER.info("%s is found again; addresses: %d", target, len(addresses))
 
-    def _report(self, target: Target | FileTarget, problem: str) -> None:
+    def _report(self, target: HostTarget | FileTarget, problem: str) -> None:
         """Logs why a target has no addresses, or keeps its last ones, unless it is known."""
         if self._problems.get(target) != problem:
             self._problems[target] = problem
             _LOGGER.warning("cannot find the addresses of %s: %s", target, problem)
 
 
-def _is_static(target: Target | FileTarget) -> TypeGuard[Target]:
-    return isinstance(target, Target) and not target.is_dns
+def _is_static(target: HostTarget | FileTarget) -> TypeGuard[HostTarget]:
+    return isinstance(target, HostTarget) and not target.is_dns
 
 
 def _read(target: FileTarget) -> frozenset[str]:
@@ -176,7 +178,7 @@ def _read(target: FileTarget) -> frozenset[str]:
     return frozenset(lines)
 
 
-def _resolve(target: Target) -> frozenset[str]:
+def _resolve(target: HostTarget) -> frozenset[str]:
     """Returns the addresses of a name. Blocks.
 
     Raises:

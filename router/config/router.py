@@ -11,7 +11,7 @@ from baton.common.flags.config_flags import add_flags, config_from_args, flag, f
 from baton.common.flags.values import count
 from baton.common.model_files.hub_names import HubFlags, with_revision
 from baton.common.model_files.named_models import default_model_name
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from router.config.discovery import parse_target
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
@@ -293,7 +293,7 @@ def add_args(
     )
     add_flags(parser, _GrpcPort, "server", **options)
     add_flags(parser, HttpConfig, "HTTP", **options)
-    for security in (TenantsConfig, ClientTlsConfig, WorkerTlsConfig, ClusterConfig):
+    for security in (TenantsConfig, ClientTlsConfig, WorkerTlsConfig, CredentialsConfig):
         add_flags(parser, security, "security", **options)
     add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, TracingConfig, "tracing", **options)

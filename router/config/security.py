@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import config_from_args, flag, flags_of_config
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from router.config.tenants import TenantsConfig
 
 __all__ = ["PLAIN_CALLS", "ClientTlsConfig", "RouterSecurityConfig", "WorkerTlsConfig"]
@@ -115,7 +115,7 @@ class RouterSecurityConfig:
 
     clients: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     workers: WorkerTlsConfig = field(default_factory=WorkerTlsConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: CredentialsConfig = field(default_factory=CredentialsConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class RouterSecurityConfig:
         return cls(
             clients=config_from_args(ClientTlsConfig, args),
             workers=config_from_args(WorkerTlsConfig, args),
-            cluster=config_from_args(ClusterConfig, args),
+            cluster=config_from_args(CredentialsConfig, args),
             tenants=config_from_args(TenantsConfig, args),
         )
 

@@ -1,4 +1,4 @@
-"""`Breaker`: keeps requests from a replica whose calls fail, and lets its load grow slowly. Pure.
+"""`ReplicaBreaker`: keeps requests from a failing replica, and lets its load grow slowly. Pure.
 
 Ejection follows Envoy's outlier detection, slow start its slow-start window with aggression 1.
 """
@@ -6,7 +6,7 @@ Ejection follows Envoy's outlier detection, slow start its slow-start window wit
 import logging
 from collections.abc import Callable
 
-__all__ = ["Breaker"]
+__all__ = ["ReplicaBreaker"]
 
 _LOGGER = logging.getLogger("baton.router")
 _MAX_FAILURES = 3
@@ -18,7 +18,7 @@ _NUM_STEPS = 10
 """The weight grows in steps, so that replicas which started together have equal weights."""
 
 
-class Breaker:
+class ReplicaBreaker:
     """The failures of one replica, and the share of the load that it should get.
 
     It opens after three failures in a row. After a cool-down it lets one request through, and one

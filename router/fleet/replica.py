@@ -17,9 +17,10 @@ from baton.common.errors import FailedPreconditionError, InternalError, Unavaila
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.fleet.breaker import Breaker
+from router.fleet.breaker import ReplicaBreaker
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.policy import ReplicaState
+from router.fleet.replica_load import ReplicaLoad
 from router.fleet.silence import Silence
 from router.observe.request_record import Attempt, RequestRecord
 from rpc.errors import from_rpc_error
@@ -85,7 +86,6 @@ class Replica:
         address: its `host:port`.
         info: its description of what it serves.
         capacity: the largest request that it can run.
-        load: its last report.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -101,24 +101,19 @@ class Replica:
         self.address = address
         self.info = info
         self.capacity = self._capacity()
-        self.load = worker_pb2.WorkerLoad()
         self.lost = asyncio.Event()
         self._dropped: asyncio.Future[FailedPreconditionError]
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
+        self._load = ReplicaLoad(info)
         self._is_ready = False
-        self._has_refused = False
-        self._has_refused_grammar = False
         self._on_change: Callable[[], None] = lambda: None
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
-        self._breaker = Breaker(f"{self.tier_name} replica {address}", clock)
-        self._num_requests = 0
-        self._num_tokens = 0
-        self._num_blocks = 0
+        self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
 
     @property
     def replica_id(self) -> str:
@@ -153,8 +148,12 @@ class Replica:
     @property
     def has_room(self) -> bool:
         """Whether it can queue one more request, as far as this router knows."""
-        most = self.info.max_num_requests
-        return not self._has_refused and (not most or self._num_requests_there < most)
+        return self._load.has_room
+
+    @property
+    def load(self) -> worker_pb2.WorkerLoad:
+        """Its last report."""
+        return self._load.report
 
     def _capacity(self) -> Capacity:
         info = self.info
@@ -165,42 +164,18 @@ class Replica:
         """Whether its calls have failed, so that requests should go to other replicas."""
         return self._breaker.is_open
 
-    @property
-    def _num_requests_there(self) -> int:
-        """Requests that it has, of all routers."""
-        return max(self.load.num_running + self.load.num_waiting, self._num_requests)
-
     def has_room_for(self, spec: RequestSpec) -> bool:
         """Whether it can queue this request, as far as this router knows."""
-        return self.has_room and not (self._has_refused_grammar and _has_grammar(spec))
+        return self._load.has_room_for(spec)
 
     def note_full(self, spec: RequestSpec) -> None:
-        """Notes that it has refused a request for lack of room, until its next report. That may
-        have been room for grammars to compile, which others do not need.
-        """
-        if _has_grammar(spec):
-            self._has_refused_grammar = True
-        else:
-            self._has_refused = True
+        """Notes that it has refused a request for lack of room, until its next report."""
+        self._load.note_full(spec)
         self._note_change()
 
     def state(self, overlap_blocks: int) -> ReplicaState:
-        """The replica's state for the routing policy.
-
-        The worker's report lags and includes other routers' requests; the reservations
-        are exact and include only this router's. The larger number is used.
-        """
-        free_blocks = self._in_keyed_blocks(self.load.num_free_blocks)
-        num_blocks = self.num_blocks
-        return ReplicaState(
-            replica_id=self.replica_id,
-            num_requests=self._num_requests_there,
-            num_queued_tokens=max(self.load.num_queued_tokens, self._num_tokens),
-            num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
-            num_blocks=num_blocks,
-            overlap_blocks=overlap_blocks,
-            weight=self._breaker.weight,
-        )
+        """The replica's state for the routing policy."""
+        return self._load.state(overlap_blocks, self._breaker.weight)
 
     def log_start(self, spec: RequestSpec) -> None:
         """Logs that a request is started on this replica, and its id there."""
@@ -234,26 +209,17 @@ class Replica:
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
         """
         self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-        self._num_blocks += num_blocks
-        self._note_change()
         try:
-            yield
+            with self._load.reserve(num_tokens, num_blocks):
+                self._note_change()
+                yield
         finally:
-            self._num_requests -= 1
-            self._num_tokens -= num_tokens
-            self._num_blocks -= num_blocks
             self._note_change()
 
     @property
     def num_blocks(self) -> int:
         """Blocks in its pool, of the size that block keys stand for."""
-        return self._in_keyed_blocks(self.info.num_blocks)
-
-    def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
-        """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
-        return num_pool_blocks * self.info.pool_block_size // self.info.block_size
+        return self._load.num_blocks
 
     def drop(self, reason: FailedPreconditionError) -> None:
         """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
@@ -327,7 +293,7 @@ class Replica:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected, and that its KV stores are others.
         """
-        refuses, stores = self._has_refused_grammar, tuple(self.load.kv_store_ids)
+        refuses, stores = self._load.refuses_grammars, tuple(self.load.kv_store_ids)
         now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
         if now != self._shown:
             self._shown = now
@@ -338,11 +304,10 @@ class Replica:
             worker_pb2.WatchLoadRequest(), metadata=self._security.call_metadata()
         )
         async for message in reports:
-            self.load = message.load
+            self._load.take(message.load)
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
             self._is_ready = True
-            self._has_refused = self._has_refused_grammar = False
             self._silence.report(asyncio.get_running_loop().time())
             self._note_change()
         # A worker that has drained ends this stream before it has sent its last outputs.
@@ -372,7 +337,3 @@ class Replica:
 
     async def _until_dropped(self) -> None:
         raise await self._dropped
-
-
-def _has_grammar(spec: RequestSpec) -> bool:
-    return spec.params.structured_outputs is not None

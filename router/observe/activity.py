@@ -70,8 +70,8 @@ class Activity:
         self._clock = clock
         self._started_at = clock()
         self._errors: deque[RequestError] = deque(maxlen=_MAX_ERRORS)
-        self._first_token = _Window(clock)
-        self._token = _Window(clock)
+        self._first_token = _RecentTimes(clock)
+        self._token = _RecentTimes(clock)
 
     @property
     def uptime_s(self) -> float:
@@ -125,7 +125,7 @@ class Activity:
             self._errors.append(found)
 
 
-class _Window:
+class _RecentTimes:
     """Times of the last minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

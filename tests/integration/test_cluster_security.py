@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from router.config import discovery as discovery_module
 from router.config.discovery import Discovery
 from router.config.security import RouterSecurityConfig, WorkerTlsConfig
@@ -148,7 +148,7 @@ async def test_no_method_of_a_worker_answers_other_certificates(files, authority
 
 @pytest.mark.parametrize("identities", [("router",), ("other", "router.internal")])
 async def test_identities_limit_the_certificates(files, authority, identities):
-    security = ClusterSecurity(ClusterConfig(identities=identities), files("worker"))
+    security = ClusterSecurity(CredentialsConfig(identities=identities), files("worker"))
     router = files("router", authority.issue("router", dns=["router.internal"]))
     async with FakePrefill(SCRIPT, security=security) as worker:
         for own_files, status in ((router, "OK"), (files("stranger"), "UNAUTHENTICATED")):
@@ -163,10 +163,10 @@ async def test_a_caller_refuses_a_worker_with_another_name(files, authority):
     own = files("caller")
     async with worker:
         for config, host, status in (
-            (ClusterConfig(), None, "UNAVAILABLE"),
-            (ClusterConfig(), "prefill.internal", "OK"),
-            (ClusterConfig(), "decode.internal", "UNAVAILABLE"),
-            (ClusterConfig(server_name="prefill.internal"), "decode.internal", "OK"),
+            (CredentialsConfig(), None, "UNAVAILABLE"),
+            (CredentialsConfig(), "prefill.internal", "OK"),
+            (CredentialsConfig(), "decode.internal", "UNAVAILABLE"),
+            (CredentialsConfig(server_name="prefill.internal"), "decode.internal", "OK"),
         ):
             security = ClusterSecurity(config, own)
             async with open_cluster_channel(worker.address, security, host) as channel:
@@ -204,12 +204,14 @@ def router_security(own, token_file=None, **config):
         cluster_ssl_keyfile=own.keyfile,
         cluster_ssl_ca_certs=own.ca_certs,
     )
-    return RouterSecurityConfig(workers=tls, cluster=ClusterConfig(token_file=token_file, **config))
+    return RouterSecurityConfig(
+        workers=tls, cluster=CredentialsConfig(token_file=token_file, **config)
+    )
 
 
 async def test_every_call_of_a_router_has_its_credentials(files, tmp_path):
     token_file = str(tmp_path / "token")
-    worker_security = ClusterSecurity(ClusterConfig(token_file=token_file), files("worker"))
+    worker_security = ClusterSecurity(CredentialsConfig(token_file=token_file), files("worker"))
     own = router_security(files("router"), token_file)
     async with cluster(worker_security, own) as (router, (prefill, decode)):
         responses = await router.generate(request(max_tokens=8))
@@ -252,7 +254,7 @@ async def test_a_router_that_workers_refuse_says_so_and_connects_once_it_has_the
     token_file.write_text(OTHER_TOKEN)
     decode = FakeDecode(SCRIPT, security=ClusterSecurity(token=TOKEN))
     async with running_workers(decode):
-        own = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(token_file)))
+        own = RouterSecurityConfig(cluster=CredentialsConfig(token_file=str(token_file)))
         options = {"security": own, "queue_timeout_s": 0.1}
         async with running_router(decode=(decode.address,), **options) as router:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -269,12 +271,12 @@ async def test_a_router_that_workers_refuse_says_so_and_connects_once_it_has_the
 async def test_clients_do_not_see_that_a_worker_refuses_their_router(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
-    refusing = ClusterSecurity(ClusterConfig(token_file=str(token_file)))
+    refusing = ClusterSecurity(CredentialsConfig(token_file=str(token_file)))
     prefill = FakePrefill(SCRIPT, security=refusing)
     decode = FakeDecode(SCRIPT, security=ClusterSecurity(token=TOKEN))
     own_file = tmp_path / "own"
     own_file.write_text(TOKEN)
-    own = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(own_file)))
+    own = RouterSecurityConfig(cluster=CredentialsConfig(token_file=str(own_file)))
     async with (
         running_workers(prefill, decode),
         running_router(prefill, decode, security=own) as router,
@@ -326,7 +328,7 @@ async def test_tokens_and_certificates_are_exchanged_without_a_failed_request(tm
     def write(name, signer, ca_certs):
         return write_files(tmp_path / name, signer.issue(name), ca_certs)
 
-    config = ClusterConfig(token_file=str(token_file))
+    config = CredentialsConfig(token_file=str(token_file))
     worker_security = ClusterSecurity(config, write("worker", authority, old))
     caller = ClusterSecurity(config, write("caller", authority, old))
     own = router_security(write("router", authority, old), str(token_file))

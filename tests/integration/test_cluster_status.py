@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.cli import main
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from router.config.security import RouterSecurityConfig
 from router.fleet import breaker
@@ -110,7 +110,7 @@ def methods_of_cluster_service():
 
 async def test_every_method_asks_for_the_clusters_token(tmp_path):
     path = tmp_path / "token"
-    config = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(path)))
+    config = RouterSecurityConfig(cluster=CredentialsConfig(token_file=str(path)))
     async with running_router(security=config, decode=(NOBODY,)) as router:
         good = (("authorization", f"Bearer {path.read_text().strip()}"),)
         await cluster_of(router, metadata=good)
@@ -144,7 +144,7 @@ async def test_top_prints_one_table(capsys, monkeypatch):
 
 async def test_top_shows_its_token(tmp_path, capsys):
     path = tmp_path / "token"
-    config = RouterSecurityConfig(cluster=ClusterConfig(token_file=str(path)))
+    config = RouterSecurityConfig(cluster=CredentialsConfig(token_file=str(path)))
     async with running_router(security=config, decode=(NOBODY,)) as router:
         assert await top(router) == 1
         assert "valid credential of this cluster" in capsys.readouterr().err
@@ -164,7 +164,7 @@ DOWN = {"name": WORKING["name"], "problem": "cannot be used: redis: Connection r
 
 
 def stored(*statuses):
-    return [worker_pb2.KvBackendStatus(is_store=True, **status) for status in statuses]
+    return [worker_pb2.KvBackendStatus(**status) for status in statuses]
 
 
 async def doctor(capsys, *targets):

@@ -11,7 +11,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.service import SERVICE_NAME
 from tests.support.certificates import Authority, write_files
@@ -145,7 +145,7 @@ def test_loads_with_a_wrong_token_fail_at_once_and_are_logged_once(make_rig, cap
 def test_tokens_and_certificates_are_changed_while_blocks_move(make_rig, tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
-    config = ClusterConfig(token_file=str(token_file))
+    config = CredentialsConfig(token_file=str(token_file))
     folders = [tmp_path / name for name in ("prefill", "decode")]
     prefill, decode = (make_rig(ClusterSecurity(config, certificates(own))) for own in folders)
     successor = Authority("successor")

@@ -504,14 +504,14 @@ async def test_requests_without_a_deadline_get_the_default_one(stage):
     prefill = FakePrefill(SCRIPT, hold=stage == "prefill")
     decode = FakeDecode(SCRIPT, pause_after=5)
     workers = (prefill, decode)
-    async with running_workers(*workers), running_router(*workers, default_timeout_s=0.3) as router:
+    async with running_workers(*workers), running_router(*workers, default_timeout_s=1.0) as router:
         error = await failed_call(router.generate(request(), timeout_s=None))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         if stage == "prefill":
             await prefill.changes.until(lambda: prefill.num_cancelled)
         else:
             await decode.changes.until(lambda: decode.cancels)
-            assert decode.starts[0].spec.timeout_ms <= 300
+            assert decode.starts[0].spec.timeout_ms <= 1000
 
 
 async def test_client_deadline_frees_every_tier():

@@ -11,12 +11,12 @@ from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import FakeDecode
 from tests.support.ports import reserved_port
-from worker.replica_set import Replica, ReplicaSet, ReplicaSetServicer
+from worker.replica_set import ReplicaSet, ReplicaSetServicer, WorkerReplica
 
 SERVICE_NAME = replica_set_pb2.DESCRIPTOR.services_by_name["ReplicaSetService"].full_name
 
 
-class HeldReplica(Replica):
+class HeldReplica(WorkerReplica):
     """Starts and stops when the test lets it.
 
     Attributes:
@@ -56,7 +56,7 @@ class HeldReplica(Replica):
         self.may_end.set()
 
 
-class FakeReplica(Replica):
+class FakeReplica(WorkerReplica):
     """A fake decode worker, whose server ends at once when it stops."""
 
     def __init__(self, worker: FakeDecode) -> None:
@@ -104,7 +104,7 @@ class FakeSet:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def _make(self, number: int, taken: Collection[str]) -> Replica:
+    def _make(self, number: int, taken: Collection[str]) -> WorkerReplica:
         worker = FakeDecode(self._script, security=self._security)
         self.workers.append(worker)
         self.made.append(replica := FakeReplica(worker))

@@ -116,7 +116,7 @@ def new_token() -> Iterator[tuple[str, str]]:
     """Yields a new token of a cluster, and the path of its file, which only this user may read."""
     with run_folder() as folder:
         path = str(folder / "token")
-        token = ClusterSecurity(security_config.ClusterConfig(token_file=path)).token
+        token = ClusterSecurity(security_config.CredentialsConfig(token_file=path)).token
         assert token is not None
         yield token, path
 

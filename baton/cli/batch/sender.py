@@ -1,4 +1,4 @@
-"""`BatchSender`: sends requests of a batch, with further attempts when a server is busy."""
+"""`RequestSender`: sends requests of a batch, with further attempts when a server is busy."""
 
 import asyncio
 import random
@@ -10,14 +10,14 @@ from baton.cli.batch.input_file import BatchLine
 from baton.cli.batch.output_file import OutputFile
 from baton.cli.openai_endpoint import JSON_HEADERS, unreachable
 
-__all__ = ["BatchSender"]
+__all__ = ["RequestSender"]
 
 _BUSY = (429, 503)
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _MAX_RETRY_AFTER_S = 300.0
 
 
-class BatchSender:
+class RequestSender:
     """Sends requests and writes their results.
 
     Args:

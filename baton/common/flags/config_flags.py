@@ -20,7 +20,7 @@ from baton.common.flags.sizes import format_byte_size
 from baton.common.flags.values import CollectTexts, byte_size, byte_size_with_unit, count, gibibytes
 
 __all__ = [
-    "Flag",
+    "FlagInfo",
     "add_flags",
     "config_from_args",
     "flag",
@@ -35,7 +35,7 @@ _METADATA_KEY = "flag"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
+class FlagInfo:
     """The flag of a field.
 
     Attributes:
@@ -70,10 +70,10 @@ def flag(default: Any, help_text: str, **options: Any) -> Any:
     Args:
         default: the field's value without the flag; `dataclasses.MISSING` if it must be given.
         help_text: the flag's meaning.
-        options: the other attributes of `Flag`.
+        options: the other attributes of `FlagInfo`.
     """
     return dataclasses.field(
-        default=default, metadata={_METADATA_KEY: Flag(help=help_text, **options)}
+        default=default, metadata={_METADATA_KEY: FlagInfo(help=help_text, **options)}
     )
 
 
@@ -195,7 +195,7 @@ def _add_flag(
     default: Any,
 ) -> argparse.Action:
     """Adds one field's flag, its silent aliases and its positional form; returns the first."""
-    metadata: Flag = field.metadata[_METADATA_KEY]
+    metadata: FlagInfo = field.metadata[_METADATA_KEY]
     name, dest = flag_name(config_class, field.name), _destination(field)
     is_missing = default is dataclasses.MISSING
     options = _argument_options(field, typing.get_type_hints(config_class)[field.name])
@@ -224,7 +224,7 @@ def _add_flag(
 
 def _argument_options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """Returns keyword arguments of `add_argument` for a field of type `hint`."""
-    metadata: Flag = field.metadata[_METADATA_KEY]
+    metadata: FlagInfo = field.metadata[_METADATA_KEY]
     members = [member for member in typing.get_args(hint) if member is not types.NoneType]
     is_optional = isinstance(hint, types.UnionType) and len(members) == 1
     kind = members[0] if is_optional else hint

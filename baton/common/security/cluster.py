@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import reason_of
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.common.security.tokens import bearer, carries_token, checked_token, watched_tokens
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class ClusterSecurity:
 
     def __init__(
         self,
-        config: ClusterConfig | None = None,
+        config: CredentialsConfig | None = None,
         files: CertificateFiles | None = None,
         token: str | None = None,
     ) -> None:
         self._arguments = config, files, token
-        config = config or ClusterConfig()
+        config = config or CredentialsConfig()
         tokens = (checked_token(token, TOKEN_VARIABLE),) if token else ()
         self._read_tokens: Callable[[], tuple[str, ...]] = lambda: tokens
         if config.token_file is not None:
@@ -84,7 +84,7 @@ class ClusterSecurity:
 
     @classmethod
     def from_environment(
-        cls, config: ClusterConfig, files: CertificateFiles | None = None
+        cls, config: CredentialsConfig, files: CertificateFiles | None = None
     ) -> "ClusterSecurity":
         """The security that flags and the variable BATON_CLUSTER_TOKEN describe."""
         return cls(config, files, os.environ.get(TOKEN_VARIABLE))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 
-__all__ = ["CertificateFiles", "ClusterConfig"]
+__all__ = ["CertificateFiles", "CredentialsConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class CertificateFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
+class CredentialsConfig:
     """The flags of the credentials that processes of a cluster show each other."""
 
     token_file: str | None = flag(

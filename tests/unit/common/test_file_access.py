@@ -19,7 +19,7 @@ from baton.common.file_access import (
 from baton.common.model_files.demo import demo_model_path
 from baton.common.model_files.files import local_model, open_model_files
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.loader import load_model
 from router.config.router import ServedModelConfig
@@ -194,7 +194,7 @@ def test_a_token_of_another_user_and_a_folder_for_it_name_the_user(open_folder):
     (open_folder / "closed").mkdir(mode=0)
     for path in (file, open_folder / "closed" / "token"):
         with as_other_user() as user, pytest.raises(ConfigurationError) as failure:
-            ClusterSecurity.from_environment(ClusterConfig(token_file=str(path)), None)
+            ClusterSecurity.from_environment(CredentialsConfig(token_file=str(path)), None)
         assert failure.value.message.startswith(f"--cluster-token-file {path}: ")
         assert failure.value.message.endswith(f"permission denied to {user}")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.common.errors import PermissionDeniedError, UnauthenticatedError
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.config.tenants import TenantsConfig
 from router.security import RouterSecurity
@@ -31,7 +31,7 @@ class Call:
 
 
 def authorize_of(host, token_file=None, **config):
-    cluster = ClusterConfig(token_file=token_file)
+    cluster = CredentialsConfig(token_file=token_file)
     security = RouterSecurity(RouterSecurityConfig(cluster=cluster, **config))
     return security.grpc_access(host).authorize
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError, UnauthenticatedError
 from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from rpc.cluster_calls import authorize_cluster, cluster_access
 from tests.support.certificates import Authority, write_files
@@ -21,9 +21,9 @@ TOKEN, OTHER, THIRD = "t" * 32, "u" * 32, "v" * 32
 MAKE_TOKEN = """
 import sys
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import ClusterConfig
+from baton.common.security.config import CredentialsConfig
 sys.stdin.readline()
-print(ClusterSecurity(ClusterConfig(token_file=sys.argv[1])).token)
+print(ClusterSecurity(CredentialsConfig(token_file=sys.argv[1])).token)
 """
 
 
@@ -35,7 +35,7 @@ def authority():
 def with_file(path, *tokens):
     if tokens:
         path.write_text("\n".join(tokens) + "\n")
-    return ClusterSecurity(ClusterConfig(token_file=str(path)))
+    return ClusterSecurity(CredentialsConfig(token_file=str(path)))
 
 
 def admits(security, token, auth_context=None):
@@ -77,9 +77,9 @@ def test_the_token_alone_admits():
 
 def test_the_variable_holds_a_token(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    assert ClusterSecurity.from_environment(ClusterConfig()).token == TOKEN
+    assert ClusterSecurity.from_environment(CredentialsConfig()).token == TOKEN
     monkeypatch.delenv(TOKEN_VARIABLE)
-    assert ClusterSecurity.from_environment(ClusterConfig()).token is None
+    assert ClusterSecurity.from_environment(CredentialsConfig()).token is None
 
 
 def test_the_first_line_is_sent_and_each_line_is_accepted_at_once(tmp_path):
@@ -202,7 +202,7 @@ def test_certificates_admit_by_any_name_unless_names_are_set(tmp_path, authority
     assert admits(all_names, None, stranger)
     assert not admits(all_names, None, {})
     for names in (("router",), ("router.internal",), ("x", "router")):
-        some = ClusterSecurity(ClusterConfig(identities=names), files)
+        some = ClusterSecurity(CredentialsConfig(identities=names), files)
         assert admits(some, None, router)
         assert not admits(some, None, stranger)
         assert not admits(some, None, {})

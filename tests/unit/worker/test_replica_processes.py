@@ -10,7 +10,7 @@ import pytest
 from baton import cli
 from baton.common.flags.config_flags import config_from_args
 from baton.common.security.cluster import ClusterSecurity
-from baton.common.security.config import CertificateFiles, ClusterConfig
+from baton.common.security.config import CertificateFiles, CredentialsConfig
 from engine.cli_args import engine_config_from_args
 from kvstore.registry import has_fixed_host, has_fixed_port
 from rpc.metrics_config import MetricsConfig
@@ -60,7 +60,7 @@ def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
     own = parse(*spec.arguments, "--kv-connector=redis://:secret@host:1/0")
     assert own.data_parallel_size is None
     assert engine_config_from_args(own) == engine
-    for config in (CertificateFiles, ClusterConfig, TracingConfig):
+    for config in (CertificateFiles, CredentialsConfig, TracingConfig):
         assert config_from_args(config, own) == config_from_args(config, given)
     server = config_from_args(ServerConfig, given)
     assert config_from_args(ServerConfig, own) == replace(server, port=7123, port_file=None)
@@ -78,7 +78,7 @@ def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():
     assert (own.on, own.data_parallel_size) == ("machine", None)
     assert engine_config_from_args(own) == engine
     assert config_from_args(CertificateFiles, own) == config_from_args(CertificateFiles, given)
-    assert config_from_args(ClusterConfig, own) == ClusterConfig()
+    assert config_from_args(CredentialsConfig, own) == CredentialsConfig()
     server = config_from_args(ServerConfig, given)
     assert config_from_args(ServerConfig, own) == replace(
         server, host="127.0.0.1", port=parse("m").port, port_file=None

@@ -81,7 +81,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
             with an unsupported value; names the key.
     """
     architecture = _architecture(header)
-    values = _Values(header, architecture)
+    values = _HeaderValues(header, architecture)
     values.refuse_others()
     if values.integer("block_count") > _MAX_LAYERS:
         raise values.unsupported("block_count")
@@ -133,7 +133,7 @@ def generation_config_json(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-class _Values:
+class _HeaderValues:
     """The keys of an architecture, such as `llama.block_count`."""
 
     def __init__(self, header: GgufHeader, architecture: str) -> None:

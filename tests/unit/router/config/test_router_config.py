@@ -11,7 +11,7 @@ import pytest
 from baton.common.errors import ConfigurationError
 from baton.common.flags.parser import FlagParser
 from router.config import discovery as discovery_module
-from router.config.discovery import Discovery, FileTarget, Target, parse_target
+from router.config.discovery import Discovery, FileTarget, HostTarget, parse_target
 from router.config.http import HttpConfig
 from router.config.router import RouterConfig, ServedModelConfig, add_args, router_config_from_args
 from rpc.server_config import ServerConfig
@@ -190,9 +190,9 @@ def test_a_malformed_target_is_refused_with_the_flags(flag):
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("host:1", Target("host", 1, is_dns=False)),
-        ("[::1]:65535", Target("[::1]", 65535, is_dns=False)),
-        ("dns:///name.of.it:2", Target("name.of.it", 2, is_dns=True)),
+        ("host:1", HostTarget("host", 1, is_dns=False)),
+        ("[::1]:65535", HostTarget("[::1]", 65535, is_dns=False)),
+        ("dns:///name.of.it:2", HostTarget("name.of.it", 2, is_dns=True)),
         ("file:///run/of it", FileTarget(Path("/run/of it"))),
     ],
 )

@@ -1,10 +1,10 @@
-"""`Breaker`: a replica whose calls fail is left alone for a while, and returns slowly."""
+"""`ReplicaBreaker`: a replica whose calls fail is left alone for a while, and returns slowly."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.breaker import Breaker
+from router.fleet.breaker import ReplicaBreaker
 
 
 class Clock:
@@ -20,7 +20,7 @@ class TimedBreaker:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.breaker = Breaker("prefill replica a:1", self.clock)
+        self.breaker = ReplicaBreaker("prefill replica a:1", self.clock)
         self.wait(60)
 
     def wait(self, seconds: float) -> None:
@@ -127,7 +127,7 @@ def test_a_success_of_a_replica_that_is_not_ejected_does_not_slow_it():
 @pytest.mark.parametrize(("age_s", "weight"), [(0, 0.1), (1.9, 0.1), (5, 0.5), (9.9, 0.9), (10, 1)])
 def test_the_weight_of_a_new_replica_grows_with_its_age(age_s, weight):
     clock = Clock()
-    breaker = Breaker("decode replica a:1", clock)
+    breaker = ReplicaBreaker("decode replica a:1", clock)
     clock.now += age_s
     assert breaker.weight == weight
 
@@ -135,7 +135,7 @@ def test_the_weight_of_a_new_replica_grows_with_its_age(age_s, weight):
 @given(st.lists(st.floats(0, 3), max_size=20))
 def test_the_weight_never_falls_while_calls_succeed(pauses):
     clock = Clock()
-    breaker = Breaker("decode replica a:1", clock)
+    breaker = ReplicaBreaker("decode replica a:1", clock)
     weights = []
     for pause in pauses:
         clock.now += pause

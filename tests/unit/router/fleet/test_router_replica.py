@@ -19,9 +19,10 @@ async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
         replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
-    replica.load = worker_pb2.WorkerLoad(
+    report = worker_pb2.WorkerLoad(
         num_running=1, num_waiting=1, num_queued_tokens=30, num_free_blocks=6, num_blocks=10
     )
+    replica._load.take(report)
     idle = replica.state(overlap_blocks=2)
     assert (idle.replica_id, idle.num_blocks, idle.overlap_blocks) == ("w", 10, 2)
     assert (idle.num_requests, idle.num_queued_tokens, idle.num_free_blocks) == (2, 30, 6)
@@ -96,7 +97,7 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
     )
     async with open_channel("127.0.0.1:1") as channel:
         replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
-    replica.load = worker_pb2.WorkerLoad(num_free_blocks=num_blocks)
+    replica._load.take(worker_pb2.WorkerLoad(num_free_blocks=num_blocks))
     assert (replica.state(0).num_blocks, replica.state(0).num_free_blocks) == (10, 10)
     with replica.reserve(num_blocks=9):
         assert replica.state(0).num_free_blocks == 1
