@@ -6,7 +6,6 @@ import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from threading import Event
 from unittest import mock
 
 from hypothesis import settings
@@ -79,8 +78,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="baton-test-"))
         self.clock = Clock()
         self.patches = ExitStack()
-        shares = (("_MIN_AHEAD_BYTES", 0), ("_AHEAD_MARGIN", 2), ("_SPARE_SHARE", 2))
-        for name, value in (("time", self.clock), *shares):
+        for name, value in (("time", self.clock), ("_SPARE_SHARE", 2)):
             self.patches.enter_context(mock.patch.object(arena_space, name, value))
         self.fills = (bytes([number % 251 + 1]) for number in count())
         self.expected = {}  # key: value
@@ -198,7 +196,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         assert not self.arenas[0].count_prefix([])  # frees memory that was held for readers
         if seconds > 2:
             self.reopen(0)
-            taken = self.contents.extents(State.WRITTEN_TO, State.AHEAD)
+            taken = self.contents.extents(State.WRITTEN_TO)
             assert not taken, "a dead writer's extents were not freed"
 
     @rule(arena=ARENAS)
@@ -229,27 +227,6 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.contents.check_index(self.arenas[arena])
         self.settle(before, ())
 
-    @rule(arena=ARENAS, keys=SOME_KEYS)
-    def provide_ahead(self, arena, keys):
-        """Provides memory ahead for objects of the size that was just put."""
-        self.delete(arena, keys)
-        self.put(arena, keys, [100] * 6)
-        before, header = self.touched(), self.contents.header
-        spare_bytes, object_bytes = header.spare_bytes, header.object_bytes
-        self.arenas[arena].provide_ahead(Event())
-        assert header.spare_bytes >= spare_bytes
-        assert header.object_bytes == object_bytes
-        self.settle(before, ())
-
-    @rule(arena=ARENAS, keys=SOME_KEYS, num_writes=st.integers(0, 100))
-    def die_while_providing(self, arena, keys, num_writes):
-        """Kills a process before, after or between the extents that it provides ahead."""
-        self.delete(arena, keys)
-        self.put(arena, keys, [100] * 6)
-        before = self.touched()
-        self.die(arena, num_writes, self.arenas[arena].provide_ahead, Event())
-        self.settle(before, ())
-
     def die(self, arena, num_writes, call, *args):
         """Kills a process at the write after `num_writes` of a call, or after the call."""
         with suppress(DiedError, StoreUnavailableError), dies_after(num_writes):
@@ -276,37 +253,11 @@ class ShmArenaMachine(RuleBasedStateMachine):
         spare = [extent for extent in contents.extents(State.FREE) if extent.resident_bytes]
         limit_bytes = min(MAX_SPARE_BYTES, MAX_BYTES - contents.header.object_bytes)
         may_be_read = any(self.clock.now_ns - extent.touched_ns < 3 * 10**9 for extent in spare)
-        ahead_bytes = sum(extent.num_bytes for extent in contents.extents(State.AHEAD))
-        assert contents.header.spare_bytes - ahead_bytes <= limit_bytes or may_be_read
+        assert contents.header.spare_bytes <= limit_bytes or may_be_read
         resident_bytes = sum(extent.resident_bytes for extent in contents.extents())
         # A killed process may leave memory with an extent, uncounted until its next use.
         assert contents.memory_bytes() >= resident_bytes
         assert self.has_died or contents.memory_bytes() == resident_bytes
-
-
-def test_a_process_killed_while_providing_memory_ahead_leaves_nothing():
-    seen, is_over = set(), False
-    for num_writes in count():
-        machine = ShmArenaMachine()
-        machine.begin()
-        machine.put(0, KEYS[:3], [100] * 6)
-        try:
-            with dies_after(num_writes):
-                machine.arenas[0].provide_ahead(Event())
-            is_over = True
-        except DiedError:
-            ahead = machine.contents.extents(State.AHEAD)
-            seen.add((len(ahead), sum(bool(extent.resident_bytes) for extent in ahead)))
-        machine.replace_dead(0)
-        machine.arena_is_consistent()
-        machine.contents.check_index(machine.arenas[1])
-        assert not machine.contents.extents(State.AHEAD)
-        assert machine.expected.keys() == set(KEYS[:3])
-        machine.teardown()
-        if is_over:
-            break
-    reserving, provided, freeing = [(1, 0), (2, 0)], [(3, 0), (3, 1), (3, 2)], [(2, 2), (1, 1)]
-    assert seen == {(0, 0), *reserving, *provided, (3, 3), *freeing}
 
 
 TestShmArena = ShmArenaMachine.TestCase

@@ -63,8 +63,7 @@ class ArenaContents:
         free = self.extents(State.FREE)
         taken = self.extents(State.WRITTEN_TO, State.OBJECT)
         assert sum(extent.num_bytes for extent in taken) == header.object_bytes
-        ahead_bytes = sum(extent.num_bytes for extent in self.extents(State.AHEAD))
-        assert sum(extent.resident_bytes for extent in free) + ahead_bytes == header.spare_bytes
+        assert sum(extent.resident_bytes for extent in free) == header.spare_bytes
         assert not header.is_changing
 
     def check_index(self, arena):

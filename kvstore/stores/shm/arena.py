@@ -19,9 +19,7 @@
   but not leased ones.
 - Spare memory: an extent that becomes free keeps its memory, because fresh pages cost more than the
   copy into them. Spare memory is limited to an eighth of the bound, and together with the objects
-  to the bound. The rest is returned to the system once no reader can still use it. If a put found
-  no spare memory and the bound leaves room, some is allocated ahead for the next put
-  (`MemoryAhead`); it counts as spare from the start.
+  to the bound. The rest is returned to the system once no reader can still use it.
 - Removal: the files may be removed under running processes, as at the end of a login session. The
   holder of the lock checks that its path still leads to the file that it has locked. Lock, table
   and memory belong together: if one of them is missing, an opener makes all of them anew.
@@ -30,12 +28,10 @@
 """
 
 import errno
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from threading import Event
 
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.stores.base import StoreCounters, batches
@@ -75,9 +71,7 @@ class Arena:
                 folder, limits, self._table, self._memory, self._writers, counters
             )
             self._opened = opened.pop_all()
-        self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
-        self._sizes_ahead: list[int] = []  # sizes of objects to allocate memory for
         with suppress(StoreUnavailableError, OSError), self._locked():
             self._space.remove_outdated()
 
@@ -90,35 +84,6 @@ class Arena:
         """Commits objects batch by batch; touches those that exist."""
         for batch in batches(zip(keys, objects, strict=True), self._space.max_bytes):
             self._put_batch(batch)
-
-    @property
-    def wants_ahead(self) -> bool:
-        """Whether `provide_ahead` has anything to do: memory to allocate, or extents to free that
-        could not be freed before.
-        """
-        return bool(self._sizes_ahead or self._abandoned)
-
-    def provide_ahead(self, is_unwanted: Event) -> None:
-        """Allocates memory for extents like those that lacked it last, so that the next put need
-        not: allocating takes longer than copying.
-
-        Args:
-            is_unwanted: once it is set, no further extent is begun.
-        """
-        deadline_s = time.monotonic() + self._timeout_s  # for all of it: `close` may wait for it
-        with self._writing(deadline_s) as reserved:
-            with self._locked(deadline_s):
-                sizes, self._sizes_ahead = self._sizes_ahead, []
-                for num_bytes in self._space.find_lacking(sizes):
-                    reserved.append(self._space.reserve_ahead(num_bytes))
-            for extent in reserved:
-                if is_unwanted.is_set():
-                    break
-                self._provide(extent)
-                self._memory.map_in(extent.offset, extent.resident_bytes)
-            with self._locked(deadline_s):
-                while reserved:
-                    self._space.free(reserved.popleft())
 
     def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Reads and touches objects."""
@@ -156,9 +121,9 @@ class Arena:
         self._opened.close()
 
     @contextmanager
-    def _locked(self, deadline_s: float | None = None) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Holds the store's lock and reads other processes' changes; see `FileLock.locked`."""
-        with self._lock.locked(deadline_s):
+        with self._lock.locked():
             self._lock.check_path()
             self._space.begin()
             while self._abandoned:
@@ -171,7 +136,7 @@ class Arena:
             self._space.end()
 
     @contextmanager
-    def _writing(self, deadline_s: float | None = None) -> Iterator[deque[Extent]]:
+    def _writing(self) -> Iterator[deque[Extent]]:
         """Collects the extents that this thread writes to.
 
         After an error those still in it are freed: at once if the system refused something and the
@@ -183,7 +148,7 @@ class Arena:
                 yield reserved
             except OSError:
                 self._abandoned.extend(reserved)
-                with suppress(StoreUnavailableError, OSError), self._locked(deadline_s):
+                with suppress(StoreUnavailableError, OSError), self._locked():
                     pass  # `_locked` frees them
                 raise
             except BaseException:  # most likely the lock was not free, so do not wait again
@@ -207,8 +172,6 @@ class Arena:
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
-                if self._space.find_lacking(sizes):
-                    self._sizes_ahead = sizes
 
     def _provide_for_objects(self, extents: Sequence[Extent]) -> None:
         """Allocates memory for extents; if the system has none left, returns spare memory first."""

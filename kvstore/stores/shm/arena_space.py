@@ -3,8 +3,7 @@
 import errno
 import mmap
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,8 +29,6 @@ _SPARE_SHARE = 8  # spare memory is at most one part in so many of the bound
 # Longest time from finding an object to the end of its copy, unless the reader is stopped.
 _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # returned to the system by one call, which others wait for
-_MIN_AHEAD_BYTES = 512 << 10  # for less, waking a thread does not pay
-_AHEAD_MARGIN = 8
 _TABLE_BYTES = 2 * mmap.PAGESIZE  # the next extent's cells may span two pages
 
 
@@ -83,8 +80,6 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """Called last by each holder of the lock, but not after an unexpected error."""
         limit_bytes = min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes)
         self._shrink_spare(limit_bytes)
-        if self._header.spare_bytes > limit_bytes and self._index.first_spare() is None:
-            self._free_dead(State.AHEAD)  # all spare memory is in extents being allocated ahead
         self._index.publish()
         self._header.is_changing = False
 
@@ -108,42 +103,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         extent = self._index.take_free(room) or self._add(room)
         self._header.spare_bytes -= extent.resident_bytes
         self._header.object_bytes += num_bytes
-        return self._own(extent, num_bytes, State.WRITTEN_TO)
-
-    def reserve_ahead(self, num_bytes: int) -> Extent:
-        """Reserves an extent without memory, to allocate memory for an object of that size.
-
-        Raises:
-            OSError: the memory cannot grow.
-            StoreUnavailableError: the table is full.
-        """
-        room, ahead_bytes = _room_for(num_bytes), whole_pages(num_bytes)
-        extent = self._index.take_free(room, bare=True) or self._add(room)
-        self._header.spare_bytes += ahead_bytes
-        return self._own(extent, ahead_bytes, State.AHEAD)
-
-    def find_lacking(self, sizes: Sequence[int]) -> list[int]:
-        """Returns those of these sizes for which there is no spare extent.
-
-        Returns none if allocating them could exceed the bound or the file system, also if other
-        processes put several times as much meanwhile.
-        """
-        num_bytes, header = sum(map(whole_pages, sizes)), self._header
-        if num_bytes < _MIN_AHEAD_BYTES:
-            return []
-        if header.spare_bytes + 2 * num_bytes > self._max_spare_bytes:
-            return []
-        left_bytes = min(self.max_bytes - header.object_bytes, self._memory.free_bytes)
-        if _AHEAD_MARGIN * num_bytes > left_bytes:
-            return []
-        seen: Counter[int] = Counter()
-        lacking = []
-        for size in sizes:
-            room = _room_for(size)
-            seen[room] += 1
-            if seen[room] > self._index.num_spare(room):
-                lacking.append(size)
-        return lacking
+        extent.num_bytes, extent.writer = num_bytes, self._writers.own
+        extent.state = State.WRITTEN_TO
+        return extent
 
     def commit(self, extent: Extent, key: bytes) -> None:
         """Makes a written extent the key's object, unless another writer was first."""
@@ -168,11 +130,8 @@ class ArenaSpace(BoundedSpace[SeenObject]):
     def free(self, extent: Extent) -> None:
         """Frees an extent that holds an object, or was reserved."""
         extent.generation += 1  # first, so that concurrent readers notice
-        was, extent.state = extent.state, State.FREE
-        if was == State.AHEAD:
-            self._header.spare_bytes -= extent.num_bytes
-        else:
-            self._header.object_bytes -= extent.num_bytes
+        extent.state = State.FREE
+        self._header.object_bytes -= extent.num_bytes
         self._header.spare_bytes += extent.resident_bytes
         self._index.note_free(extent)
 
@@ -186,7 +145,6 @@ class ArenaSpace(BoundedSpace[SeenObject]):
                 return
             if not self._may_be_read(extent):
                 self._let_go(extent)
-        self._free_dead(State.AHEAD)
 
     def _now_ns(self) -> int:
         return time.monotonic_ns()
@@ -198,7 +156,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return self._header.object_bytes + self._header.spare_bytes
 
     def _find_objects(self) -> Iterator[SeenObject]:
-        self._free_dead(State.WRITTEN_TO, State.AHEAD)
+        self._free_dead()
         return self._table.by_age()
 
     def _bytes_if_untouched(self, listed: SeenObject) -> int | None:
@@ -218,12 +176,6 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def _is_alive(self, extent: Extent) -> bool:
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
-
-    def _own(self, extent: Extent, num_bytes: int, state: State) -> Extent:
-        """Marks a free extent as this writer's."""
-        extent.num_bytes, extent.writer = num_bytes, self._writers.own
-        extent.state = state
-        return extent
 
     def _add(self, room: int) -> Extent:
         """Adds an extent. Other processes learn of it when an object lies there."""
@@ -276,10 +228,10 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._index.note_free(extent)
         self._memory.let_go(extent.offset, num_bytes)
 
-    def _free_dead(self, *states: State) -> None:
-        """Frees extents that dead writers had in these states."""
+    def _free_dead(self) -> None:
+        """Frees extents that dead writers were writing to."""
         living = self._writers.living()
-        for extent in self._table.in_states(*states):
+        for extent in self._table.in_state(State.WRITTEN_TO):
             if extent.writer in living or self._may_be_read(extent):
                 continue
             extent.resident_bytes = 0  # how much memory it has is unknown

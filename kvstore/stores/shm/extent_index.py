@@ -55,14 +55,12 @@ class ExtentIndex:
         """Returns the extent of an object; None if there is none."""
         return self._by_key.get(key)
 
-    def take_free(self, room: int, *, bare: bool = False) -> Extent | None:
+    def take_free(self, room: int) -> Extent | None:
         """Removes and returns a free extent of that room; None if there is none.
 
-        Prefers one with memory, the last that became free. If `bare`, returns one without memory.
+        Prefers one with memory, the last that became free.
         """
-        extents = self._free[room, False]
-        if not bare:
-            extents = self._free[room, True] or extents
+        extents = self._free[room, True] or self._free[room, False]
         if not extents:
             return None
         extent, _ = extents.popitem()
@@ -70,10 +68,6 @@ class ExtentIndex:
         self._spare.pop(extent, None)
         self._unpublished.append(extent)
         return extent
-
-    def num_spare(self, room: int) -> int:
-        """Returns how many free extents of that room have memory."""
-        return len(self._free[room, True])
 
     def first_spare(self) -> Extent | None:
         """Returns the free extent that has had spare memory for longest."""

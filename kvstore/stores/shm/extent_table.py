@@ -33,22 +33,18 @@ from kvstore.block_key import KEY_BYTES
 
 __all__ = ["Extent", "ExtentTable", "Header", "SeenObject", "State", "TableFullError"]
 
-_FORMAT = int.from_bytes(b"BATONSH2", "little")
+_FORMAT = int.from_bytes(b"BATONSH3", "little")
 _MAX_EXTENTS = 1 << 22
 _RING = 1 << 14
 _CELL = ctypes.c_uint64
 
 
 class State(IntEnum):
-    """The state of an extent. 0, as in a new file, is none of them.
-
-    AHEAD: memory is being allocated for a later object. It counts as spare.
-    """
+    """The state of an extent. 0, as in a new file, is none of them."""
 
     FREE = 1
     WRITTEN_TO = 2
     OBJECT = 3
-    AHEAD = 4
 
 
 class SeenObject(NamedTuple):
@@ -84,7 +80,7 @@ class Header(ctypes.Structure):
         num_extents: number of extents that were ever made.
         num_changes: number of changes noted so far.
         object_bytes: bytes of all objects, including those being written.
-        spare_bytes: bytes of memory of free extents, and of extents in state AHEAD.
+        spare_bytes: bytes of memory of free extents.
     """
 
     format: int
@@ -108,7 +104,7 @@ class Extent(ctypes.Structure):
         offset: its first byte in the memory.
         room: bytes up to the next extent.
         resident_bytes: leading bytes that have memory.
-        num_bytes: size of the object; in state AHEAD, bytes being allocated.
+        num_bytes: size of the object.
         touched_ns: last touch, by the machine's monotonic clock.
         generation: number of objects that were removed from here.
         writer: number of the writer that reserved it.
@@ -239,9 +235,9 @@ class ExtentTable:
         self.header.num_extents = index + 1
         return extent
 
-    def in_states(self, *states: State) -> list[Extent]:
-        """Returns the extents in one of these states."""
-        indices = np.flatnonzero(np.isin(self._of_extents()["state"], states))
+    def in_state(self, state: State) -> list[Extent]:
+        """Returns the extents in a state."""
+        indices = np.flatnonzero(self._of_extents()["state"] == state)
         return [self[index] for index in indices.tolist()]
 
     def by_age(self) -> Iterator[SeenObject]:
@@ -278,10 +274,9 @@ class ExtentTable:
     def recount(self) -> None:
         """Computes the header from the extents, and makes all processes read all extents."""
         extents, header = self._of_extents(), self.header
-        is_free, is_ahead = (extents["state"] == state for state in (State.FREE, State.AHEAD))
-        num_bytes, resident_bytes = extents["num_bytes"], extents["resident_bytes"]
-        header.object_bytes = int(num_bytes[~(is_free | is_ahead)].sum())
-        header.spare_bytes = int(resident_bytes[is_free].sum() + num_bytes[is_ahead].sum())
+        is_free = extents["state"] == State.FREE
+        header.object_bytes = int(extents["num_bytes"][~is_free].sum())
+        header.spare_bytes = int(extents["resident_bytes"][is_free].sum())
         header.num_changes += _RING + 1
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ it is as long as all extents, and takes memory only for pages that were allocate
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p, get_errno
 from pathlib import Path
 from threading import Lock
@@ -19,7 +18,6 @@ from kvstore.store import KvObject
 __all__ = ["MappedMemory", "Place"]
 
 _FIRST_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not define it
 
 _LIBC = CDLL(None, use_errno=True)
 
@@ -42,12 +40,6 @@ class MappedMemory:
         self._lock = Lock()  # held while the descriptor is used, so that it is not closed then
         self._view = memoryview(bytearray())
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that the file system has left."""
-        status = os.fstatvfs(self._fd)
-        return status.f_bavail * status.f_frsize
-
     def grow_to(self, num_bytes: int) -> None:
         """Makes the file at least that long; this takes no memory. Needs the store's lock."""
         length = os.fstat(self._fd).st_size
@@ -64,13 +56,6 @@ class MappedMemory:
         if num_bytes:
             with self._lock:  # after a close, the descriptor could be another file's
                 os.posix_fallocate(self._fd, start, num_bytes)
-
-    def map_in(self, start: int, num_bytes: int) -> None:
-        """Maps allocated pages into this process, to save page faults later. Does nothing on
-        systems that cannot.
-        """
-        with suppress(OSError):
-            self._advise(start, num_bytes, _MADV_POPULATE_WRITE)
 
     def let_go(self, start: int, num_bytes: int) -> None:
         """Returns the memory of whole pages to the system. Reading them allocates it again, and

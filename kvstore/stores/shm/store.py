@@ -2,17 +2,15 @@
 
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from typing_extensions import override
 
-from kvstore.store import KvObject, StoreCapabilities, StoreUnavailableError
-from kvstore.stores.base import SharedStore, StoreCounters, StoredObjects
+from kvstore.store import StoreCapabilities, StoreUnavailableError
+from kvstore.stores.base import SharedStore, StoreCounters
 from kvstore.stores.folders import MadeFolders, why_not_private
 from kvstore.stores.shm.arena import Arena
-from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, bound_in_memory
 
 __all__ = ["MIN_FREE_BYTES", "ShmStore"]
@@ -24,7 +22,7 @@ _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # a name in a folder has up to 255 bytes
 _DEFAULT_MAX_BYTES = 4 << 30
 _OVERHEAD_SHARE = 8
-"""The index and memory that is allocated ahead take at most this part of the objects' bound."""
+"""The index and spare memory take at most this part of the objects' bound."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
@@ -38,16 +36,6 @@ class ShmStore(SharedStore):
         takes_max_bytes=True,
         keeps_leases=True,
     )
-
-    def __init__(
-        self,
-        open_objects: Callable[[StoreCounters], StoredObjects],
-        url: StoreUrl,
-        folder: Path,
-        limits: StoreLimits,
-    ) -> None:
-        super().__init__(open_objects, url, folder, limits)
-        self._ahead = MemoryAhead(self._current_arena)
 
     @classmethod
     @override
@@ -83,21 +71,6 @@ class ShmStore(SharedStore):
         max_bytes = limits.max_bytes or bound_in_memory(_DEFAULT_MAX_BYTES, _SHARED_MEMORY)
         return max_bytes + max_bytes // _OVERHEAD_SHARE
 
-    @override
-    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
-        super().put(keys, objects)
-        self._ahead.request()
-
-    @override
-    def close(self) -> None:
-        """Waits for memory that is being allocated and for the lock: a few times `timeout_s`."""
-        self._ahead.close()
-        super().close()
-
-    def _current_arena(self) -> Arena | None:
-        stored = self._opened.current
-        return stored if isinstance(stored, Arena) else None
-
 
 class _DiagnosedArena(Arena):
     """The arena of a diagnosis: it removes the folder if it has made it.
@@ -111,11 +84,6 @@ class _DiagnosedArena(Arena):
     def __init__(self, made: MadeFolders, folder: Path, limits: StoreLimits) -> None:
         super().__init__(folder, limits)
         self._made = made
-
-    @property
-    @override
-    def wants_ahead(self) -> bool:
-        return False
 
     @override
     def close(self) -> None:
