@@ -20,13 +20,13 @@ from rpc.metrics_config import MetricsConfig
 from worker.processes.run_folder import embedded_store, sharing_machine
 from worker.processes.supervisor import SupervisedProcess
 
-__all__ = ["Answer", "ServedCluster", "running_cluster", "served_cluster"]
+__all__ = ["ClusterAnswer", "ServedCluster", "running_cluster", "served_cluster"]
 
 _METRICS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ClusterAnswer:
     """The answer that a client got for one prompt.
 
     Attributes:
@@ -55,7 +55,7 @@ class ServedCluster:
     client: AsyncClient
     metrics_urls: Sequence[str]
 
-    async def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+    async def ask(self, prompt: Sequence[int], num_tokens: int) -> ClusterAnswer:
         """Generates `num_tokens` tokens greedily, past the end of sequence.
 
         Raises:
@@ -73,7 +73,7 @@ class ServedCluster:
             cached_tokens = chunk.usage.cached_tokens if chunk.usage else cached_tokens
         if len(tokens) != num_tokens:
             raise UnavailableError(f"{len(tokens)} tokens came, {num_tokens} were asked for")
-        return Answer(tuple(tokens), tuple(times_s), timings, cached_tokens)
+        return ClusterAnswer(tuple(tokens), tuple(times_s), timings, cached_tokens)
 
     async def read_metrics(self) -> dict[str, float]:
         """Returns the sums of all metrics over workers and backends.

@@ -10,7 +10,7 @@ from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.number_flags import add_number, add_numbers
-from benchmarks.offline.cases import Case, make_cases
+from benchmarks.offline.cases import OfflineCase, make_cases
 from benchmarks.report.output import (
     add_output_args,
     check_output_args,
@@ -68,7 +68,7 @@ def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
     with OfflineEngine(config) as engine:
         vocab_size = engine.core.info.vocab_size
         for case in cases:
-            warm_up = Case(case.batch_size, case.input_len, _WARM_UP_STEPS)
+            warm_up = OfflineCase(case.batch_size, case.input_len, _WARM_UP_STEPS)
             for seed in (1, 2):  # the runner records prompts of a size when the size is repeated
                 engine.run(warm_up.requests(vocab_size, seed))
             profiles += profile_steps(engine, case.requests(vocab_size, seed=0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.common.errors import ConfigurationError
-from benchmarks.request import RequestRecord
+from benchmarks.request import MeasuredRequest
 
 __all__ = ["ServiceLevel", "add_goodput_arg", "parse_service_level"]
 
@@ -26,7 +26,7 @@ class ServiceLevel:
     tpot_ms: float | None = None
     e2el_ms: float | None = None
 
-    def is_met(self, record: RequestRecord) -> bool:
+    def is_met(self, record: MeasuredRequest) -> bool:
         """Returns whether a request succeeded within all limits."""
         if record.error is not None:
             return False

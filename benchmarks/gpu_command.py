@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.common.errors import ConfigurationError
 from benchmarks.gpu_machine import describe_gpu_machine, find_problem, results_folder, slug
-from benchmarks.planned import Part, PartReport, choose_parts, run_parts, summarize_reports
+from benchmarks.planned import PartReport, PlannedPart, choose_parts, run_parts, summarize_reports
 from benchmarks.report.output import write_results
 
 __all__ = ["FULL", "SMOKE", "add_args", "main"]
@@ -25,7 +25,7 @@ _STEPS = (
     *("--max-num-seqs", "256", "--max-num-batched-tokens", "8192", "--max-model-len", "8448"),
 )
 FULL = (
-    Part(
+    PlannedPart(
         "kernels",
         (
             *("kernels", "--device", "cuda", "--model", "llama-3.1-8b"),
@@ -37,9 +37,9 @@ FULL = (
         ),
         120,
     ),
-    Part("steps_llama_8b", ("engine-step", "--model", "llama-3.1-8b", *_STEPS), 90),
-    Part("steps_qwen3_06b", ("engine-step", "--model", "qwen3-0.6b", *_STEPS), 90),
-    Part(
+    PlannedPart("steps_llama_8b", ("engine-step", "--model", "llama-3.1-8b", *_STEPS), 90),
+    PlannedPart("steps_qwen3_06b", ("engine-step", "--model", "qwen3-0.6b", *_STEPS), 90),
+    PlannedPart(
         "split",
         (
             *("split", "--device", "cuda", "--prompt-tokens", "2048"),
@@ -48,7 +48,7 @@ FULL = (
         80,
         _SERVER_MODULES,
     ),
-    Part(
+    PlannedPart(
         "compare",
         (
             *("compare", "--device", "cuda", "--engines", "baton,transformers-cb"),
@@ -58,8 +58,8 @@ FULL = (
     ),
 )
 SMOKE = (
-    Part("kernels", ("kernels", "--model", "llama-100m", "--primitive", "rms_norm"), 60),
-    Part(
+    PlannedPart("kernels", ("kernels", "--model", "llama-100m", "--primitive", "rms_norm"), 60),
+    PlannedPart(
         "steps",
         (
             *("engine-step", "--batch-size", "1", "--input-len", "8", "--num-steps", "4"),
@@ -67,7 +67,7 @@ SMOKE = (
         ),
         60,
     ),
-    Part(
+    PlannedPart(
         "split",
         (
             *("split", "--model", "demo", "--prompt-tokens", "16", "--output-tokens", "4"),
@@ -136,7 +136,9 @@ def main(args: argparse.Namespace) -> int:
     return _run(parts, path, header, args.deadline)
 
 
-def _run(parts: Sequence[Part], path: Path, header: dict[str, object], deadline_s: float) -> int:
+def _run(
+    parts: Sequence[PlannedPart], path: Path, header: dict[str, object], deadline_s: float
+) -> int:
     """Runs the parts; writes the list of those that have ended after each."""
     reports: list[PartReport] = []
     for report in run_parts(parts, path.parent, f"_{path.stem}", deadline_s):

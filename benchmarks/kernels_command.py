@@ -17,7 +17,7 @@ from benchmarks.report.output import (
 from benchmarks.report.report import Report
 
 if TYPE_CHECKING:
-    from benchmarks.kernels.measure import Outcome
+    from benchmarks.kernels.measure import KernelOutcome
 
 __all__ = ["add_args", "main"]
 
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
     num_threads = args.num_threads or kernels.default_num_threads()
     before = describe_machine(args.device, num_threads)
-    outcomes: list[Outcome] = []
+    outcomes: list[KernelOutcome] = []
     for outcome in _measure(args, num_threads):
         outcomes.append(outcome)
         if args.json:
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     return int(any(outcome.difference is not None for outcome in outcomes))
 
 
-def _measure(args: argparse.Namespace, num_threads: int) -> Iterator["Outcome"]:
+def _measure(args: argparse.Namespace, num_threads: int) -> Iterator["KernelOutcome"]:
     import torch
     from tqdm import tqdm
 
@@ -106,7 +106,7 @@ def _report(
     args: argparse.Namespace,
     machine: Mapping[str, Any],
     num_threads: int,
-    outcomes: Sequence["Outcome"],
+    outcomes: Sequence["KernelOutcome"],
 ) -> Report:
     from benchmarks.kernels.table import make_tables, to_plain
     from kernels.library.library import select

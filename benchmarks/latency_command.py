@@ -11,7 +11,14 @@ from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.number_flags import add_number, add_numbers
-from benchmarks.offline.cases import Case, CaseResult, RunTimes, make_cases, run_times, summarize
+from benchmarks.offline.cases import (
+    CaseResult,
+    OfflineCase,
+    RunTimes,
+    make_cases,
+    run_times,
+    summarize,
+)
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 
@@ -74,10 +81,12 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def _run_cases(engine: Any, cases: Sequence[Case], repeats: int) -> dict[Case, list[RunTimes]]:
+def _run_cases(
+    engine: Any, cases: Sequence[OfflineCase], repeats: int
+) -> dict[OfflineCase, list[RunTimes]]:
     """Runs all cases in turn, `repeats` times, after a round that does not count."""
     vocab_size = engine.core.info.vocab_size
-    runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
+    runs: dict[OfflineCase, list[RunTimes]] = {case: [] for case in cases}
     rounds = [(number, case) for number in range(1 + repeats) for case in cases]
     for number, case in tqdm(rounds, unit="run", disable=None):
         times = run_times(engine.run(case.requests(vocab_size, seed=number)))

@@ -9,14 +9,14 @@ import numpy as np
 from benchmarks.goodput import ServiceLevel
 from benchmarks.metrics import (
     Distribution,
-    Metrics,
+    LoadMetrics,
     first_tokens_ms,
     latencies_ms,
     token_gaps_ms,
     tokens_per_output_ms,
 )
 from benchmarks.report.report import Panel, Series, Table
-from benchmarks.request import RequestRecord
+from benchmarks.request import MeasuredRequest
 
 __all__ = [
     "cumulative",
@@ -41,13 +41,13 @@ _WIDE = 10
 """If the longest latency is more than so many medians, the scale is logarithmic."""
 
 
-def latency_table(metrics: Metrics) -> Table:
+def latency_table(metrics: LoadMetrics) -> Table:
     """Returns the table of TTFT, ITL, TPOT and E2E."""
     rows = [(name, *_cells(getattr(metrics, field))) for name, field in _LATENCIES]
     return Table("Latency, ms", ("", "mean", "p50", "p90", "p99"), rows)
 
 
-def throughput_table(metrics: Metrics) -> Table:
+def throughput_table(metrics: LoadMetrics) -> Table:
     """Returns the table of counts, rates, concurrency, and goodput with a service level."""
     rows: list[tuple[str, float | int | str]] = [
         ("requests", metrics.num_requests),
@@ -70,7 +70,7 @@ def throughput_table(metrics: Metrics) -> Table:
     return Table("Throughput", ("", "value"), rows)
 
 
-def error_tables(metrics: Metrics) -> Sequence[Table]:
+def error_tables(metrics: LoadMetrics) -> Sequence[Table]:
     """Returns a table of why requests failed, the most frequent reason first, or no table."""
     if not metrics.errors:
         return ()
@@ -86,7 +86,7 @@ def _cells(figures: Distribution | None) -> tuple[float | None, ...]:
 
 
 def latency_panels(
-    records: Sequence[RequestRecord], level: ServiceLevel | None
+    records: Sequence[MeasuredRequest], level: ServiceLevel | None
 ) -> tuple[Panel, ...]:
     """Returns plots of the latencies, and of throughput, concurrency and TTFT over time."""
     done = [record for record in records if record.error is None]
@@ -120,7 +120,7 @@ def cumulative(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return np.quantile(values, shares).tolist(), shares.tolist()
 
 
-def token_rate(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
+def token_rate(records: Iterable[MeasuredRequest]) -> tuple[list[float], list[float]]:
     """Returns bins of time, and the tokens per second in each. The last rate is 0."""
     times = [time_s for record in records for time_s in record.token_times_s]
     if not times:
@@ -132,7 +132,7 @@ def token_rate(records: Iterable[RequestRecord]) -> tuple[list[float], list[floa
     return starts[: len(counts) + 1], [*(counts / width_s).tolist(), 0.0][: len(starts)]
 
 
-def in_flight(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
+def in_flight(records: Iterable[MeasuredRequest]) -> tuple[list[float], list[float]]:
     """Returns times at which requests are sent or end, and how many are in flight after each."""
     changes = sorted(
         change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
@@ -171,7 +171,7 @@ def _cut(xs: list[float], shares: list[float], is_wide: bool) -> tuple[list[floa
     return xs[first:], shares[first:]
 
 
-def _first_tokens_over_time(done: Sequence[RequestRecord], limit_ms: float | None) -> Panel:
+def _first_tokens_over_time(done: Sequence[MeasuredRequest], limit_ms: float | None) -> Panel:
     return Panel(
         "TTFT by time of sending",
         "sent, seconds",

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
 from baton.common.errors import ConfigurationError, UnavailableError
-from benchmarks.request import BenchRequest, LostRequestError, RequestRecord, Target
+from benchmarks.request import BenchRequest, LostRequestError, MeasuredRequest, Target
 from benchmarks.workloads.kind import draw_tokens
 
 __all__ = ["LoadLimits", "run_load", "warm_up", "warm_up_requests"]
@@ -42,7 +42,7 @@ class LoadLimits:
             )
 
 
-def _ignore(record: RequestRecord) -> None:
+def _ignore(record: MeasuredRequest) -> None:
     """The default of `on_end`."""
 
 
@@ -50,8 +50,8 @@ async def run_load(
     requests: Sequence[BenchRequest],
     target: Target,
     limits: LoadLimits,
-    on_end: Callable[[RequestRecord], None] = _ignore,
-) -> list[RequestRecord]:
+    on_end: Callable[[MeasuredRequest], None] = _ignore,
+) -> list[MeasuredRequest]:
     """Sends the requests; returns their records in the same order.
 
     A request becomes ready at its time of arrival, or when the request that it waits for has
@@ -63,13 +63,13 @@ async def run_load(
         limits: limits of the run.
         on_end: called with each request's record when it ends.
     """
-    run = _Run(requests, target, limits, on_end)
+    run = _LoadRun(requests, target, limits, on_end)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(run.send(index)) for index in range(len(requests))]
     return [task.result() for task in running]
 
 
-class _Run:
+class _LoadRun:
     """One run. Its clock starts at 0 when it is constructed."""
 
     def __init__(
@@ -77,7 +77,7 @@ class _Run:
         requests: Sequence[BenchRequest],
         target: Target,
         limits: LoadLimits,
-        on_end: Callable[[RequestRecord], None],
+        on_end: Callable[[MeasuredRequest], None],
     ) -> None:
         self._requests = requests
         self._target = target
@@ -89,7 +89,7 @@ class _Run:
         )
         self._started_at = time.perf_counter()
 
-    async def send(self, index: int) -> RequestRecord:
+    async def send(self, index: int) -> MeasuredRequest:
         """Waits until the request may be sent, sends it, and returns its record at its end."""
         request = self._requests[index]
         if request.after is not None:
@@ -97,14 +97,14 @@ class _Run:
         if request.arrival_s is not None:
             await asyncio.sleep(request.arrival_s - self._now())
         async with self._place:
-            record = RequestRecord(len(request.prompt_token_ids), sent_s=self._now())
+            record = MeasuredRequest(len(request.prompt_token_ids), sent_s=self._now())
             record.error = await self._follow(request, record)
             record.ended_s = self._now()
         self._ended[index].set()
         self._on_end(record)
         return record
 
-    async def _follow(self, request: BenchRequest, record: RequestRecord) -> str | None:
+    async def _follow(self, request: BenchRequest, record: MeasuredRequest) -> str | None:
         """Records the tokens' times; returns why the request failed, None if it succeeded."""
         times_s = record.token_times_s
         try:

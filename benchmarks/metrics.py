@@ -20,12 +20,12 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.goodput import ServiceLevel
-from benchmarks.request import RequestRecord
+from benchmarks.request import MeasuredRequest
 
 __all__ = [
     "Distribution",
     "Goodput",
-    "Metrics",
+    "LoadMetrics",
     "compute_metrics",
     "distribution_of",
     "first_tokens_ms",
@@ -62,7 +62,7 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class LoadMetrics:
     """The figures of a run.
 
     Attributes:
@@ -104,14 +104,14 @@ class Metrics:
     goodput: Goodput | None
 
 
-def compute_metrics(records: Sequence[RequestRecord], level: ServiceLevel | None) -> Metrics:
+def compute_metrics(records: Sequence[MeasuredRequest], level: ServiceLevel | None) -> LoadMetrics:
     """Returns the figures of a run with at least one request."""
     done = [record for record in records if record.error is None]
     num_inputs = sum(record.num_prompt_tokens for record in done)
     num_outputs = sum(len(record.token_times_s) for record in done)
     duration_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
-    return Metrics(
+    return LoadMetrics(
         num_requests=len(records),
         num_failed=len(records) - len(done),
         errors=_count_errors(records),
@@ -140,13 +140,13 @@ def distribution_of(values_ms: Sequence[float]) -> Distribution | None:
     return Distribution(float(np.mean(values_ms)), float(p50), float(p90), float(p99))
 
 
-def first_tokens_ms(records: Iterable[RequestRecord]) -> list[float]:
+def first_tokens_ms(records: Iterable[MeasuredRequest]) -> list[float]:
     """Returns the TTFT of each request that has a token."""
     seconds = (record.first_token_s for record in records)
     return [1000 * value for value in seconds if value is not None]
 
 
-def token_gaps_ms(records: Iterable[RequestRecord]) -> list[float]:
+def token_gaps_ms(records: Iterable[MeasuredRequest]) -> list[float]:
     """Returns the ITL: every gap between two tokens of a request."""
     return [
         1000 * (late - early)
@@ -155,18 +155,18 @@ def token_gaps_ms(records: Iterable[RequestRecord]) -> list[float]:
     ]
 
 
-def tokens_per_output_ms(records: Iterable[RequestRecord]) -> list[float]:
+def tokens_per_output_ms(records: Iterable[MeasuredRequest]) -> list[float]:
     """Returns the TPOT of each request that has at least two tokens."""
     seconds = (record.token_gap_s for record in records)
     return [1000 * value for value in seconds if value is not None]
 
 
-def latencies_ms(records: Iterable[RequestRecord]) -> list[float]:
+def latencies_ms(records: Iterable[MeasuredRequest]) -> list[float]:
     """Returns the E2E of each request."""
     return [1000 * record.latency_s for record in records]
 
 
-def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+def peak_concurrency(records: Iterable[MeasuredRequest]) -> int:
     """Returns the most requests in flight. One that ends when another is sent does not overlap."""
     changes = sorted(
         change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
@@ -178,7 +178,7 @@ def peak_concurrency(records: Iterable[RequestRecord]) -> int:
     return peak
 
 
-def _count_errors(records: Iterable[RequestRecord]) -> dict[str, int]:
+def _count_errors(records: Iterable[MeasuredRequest]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for record in records:
         if record.error is not None:
@@ -186,6 +186,6 @@ def _count_errors(records: Iterable[RequestRecord]) -> dict[str, int]:
     return counts
 
 
-def _goodput(records: Sequence[RequestRecord], level: ServiceLevel, per_s: float) -> Goodput:
+def _goodput(records: Sequence[MeasuredRequest], level: ServiceLevel, per_s: float) -> Goodput:
     num_good = sum(level.is_met(record) for record in records)
     return Goodput(num_good, num_good / len(records), num_good * per_s)

@@ -17,14 +17,21 @@ from pathlib import Path
 from baton.common.errors import ConfigurationError
 from benchmarks.gpu_machine import missing_of
 
-__all__ = ["Part", "PartReport", "choose_parts", "run_parts", "summarize_reports", "time_for"]
+__all__ = [
+    "PartReport",
+    "PlannedPart",
+    "choose_parts",
+    "run_parts",
+    "summarize_reports",
+    "time_for",
+]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LAST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlannedPart:
     """A benchmark of a plan.
 
     Attributes:
@@ -59,7 +66,7 @@ class PartReport:
     file: str | None = None
 
 
-def choose_parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+def choose_parts(parts: Sequence[PlannedPart], names: Sequence[str] | None) -> list[PlannedPart]:
     """Returns the named parts in the order of the plan; all without names.
 
     Raises:
@@ -72,13 +79,13 @@ def choose_parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Par
     return [part for part in parts if not names or part.name in names]
 
 
-def time_for(parts: Sequence[Part], index: int, seconds_left: float) -> float:
+def time_for(parts: Sequence[PlannedPart], index: int, seconds_left: float) -> float:
     """Returns the seconds for a part. Time that earlier parts left is shared by all later ones."""
     return seconds_left * parts[index].weight / sum(part.weight for part in parts[index:])
 
 
 def run_parts(
-    parts: Sequence[Part], folder: Path, suffix: str, deadline_s: float
+    parts: Sequence[PlannedPart], folder: Path, suffix: str, deadline_s: float
 ) -> Iterator[PartReport]:
     """Runs all parts, one after the other, within the deadline, and prints their output.
 
@@ -112,7 +119,7 @@ def summarize_reports(reports: Sequence[PartReport]) -> str:
     return "\n".join(lines or ["nothing failed"])
 
 
-def _run_part(part: Part, path: Path, seconds: float) -> PartReport:
+def _run_part(part: PlannedPart, path: Path, seconds: float) -> PartReport:
     began, wrote_before = time.monotonic(), _changed_at(path)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")

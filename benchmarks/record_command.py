@@ -6,24 +6,24 @@ import os
 from baton.common.errors import ConfigurationError
 from benchmarks.gpu_machine import results_folder
 from benchmarks.machine import COMMIT_VARIABLE, in_words, name_machine
-from benchmarks.planned import Part, choose_parts, run_parts, summarize_reports
+from benchmarks.planned import PlannedPart, choose_parts, run_parts, summarize_reports
 
 __all__ = ["PARTS", "add_args", "main"]
 
 _DEADLINE_S = 6000.0
 _BUSY_LOAD = 0.5
 PARTS = (
-    Part("compare_llama_100m", ("compare", "--model", "llama-100m", "--repeats", "5"), 45),
-    Part(
+    PlannedPart("compare_llama_100m", ("compare", "--model", "llama-100m", "--repeats", "5"), 45),
+    PlannedPart(
         "compare_qwen2_05b",
         ("compare", "--model", "qwen2-0.5b", "--engines", "baton,openvino", "--repeats", "3"),
         20,
     ),
-    Part("split_vs_whole", ("split",), 5),
-    Part("transfer", ("transfer", "--layer-slices", "1", "4"), 15),
-    Part("router", ("router",), 5),
-    Part("scheduling", ("scheduling",), 5),
-    Part("speculation", ("speculation", "--max-tokens", "64"), 15),
+    PlannedPart("split_vs_whole", ("split",), 5),
+    PlannedPart("transfer", ("transfer", "--layer-slices", "1", "4"), 15),
+    PlannedPart("router", ("router",), 5),
+    PlannedPart("scheduling", ("scheduling",), 5),
+    PlannedPart("speculation", ("speculation", "--max-tokens", "64"), 15),
 )
 
 

@@ -8,7 +8,7 @@ __all__ = [
     "BenchRequest",
     "EndpointDescription",
     "LostRequestError",
-    "RequestRecord",
+    "MeasuredRequest",
     "Target",
     "Workload",
     "with_fresh_tokens",
@@ -50,7 +50,7 @@ class Workload:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class MeasuredRequest:
     """The record of one request. All times are seconds after the start of the run.
 
     Attributes:

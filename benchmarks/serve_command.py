@@ -19,7 +19,7 @@ from benchmarks.machine import in_words, name_machine
 from benchmarks.metrics import compute_metrics, distribution_of
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report
-from benchmarks.request import BenchRequest, EndpointDescription, RequestRecord
+from benchmarks.request import BenchRequest, EndpointDescription, MeasuredRequest
 from benchmarks.targets.open_target import opened_target
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
@@ -83,17 +83,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ServeRun:
     """The endpoint, the requests that were sent, and their records."""
 
     endpoint: EndpointDescription
     workload_name: str
     arrivals: ArrivalProcess
     requests: Sequence[BenchRequest]
-    records: list[RequestRecord]
+    records: list[MeasuredRequest]
 
 
-async def _measure(args: argparse.Namespace) -> _Run:
+async def _measure(args: argparse.Namespace) -> _ServeRun:
     limits = LoadLimits(args.max_concurrency, args.request_timeout_s)
     tls = config_from_args(ClientTls, args)
     async with opened_target(args.target, args.model, args.api_key, tls) as target:
@@ -105,7 +105,7 @@ async def _measure(args: argparse.Namespace) -> _Run:
         await warm_up(target, limits, warm_up_requests(requests, args.num_warmups, vocab_size))
         with tqdm(total=len(requests), unit="request", disable=None) as bar:
             records = await run_load(requests, target, limits, _shown_on(bar))
-    return _Run(endpoint, workload.name, arrivals, requests, records)
+    return _ServeRun(endpoint, workload.name, arrivals, requests, records)
 
 
 def _vocab_size(args: argparse.Namespace, endpoint: EndpointDescription) -> int:
@@ -117,11 +117,11 @@ def _vocab_size(args: argparse.Namespace, endpoint: EndpointDescription) -> int:
     return int(size)
 
 
-def _shown_on(bar: "tqdm[Any]") -> Callable[[RequestRecord], None]:
+def _shown_on(bar: "tqdm[Any]") -> Callable[[MeasuredRequest], None]:
     """Returns a callback that counts ended and failed requests on a progress bar."""
     num_failed = 0
 
-    def show(record: RequestRecord) -> None:
+    def show(record: MeasuredRequest) -> None:
         nonlocal num_failed
         if record.error is not None:
             num_failed += 1
@@ -131,7 +131,7 @@ def _shown_on(bar: "tqdm[Any]") -> Callable[[RequestRecord], None]:
     return show
 
 
-def _make_report(run: _Run, level: ServiceLevel | None, args: argparse.Namespace) -> Report:
+def _make_report(run: _ServeRun, level: ServiceLevel | None, args: argparse.Namespace) -> Report:
     metrics = compute_metrics(run.records, level)
     machine = name_machine()
     results: dict[str, Any] = {
@@ -153,7 +153,7 @@ def _make_report(run: _Run, level: ServiceLevel | None, args: argparse.Namespace
     )
 
 
-def _facts(run: _Run, args: argparse.Namespace) -> dict[str, str]:
+def _facts(run: _ServeRun, args: argparse.Namespace) -> dict[str, str]:
     facts = {"arrivals": str(run.arrivals)}
     if args.max_concurrency is not None:
         facts["most in flight"] = str(args.max_concurrency)
@@ -163,7 +163,7 @@ def _facts(run: _Run, args: argparse.Namespace) -> dict[str, str]:
     return facts
 
 
-def _delays(run: _Run) -> str:
+def _delays(run: _ServeRun) -> str:
     """Returns how long requests waited beyond their time, for a place or the load generator."""
     delays_ms = [
         1000 * (record.sent_s - request.arrival_s)

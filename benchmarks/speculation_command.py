@@ -18,7 +18,7 @@ from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.speculative_config import DRAFT_MODEL, LOOKUP_METHODS, MODEL_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from benchmarks.offline.speculation import Comparison, Engine, RowTimes
+    from benchmarks.offline.speculation import DraftComparison, DraftEngine, RowTimes
     from benchmarks.offline.speculation_prompts import PromptMaker
 
 __all__ = ["add_args", "main"]
@@ -125,8 +125,8 @@ def _methods(args: argparse.Namespace) -> Iterator[SpeculativeConfig]:
 
 
 def _compare_all(
-    args: argparse.Namespace, engines: "Sequence[Engine]", prompts: "PromptMaker"
-) -> "Iterator[Comparison]":
+    args: argparse.Namespace, engines: "Sequence[DraftEngine]", prompts: "PromptMaker"
+) -> "Iterator[DraftComparison]":
     from benchmarks.offline.speculation import compare_methods
     from benchmarks.offline.speculation_prompts import NUM_TEMPLATES, WORKLOADS
 
@@ -140,7 +140,7 @@ def _compare_all(
         yield from compare_methods(engines, workload, batch_size, rounds, args.max_tokens)
 
 
-def _comparisons_table(comparisons: "Sequence[Comparison]") -> Table:
+def _comparisons_table(comparisons: "Sequence[DraftComparison]") -> Table:
     return Table(
         "Workloads, tokens/s",
         (
@@ -153,7 +153,7 @@ def _comparisons_table(comparisons: "Sequence[Comparison]") -> Table:
     )
 
 
-def _comparison_row(each: "Comparison") -> list[str | float | int | None]:
+def _comparison_row(each: "DraftComparison") -> list[str | float | int | None]:
     name: list[str | float | int | None] = [each.workload, each.batch_size, each.method]
     if each.num_differing:
         return [*name, *[None] * 7, f"{each.num_differing} differ"]

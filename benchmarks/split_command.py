@@ -14,7 +14,7 @@ from benchmarks.model_cost import Ceilings, floor_s, token_floor_s
 from benchmarks.models import make_random_model, write_random_config
 from benchmarks.report.output import write_results
 from benchmarks.request import BenchRequest
-from benchmarks.split_vs_whole import Workload, measure_latencies
+from benchmarks.split_vs_whole import SplitWorkload, measure_latencies
 from engine.config import EngineConfig
 
 __all__ = ["add_args", "main"]
@@ -78,7 +78,7 @@ def _measure_model(
         path = _make_model(model, Path(folder))
         for prompt_tokens in args.prompt_tokens or (128, 512):
             sys.stderr.write(f"{model}, {prompt_tokens} prompt tokens ...\n")
-            workload = Workload(
+            workload = SplitWorkload(
                 model=model,
                 engine=_engine(path, model, prompt_tokens, args),
                 prompt_tokens=prompt_tokens,
@@ -108,7 +108,7 @@ def _engine(path: Path, model: str, prompt_tokens: int, args: argparse.Namespace
     )
 
 
-def _floors(workload: Workload, machine: Mapping[str, Any]) -> dict[str, float]:
+def _floors(workload: SplitWorkload, machine: Mapping[str, Any]) -> dict[str, float]:
     """Returns the least times that the machine allows for the two latencies."""
     from benchmarks.offline.floors import read_shape
 

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cluster import Answer, ServedCluster, served_cluster
+from benchmarks.cluster import ClusterAnswer, ServedCluster, served_cluster
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 
-__all__ = ["Workload", "measure_latencies", "measure_rates"]
+__all__ = ["SplitWorkload", "measure_latencies", "measure_rates"]
 
 _WARM_UP_REQUESTS = 3
 _PROMPT_VOCABULARY = 2000  # smaller than every model's
@@ -28,7 +28,7 @@ Clusters = Mapping[str, ServedCluster]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SplitWorkload:
     """Requests of which one is in flight at a time. Figures are medians over `repeats` requests.
 
     Attributes:
@@ -46,7 +46,7 @@ class Workload:
     repeats: int
 
 
-async def measure_latencies(workload: Workload) -> dict[str, object]:
+async def measure_latencies(workload: SplitWorkload) -> dict[str, object]:
     """Returns latencies and stages of both clusters as medians, and their ratios.
 
     Raises:
@@ -92,9 +92,11 @@ async def _both_clusters(engine: EngineConfig) -> AsyncGenerator[Clusters, None]
         yield {"whole": whole, "split": split}
 
 
-async def _ask_in_turn(workload: Workload, clusters: Clusters) -> dict[str, list[Answer]]:
+async def _ask_in_turn(
+    workload: SplitWorkload, clusters: Clusters
+) -> dict[str, list[ClusterAnswer]]:
     draw = random.Random(0)
-    answers: dict[str, list[Answer]] = {name: [] for name in clusters}
+    answers: dict[str, list[ClusterAnswer]] = {name: [] for name in clusters}
     for _ in range(_WARM_UP_REQUESTS + workload.repeats):
         for name, cluster in clusters.items():
             prompt = [draw.randrange(_PROMPT_VOCABULARY) for _ in range(workload.prompt_tokens)]
@@ -130,7 +132,9 @@ async def _output_rate(cluster: ServedCluster, requests: Sequence[BenchRequest])
     return num_tokens / (time.perf_counter() - started)
 
 
-def _summarize(workload: Workload, answers: Mapping[str, list[Answer]]) -> dict[str, object]:
+def _summarize(
+    workload: SplitWorkload, answers: Mapping[str, list[ClusterAnswer]]
+) -> dict[str, object]:
     rows = {name: _medians(taken) for name, taken in answers.items()}
     ratios = {
         figure: round(rows["split"][figure] / rows["whole"][figure], 3)
@@ -149,7 +153,7 @@ def _summarize(workload: Workload, answers: Mapping[str, list[Answer]]) -> dict[
     }
 
 
-def _medians(answers: Sequence[Answer]) -> dict[str, float]:
+def _medians(answers: Sequence[ClusterAnswer]) -> dict[str, float]:
     times_s = [answer.token_times_s for answer in answers]
     figures = {
         "first_token_ms": [1000 * times[0] for times in times_s],

@@ -10,12 +10,12 @@ from tqdm import tqdm
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
 from benchmarks.load import warm_up_requests
 from benchmarks.machine import in_words
-from benchmarks.metrics import Metrics, compute_metrics
+from benchmarks.metrics import LoadMetrics, compute_metrics
 from benchmarks.model_cost import floor_s
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
-from benchmarks.request import BenchRequest, RequestRecord, Workload
+from benchmarks.request import BenchRequest, MeasuredRequest, Workload
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]
@@ -81,16 +81,16 @@ def main(args: argparse.Namespace) -> int:
     return int(metrics.num_failed == metrics.num_requests)
 
 
-def _run(engine: Any, workload: Workload) -> Sequence[RequestRecord]:
+def _run(engine: Any, workload: Workload) -> Sequence[MeasuredRequest]:
     """Warms up, then runs the workload."""
     requests: Sequence[BenchRequest] = workload.requests
     engine.run(warm_up_requests(requests, _NUM_WARMUPS, engine.core.info.vocab_size))
     with tqdm(total=len(requests), unit="request", disable=None) as bar:
-        records: Sequence[RequestRecord] = engine.run(requests, lambda record: bar.update())
+        records: Sequence[MeasuredRequest] = engine.run(requests, lambda record: bar.update())
     return records
 
 
-def _cost_table(metrics: Metrics, cost: dict[str, float]) -> Table:
+def _cost_table(metrics: LoadMetrics, cost: dict[str, float]) -> Table:
     rows = [
         ("floor, s", cost["floor_s"]),
         ("duration / floor", metrics.duration_s / cost["floor_s"]),

@@ -17,7 +17,7 @@ from benchmarks.models import add_model_arg, resolve_model
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 from benchmarks.tune.candidate import AXES, Candidate
-from benchmarks.tune.driver import Load, engine_of, run_search
+from benchmarks.tune.driver import TuneLoad, engine_of, run_search
 from benchmarks.tune.points import Point, best_points, curve_of
 from benchmarks.tune.search import SearchSettings, coordinate_search
 from benchmarks.workloads.kind import refuse_below
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_below(1, num_workers=args.num_workers)
     refuse_below(1e-3, start_rate=args.start_rate, time_budget_s=args.time_budget_s)
     engine = engine_config_from_args(args, model=resolve_model(args.model))
-    load = Load(args, level, LoadLimits(None, _REQUEST_TIMEOUT_S))
+    load = TuneLoad(args, level, LoadLimits(None, _REQUEST_TIMEOUT_S))
     search = coordinate_search(_start(args), AXES, SearchSettings(start_rate=args.start_rate))
     points = asyncio.run(run_search(search, engine, load, args.time_budget_s, tqdm.write))
     write_report(_make_report(points, engine, level, args), args)

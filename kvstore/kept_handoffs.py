@@ -11,7 +11,7 @@ __all__ = ["KeptHandoffs"]
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptHandoff:
     handoff: KvHandoff
     touched_at: float
     num_requests: int = 1
@@ -32,14 +32,14 @@ class KeptHandoffs:
     def __init__(self, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._period_s = period_s
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # touched longest ago first
+        self._kept: OrderedDict[str, _KeptHandoff] = OrderedDict()  # touched longest ago first
 
     def keep(self, handoff: KvHandoff) -> None:
         """Keeps a handoff until `drop` was called as often as this."""
         if kept := self._kept.get(handoff.handoff_id):
             kept.num_requests += 1
         else:
-            self._kept[handoff.handoff_id] = _Kept(handoff, self._clock())
+            self._kept[handoff.handoff_id] = _KeptHandoff(handoff, self._clock())
 
     def drop(self, handoff_id: str) -> None:
         """Ends one `keep`. Unknown ids are ignored."""

@@ -17,7 +17,7 @@ from benchmarks.chaos.cluster_args import (
 )
 from benchmarks.chaos.computed import counting_computed
 from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
-from benchmarks.chaos.outcome import Outcome, judge, make_report
+from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
 from benchmarks.chaos.requests import ChaosRequest, Record, make_requests, send_all
 from benchmarks.machine import in_words, name_machine
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
@@ -86,11 +86,11 @@ async def _run(args: argparse.Namespace) -> tuple[Report, bool]:
         ]
         vocab_size = (await clients[0].get_model()).vocab_size
         requests = make_requests(args.num_requests, vocab_size, args.seed)
-        run = _Run(args, cluster, clients, requests, _schedule(args, cluster))
+        run = _ChaosRun(args, cluster, clients, requests, _schedule(args, cluster))
         quiet, disturbed = await run.both()
         held = await cluster.wait_until_free(_RELEASE_TIMEOUT_S)
         resources = cluster.resources()
-    outcome = Outcome(
+    outcome = ChaosOutcome(
         disturbed,
         [judge(*pair) for pair in zip(disturbed, quiet, strict=True)],
         run.computed_ratio,
@@ -121,7 +121,7 @@ def _schedule(args: argparse.Namespace, cluster: ChaosCluster) -> list[Event]:
     )
 
 
-class _Run:
+class _ChaosRun:
     """The quiet run and the disturbed one, of the same requests.
 
     Args:
@@ -133,7 +133,7 @@ class _Run:
 
     Attributes:
         happened: the events, at the times when they happened.
-        computed_ratio: see `Outcome.computed`.
+        computed_ratio: see `ChaosOutcome.computed`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from benchmarks.chaos.events import Event
 from benchmarks.chaos.requests import Record
 from benchmarks.report.report import Panel, Report, Series, Table
 
-__all__ = ["Outcome", "judge", "make_report"]
+__all__ = ["ChaosOutcome", "judge", "make_report"]
 
 _VERDICTS = ("right", "refused", "lost", "wrong", "missing", "twice")
 _PERCENTILES = (0.5, 0.99, 1.0)
@@ -19,7 +19,7 @@ _AFTERMATH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChaosOutcome:
     """How a run went.
 
     Attributes:
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def judge(record: Record, expected: Record) -> str:
-    """Returns one of `Outcome.verdicts`. What came before a router died must be right, too."""
+    """Returns one of `ChaosOutcome.verdicts`. What came before a router died must be right, too."""
     for index, tokens in record.first_tokens.items():
         if tokens != expected.tokens.get(index, [])[: len(tokens)]:
             return "wrong"
@@ -58,7 +58,10 @@ def judge(record: Record, expected: Record) -> str:
 
 
 def make_report(
-    outcome: Outcome, events: Sequence[Event], facts: Mapping[str, str], results: Mapping[str, Any]
+    outcome: ChaosOutcome,
+    events: Sequence[Event],
+    facts: Mapping[str, str],
+    results: Mapping[str, Any],
 ) -> Report:
     """Returns the report of a run.
 
@@ -138,7 +141,7 @@ def _undisturbed_gaps(records: Sequence[Record], events: Sequence[Event]) -> Seq
     ]
 
 
-def _num_again(outcome: Outcome, verdict: str) -> int:
+def _num_again(outcome: ChaosOutcome, verdict: str) -> int:
     pairs = zip(outcome.records, outcome.verdicts, strict=True)
     return sum(record.num_tries > 1 for record, each in pairs if each == verdict)
 
@@ -150,7 +153,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float | None, ...]:
     return tuple(ordered[min(int(p * len(ordered)), len(ordered) - 1)] for p in _PERCENTILES)
 
 
-def _panel(outcome: Outcome, events: Sequence[Event]) -> Panel:
+def _panel(outcome: ChaosOutcome, events: Sequence[Event]) -> Panel:
     seconds = range(int(max((r.ended_s for r in outcome.records), default=0.0)) + 2)
     sent = Counter(int(record.sent_s) for record in outcome.records)
     done, bad = Counter[int](), Counter[int]()
@@ -168,7 +171,7 @@ def _panel(outcome: Outcome, events: Sequence[Event]) -> Panel:
     )
 
 
-def _gaps(outcome: Outcome, events: Sequence[Event]) -> Panel:
+def _gaps(outcome: ChaosOutcome, events: Sequence[Event]) -> Panel:
     ends = [record.ended_s for record in outcome.records]
     gaps = [record.longest_gap_s for record in outcome.records]
     return Panel(

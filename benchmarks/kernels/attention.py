@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.kernels.case import CPU, Call, Case, DecoderShape, Numbers, Result, Sizes
-from benchmarks.kernels.cost import Cost, Span, attention_cost
+from benchmarks.kernels.cost import ByteSpan, Cost, attention_cost
 from kernels import AttentionMetadata, Rotation
 
 __all__ = ["BLOCK_SIZE", "attention_cases", "rotation_cases", "step_metadata"]
@@ -20,12 +20,12 @@ _ROTATED_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _AttentionStep:
     """The sequences of a step, and how much of them it computes."""
 
     what: str
     size: str
-    spans: tuple[Span, ...]
+    spans: tuple[ByteSpan, ...]
     sliding_window: int | None = None
 
     @property
@@ -67,7 +67,7 @@ def rotation_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Ite
         )
 
 
-def _steps(sizes: Sizes) -> Iterator[_Step]:
+def _steps(sizes: Sizes) -> Iterator[_AttentionStep]:
     for batch_size, context in sizes.decode:
         yield _decode_step(batch_size, context)
     for num_cached, num_queries in sizes.chunks:
@@ -76,14 +76,16 @@ def _steps(sizes: Sizes) -> Iterator[_Step]:
     yield _chunk(*sizes.chunks[-1], _WINDOW)
 
 
-def _decode_step(batch_size: int, context: int, window: int | None = None) -> _Step:
-    spans = (Span(context - 1, 1),) * batch_size
-    return _Step(_named("decode", window), f"{batch_size} x {context}", spans, window)
+def _decode_step(batch_size: int, context: int, window: int | None = None) -> _AttentionStep:
+    spans = (ByteSpan(context - 1, 1),) * batch_size
+    return _AttentionStep(_named("decode", window), f"{batch_size} x {context}", spans, window)
 
 
-def _chunk(num_cached: int, num_queries: int, window: int | None = None) -> _Step:
+def _chunk(num_cached: int, num_queries: int, window: int | None = None) -> _AttentionStep:
     size = f"{num_queries} after {num_cached}"
-    return _Step(_named("chunk", window), size, (Span(num_cached, num_queries),), window)
+    return _AttentionStep(
+        _named("chunk", window), size, (ByteSpan(num_cached, num_queries),), window
+    )
 
 
 def _named(what: str, window: int | None) -> str:
@@ -91,7 +93,7 @@ def _named(what: str, window: int | None) -> str:
 
 
 def _attention_calls(
-    shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
+    shape: DecoderShape, step: _AttentionStep, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
     meta, num_blocks = step_metadata(step.spans, numbers.device)
     query = numbers.normal(step.num_tokens, shape.num_heads, shape.head_dim)
@@ -109,7 +111,7 @@ def _attention_calls(
 
 
 def _rotation_calls(
-    shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
+    shape: DecoderShape, step: _AttentionStep, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
     meta, num_blocks = step_metadata(step.spans, numbers.device)
     angles = numbers.in_float32().normal(step.num_tokens, shape.head_dim // 2)
@@ -156,7 +158,7 @@ def _kv_layers(
 
 
 def step_metadata(
-    spans: Sequence[Span], device: torch.device = CPU
+    spans: Sequence[ByteSpan], device: torch.device = CPU
 ) -> tuple[AttentionMetadata, int]:
     """Returns metadata of a step with scattered blocks, and the number of blocks."""
     sizes = [-(-span.context // BLOCK_SIZE) for span in spans]

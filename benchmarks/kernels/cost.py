@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.model_cost import Ceilings
 
-__all__ = ["Cost", "Span", "attention_cost", "limit_s", "product_cost"]
+__all__ = ["ByteSpan", "Cost", "attention_cost", "limit_s", "product_cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """The part of a sequence that a step computes.
 
     Attributes:
@@ -50,7 +50,7 @@ def product_cost(num_rows: int, num_outputs: int, num_inputs: int, bytes_per_wei
 
 
 def attention_cost(
-    spans: Sequence[Span],
+    spans: Sequence[ByteSpan],
     *,
     num_query_features: int,
     kv_bytes_per_token: int,

@@ -24,7 +24,14 @@ from benchmarks.kernels.products import gated_linear_cases, linear_cases
 from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
 from kernels import reference
 
-__all__ = ["PRIMITIVES", "Outcome", "Setting", "find_difference", "make_cases", "measure"]
+__all__ = [
+    "PRIMITIVES",
+    "KernelOutcome",
+    "KernelSetting",
+    "find_difference",
+    "make_cases",
+    "measure",
+]
 
 MakeCases = Callable[[DecoderShape, torch.dtype, Sizes], Iterator[Case]]
 PRIMITIVES: Mapping[str, MakeCases] = MappingProxyType(
@@ -59,7 +66,7 @@ def make_cases(
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class KernelSetting:
     """The setting of all cases of a run.
 
     Attributes:
@@ -76,7 +83,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KernelOutcome:
     """The outcome of a case, whose first four fields it repeats.
 
     Attributes:
@@ -100,20 +107,22 @@ class Outcome:
     difference: str | None = None
 
 
-def measure(case: Case, setting: Setting) -> Outcome:
+def measure(case: Case, setting: KernelSetting) -> KernelOutcome:
     """Checks a case, and times it if the check passes."""
     known = (case.primitive, case.what, case.size, case.cost)
     try:
         with torch.inference_mode():
             difference = _check(case, setting)
             if difference is not None:
-                return Outcome(*known, difference=difference)
-            return Outcome(*known, *_times(case, setting))
+                return KernelOutcome(*known, difference=difference)
+            return KernelOutcome(*known, *_times(case, setting))
     except Exception as error:  # any error ends this case, but not the run
-        return Outcome(*known, difference=f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH])
+        return KernelOutcome(
+            *known, difference=f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
+        )
 
 
-def _times(case: Case, setting: Setting) -> tuple[float, float | None]:
+def _times(case: Case, setting: KernelSetting) -> tuple[float, float | None]:
     """Returns the median seconds of the kernels and of the reference."""
     numbers = Numbers(kernels, setting.dtype, setting.dtype, setting.device)
     cycle = plan_cycle(case.cost.num_bytes, case.max_copies, setting.cache_bytes)
@@ -125,7 +134,7 @@ def _times(case: Case, setting: Setting) -> tuple[float, float | None]:
         return kernel_s, _time(case, replace(numbers, module=reference), cycle, setting)
 
 
-def _check(case: Case, setting: Setting) -> str | None:
+def _check(case: Case, setting: KernelSetting) -> str | None:
     numbers = Numbers(kernels, setting.dtype, setting.dtype, setting.device)
     with kernel_threads(setting.num_threads):
         (call,) = case.make_calls(numbers, 1)
@@ -136,7 +145,7 @@ def _check(case: Case, setting: Setting) -> str | None:
         return find_difference(actual, call(), setting.dtype, case.num_terms)
 
 
-def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float:
+def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: KernelSetting) -> float:
     """Times calls, from recordings if possible; the reference's operations cannot be recorded."""
     calls = case.make_calls(numbers, cycle.num_copies)
     sweep = make_sweep(setting.cache_bytes) if cycle.must_sweep else None

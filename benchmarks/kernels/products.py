@@ -14,7 +14,7 @@ __all__ = ["gated_linear_cases", "linear_cases"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _ProductLayer:
     """One of a decoder's linear layers.
 
     Attributes:
@@ -62,18 +62,18 @@ def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) ->
         )
 
 
-def _layers(shape: DecoderShape) -> tuple[_Layer, ...]:
+def _layers(shape: DecoderShape) -> tuple[_ProductLayer, ...]:
     num_qkv = shape.num_query_features + 2 * shape.num_kv_features
     return (
-        _Layer("qkv", num_qkv, shape.width),
-        _Layer("out", shape.width, shape.num_query_features, has_residual=True),
-        _Layer("down", shape.width, shape.num_gated, has_residual=True),
-        _Layer("head", shape.vocab_size, shape.width, is_head=True),
+        _ProductLayer("qkv", num_qkv, shape.width),
+        _ProductLayer("out", shape.width, shape.num_query_features, has_residual=True),
+        _ProductLayer("down", shape.width, shape.num_gated, has_residual=True),
+        _ProductLayer("head", shape.vocab_size, shape.width, is_head=True),
     )
 
 
 def _linear_calls(
-    layer: _Layer, num_rows: int, numbers: Numbers, num_copies: int
+    layer: _ProductLayer, num_rows: int, numbers: Numbers, num_copies: int
 ) -> Sequence[Call]:
     hidden = numbers.normal(num_rows, layer.num_inputs)
     residual = numbers.normal(num_rows, layer.num_outputs, seed=2) if layer.has_residual else None

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.kernels.cost import limit_s
-from benchmarks.kernels.measure import Outcome
+from benchmarks.kernels.measure import KernelOutcome
 from benchmarks.model_cost import Ceilings
 from benchmarks.report.report import Cell, Table
 
@@ -19,7 +19,7 @@ _MIN_CREDIBLE_RATIO = 0.9
 """Least credible ratio of a median to its limit: ceilings vary by some percent."""
 
 
-def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
+def make_tables(outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> list[Table]:
     """Returns one table per primitive, in the order of the outcomes."""
     return [
         _table(name, [outcome for outcome in outcomes if outcome.primitive == name], ceilings)
@@ -27,17 +27,17 @@ def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
     ]
 
 
-def to_plain(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
+def to_plain(outcome: KernelOutcome, ceilings: Ceilings) -> dict[str, Any]:
     """Returns an outcome as plain data for JSON."""
     return asdict(outcome) | {"limit_s": limit_s(outcome.cost, ceilings)}
 
 
-def _table(primitive: str, outcomes: Sequence[Outcome], ceilings: Ceilings) -> Table:
+def _table(primitive: str, outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> Table:
     rows = [_row(outcome, ceilings) for outcome in outcomes]
     return Table(primitive, _COLUMNS, rows, " ".join(_notes(outcomes, ceilings)))
 
 
-def _notes(outcomes: Sequence[Outcome], ceilings: Ceilings) -> Iterator[str]:
+def _notes(outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> Iterator[str]:
     wrong = [
         f"{outcome.what}, {outcome.size}: {outcome.difference}"
         for outcome in outcomes
@@ -56,7 +56,7 @@ def _notes(outcomes: Sequence[Outcome], ceilings: Ceilings) -> Iterator[str]:
         )
 
 
-def _row(outcome: Outcome, ceilings: Ceilings) -> list[Cell]:
+def _row(outcome: KernelOutcome, ceilings: Ceilings) -> list[Cell]:
     limit, cost = limit_s(outcome.cost, ceilings), outcome.cost
     if outcome.kernel_s is None:
         return [outcome.what, outcome.size, None, None, None, 1e6 * limit, None, None, None]

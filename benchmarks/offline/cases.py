@@ -7,15 +7,15 @@ from itertools import pairwise, product
 
 from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, step_floor_s
-from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.request import BenchRequest, MeasuredRequest
 from benchmarks.workloads.kind import LengthRange
 from benchmarks.workloads.random_lengths import random_lengths
 
-__all__ = ["Case", "CaseResult", "RunTimes", "make_cases", "run_times", "summarize"]
+__all__ = ["CaseResult", "OfflineCase", "RunTimes", "make_cases", "run_times", "summarize"]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OfflineCase:
     """Requests that start together: their number, tokens of each prompt, tokens to generate."""
 
     batch_size: int
@@ -62,7 +62,7 @@ class CaseResult:
         output_tokens_per_s: output tokens of the whole run over its duration.
     """
 
-    case: Case
+    case: OfflineCase
     prefill_ms: float
     prefill_floor_ms: float
     step_ms: float
@@ -72,7 +72,7 @@ class CaseResult:
 
 def make_cases(
     batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: Sequence[int]
-) -> list[Case]:
+) -> list[OfflineCase]:
     """Returns every combination of the numbers.
 
     Raises:
@@ -87,10 +87,10 @@ def make_cases(
         for value in values:
             if value < least:
                 raise ConfigurationError(f"{flag} has {value}; it must be >= {least}")
-    return [Case(*sizes) for sizes in product(batch_sizes, input_lens, output_lens)]
+    return [OfflineCase(*sizes) for sizes in product(batch_sizes, input_lens, output_lens)]
 
 
-def run_times(records: Sequence[RequestRecord]) -> RunTimes:
+def run_times(records: Sequence[MeasuredRequest]) -> RunTimes:
     """Returns the figures of a run.
 
     Raises:
@@ -123,7 +123,7 @@ def run_times(records: Sequence[RequestRecord]) -> RunTimes:
 
 
 def summarize(
-    case: Case, runs: Sequence[RunTimes], shape: ModelShape, ceilings: Ceilings
+    case: OfflineCase, runs: Sequence[RunTimes], shape: ModelShape, ceilings: Ceilings
 ) -> CaseResult:
     """Returns the medians of a case's runs, with its floors."""
     first_tokens = [

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
-from benchmarks.offline.offline_engine import OfflineEngine, StepRecord
+from benchmarks.offline.offline_engine import MeasuredStep, OfflineEngine
 
 __all__ = ["JumpTimes", "MaskTimes", "measure_jumps", "measure_masks", "train_tokenizer"]
 
@@ -124,7 +124,7 @@ def measure_masks(
     """Decodes batches of each kind in turn, without jump-forward, so that each step draws one
     token per request, and returns the medians of each kind.
     """
-    kept: dict[str, list[StepRecord]] = {kind: [] for kind in _KINDS}
+    kept: dict[str, list[MeasuredStep]] = {kind: [] for kind in _KINDS}
     for round_index in range(repeats + 1):  # the first compiles the grammar and records steps
         for kind, steps in kept.items():
             specs = [
@@ -205,5 +205,5 @@ def _spec(
     )
 
 
-def _median_ms(steps: Sequence[StepRecord], seconds: Callable[[StepRecord], float]) -> float:
+def _median_ms(steps: Sequence[MeasuredStep], seconds: Callable[[MeasuredStep], float]) -> float:
     return 1e3 * statistics.median(map(seconds, steps))

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.kernels.device_timing import time_busy
 from benchmarks.model_cost import decode_floor_s, floor_s
-from benchmarks.offline.cases import Case, RunTimes, run_times
+from benchmarks.offline.cases import OfflineCase, RunTimes, run_times
 from benchmarks.offline.driven_rows import DrivenRows
 from benchmarks.offline.floors import Floors
 from benchmarks.offline.offline_engine import OfflineEngine
@@ -136,8 +136,8 @@ class _Steps:
 
     def loop(self, batch_size: int, context: int, *, busy_us: float | None) -> dict[str, Any]:
         """Measures steps of the engine."""
-        self._run(Case(batch_size, context, 3), seed=1)
-        step_us = 1e3 * self._run(Case(batch_size, context, self._num_steps), seed=2).step_ms
+        self._run(OfflineCase(batch_size, context, 3), seed=1)
+        step_us = 1e3 * self._run(OfflineCase(batch_size, context, self._num_steps), seed=2).step_ms
         idle_share = None if busy_us is None else 1 - busy_us / step_us
         figures = {"median_us": step_us, "idle_share": idle_share}
         return figures | self._floor(batch_size, context + self._num_steps // 2)
@@ -172,7 +172,7 @@ class _Steps:
         )
         return {"floor_us": 1e6 * least_s}
 
-    def _run(self, case: Case, seed: int) -> RunTimes:
+    def _run(self, case: OfflineCase, seed: int) -> RunTimes:
         # Prompts of one seed share a prefix, and their cached KV has been overwritten.
         self._engine.core.reset_prefix_cache()
         return run_times(self._engine.run(case.requests(self._engine.core.info.vocab_size, seed)))

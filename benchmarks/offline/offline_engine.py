@@ -13,17 +13,17 @@ from typing import Self
 from baton.common.errors import BatonError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
-from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.request import BenchRequest, MeasuredRequest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.metrics.counts import Phase
 from engine.request import EngineOutput, EngineRequest
 
-__all__ = ["OfflineEngine", "OfflineRecord", "OfflineRun", "StepRecord", "peak_memory_bytes"]
+__all__ = ["MeasuredStep", "OfflineEngine", "OfflineRecord", "OfflineRun", "peak_memory_bytes"]
 
 
 @dataclass(slots=True)
-class OfflineRecord(RequestRecord):
+class OfflineRecord(MeasuredRequest):
     """The record of one request on an engine in this process.
 
     Attributes:
@@ -38,7 +38,7 @@ class OfflineRecord(RequestRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class MeasuredStep:
     """One step of the engine.
 
     Attributes:
@@ -70,7 +70,7 @@ class OfflineRun:
     """
 
     records: Sequence[OfflineRecord]
-    steps: Sequence[StepRecord]
+    steps: Sequence[MeasuredStep]
     duration_s: float
 
     @property
@@ -120,8 +120,8 @@ class OfflineEngine:
     def run(
         self,
         requests: Sequence[BenchRequest],
-        on_end: Callable[[RequestRecord], None] = lambda record: None,
-    ) -> list[RequestRecord]:
+        on_end: Callable[[MeasuredRequest], None] = lambda record: None,
+    ) -> list[MeasuredRequest]:
         """Runs all requests greedily, past the end of sequence. Each starts at once, or when the
         request that it waits for has ended.
 
@@ -135,7 +135,7 @@ class OfflineEngine:
     def run_timed(
         self,
         requests: Sequence[BenchRequest],
-        on_end: Callable[[RequestRecord], None] = lambda record: None,
+        on_end: Callable[[MeasuredRequest], None] = lambda record: None,
     ) -> OfflineRun:
         """Runs requests as `run` does; returns the run with its steps."""
 
@@ -146,7 +146,7 @@ class OfflineEngine:
             on_end(record)
 
         specs = [_greedy_spec(request) for request in requests]
-        return self._run(_Run(self.core, specs, [request.after for request in requests], end))
+        return self._run(_EngineRun(self.core, specs, [request.after for request in requests], end))
 
     def run_specs(
         self, specs: Sequence[RequestSpec], max_concurrency: int | None = None
@@ -161,9 +161,11 @@ class OfflineEngine:
             BatonError: a request failed.
         """
         after = [None] * len(specs)
-        return self._run(_Run(self.core, specs, after, max_concurrency=max_concurrency)).check()
+        return self._run(
+            _EngineRun(self.core, specs, after, max_concurrency=max_concurrency)
+        ).check()
 
-    def _run(self, run: "_Run") -> OfflineRun:
+    def _run(self, run: "_EngineRun") -> OfflineRun:
         with run.timed():
             while run.is_unfinished:
                 self.core.run_step(run.record_outputs)
@@ -196,7 +198,7 @@ def _greedy_spec(request: BenchRequest) -> RequestSpec:
     )
 
 
-class _Run:
+class _EngineRun:
     """The requests of one run. Its clock starts at 0 when `timed` is entered.
 
     Args:
@@ -226,7 +228,7 @@ class _Run:
         self._num_draws = self._num_begun = self._num_ended = 0  # since the last step
         self._started_at = 0.0
         self.records = [OfflineRecord(len(spec.prompt_token_ids), 0.0) for spec in specs]
-        self.steps: list[StepRecord] = []
+        self.steps: list[MeasuredStep] = []
 
     @property
     def is_unfinished(self) -> bool:
@@ -271,7 +273,7 @@ class _Run:
                 self._end(index, output.error)
 
     def _record_step(self, phases: Mapping[Phase, float]) -> None:
-        self.steps.append(StepRecord(phases, self._num_draws, self._num_begun, self._num_ended))
+        self.steps.append(MeasuredStep(phases, self._num_draws, self._num_begun, self._num_ended))
         self._num_draws = self._num_begun = self._num_ended = 0
 
     def _add_ready(self) -> None:

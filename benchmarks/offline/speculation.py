@@ -21,8 +21,8 @@ from engine.runtime.model_runner import ModelRunner
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
-    "Comparison",
-    "Engine",
+    "DraftComparison",
+    "DraftEngine",
     "Round",
     "RowTimes",
     "compare_methods",
@@ -40,7 +40,7 @@ Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DraftEngine:
     """An engine and its runner.
 
     Attributes:
@@ -55,7 +55,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DraftComparison:
     """Rounds of one workload with a method's guesses, and without any.
 
     Attributes:
@@ -107,7 +107,7 @@ class RowTimes:
 @contextmanager
 def open_engines(
     config: EngineConfig, methods: Sequence[SpeculativeConfig]
-) -> Iterator[list[Engine]]:
+) -> Iterator[list[DraftEngine]]:
     """Opens an engine without guesses, then one for each method; they divide the GPU's memory.
 
     Requests may not find earlier ones' KV, or repeated rounds would skip prompts.
@@ -127,17 +127,17 @@ def open_engines(
             opened.callback(runner.close)
             offline = opened.enter_context(OfflineEngine(own, EngineCore(own, runner)))
             method = speculative_config.method if speculative_config else None
-            engines.append(Engine(method, offline, runner))
+            engines.append(DraftEngine(method, offline, runner))
         yield engines
 
 
 def compare_methods(
-    engines: Sequence[Engine],
+    engines: Sequence[DraftEngine],
     workload: str,
     batch_size: int,
     rounds: Sequence[Sequence[Prompt]],
     max_tokens: int,
-) -> list[Comparison]:
+) -> list[DraftComparison]:
     """Runs every round on every engine, and compares each method with the engine without guesses.
 
     The engines take turns in going first. The first round does not count, but its tokens do.
@@ -163,7 +163,7 @@ def compare_methods(
     ]
 
 
-def time_rows(engine: Engine, batch_size: int) -> RowTimes:
+def time_rows(engine: DraftEngine, batch_size: int) -> RowTimes:
     """Times steps of rows that decode, and of rows of several known tokens, in turn.
 
     Args:
@@ -267,7 +267,7 @@ def compare_rounds(
     method: str,
     without: Sequence[Round],
     guessing: Sequence[Round],
-) -> Comparison:
+) -> DraftComparison:
     """Compares rounds with a method's guesses with the same rounds without guesses; the speed of
     the first one does not count.
     """
@@ -281,7 +281,7 @@ def compare_rounds(
         own.tokens_per_s / plain.tokens_per_s for plain, own in zip(without, guessing, strict=True)
     )
     num_accepted = sum(run.num_accepted for run in guessing)
-    return Comparison(
+    return DraftComparison(
         workload=workload,
         batch_size=batch_size,
         method=method,

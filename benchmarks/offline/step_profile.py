@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.offline.offline_engine import OfflineEngine, StepRecord
+from benchmarks.offline.offline_engine import MeasuredStep, OfflineEngine
 from benchmarks.request import BenchRequest
 from engine.metrics.counts import PHASES
 
@@ -35,7 +35,7 @@ def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> li
 
     Steps after the end of a request do not count.
     """
-    kinds: dict[str, list[StepRecord]] = {"prefill": [], "decode": []}
+    kinds: dict[str, list[MeasuredStep]] = {"prefill": [], "decode": []}
     num_begun = 0
     for step in engine.run_timed(requests).steps:
         kinds["prefill" if num_begun < len(requests) else "decode"].append(step)
@@ -45,7 +45,7 @@ def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> li
     return [_median(kind, len(requests), steps) for kind, steps in kinds.items() if steps]
 
 
-def _median(kind: str, batch_size: int, steps: Sequence[StepRecord]) -> StepProfile:
+def _median(kind: str, batch_size: int, steps: Sequence[MeasuredStep]) -> StepProfile:
     return StepProfile(
         kind=kind,
         batch_size=batch_size,

@@ -16,8 +16,8 @@ from benchmarks.workloads.shared_prefixes import shared_prefixes
 
 __all__ = [
     "CASE_NAMES",
-    "Case",
     "Figure",
+    "PeerCase",
     "build_cases",
     "requests_of_round",
 ]
@@ -49,7 +49,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PeerCase:
     """A workload and the figures that are measured on it."""
 
     name: str
@@ -57,7 +57,7 @@ class Case:
     figures: tuple[Figure, ...]
 
 
-def build_cases(vocab_size: int) -> dict[str, Case]:
+def build_cases(vocab_size: int) -> dict[str, PeerCase]:
     """Returns the cases by name. Every token id is smaller than `vocab_size`."""
     ids = min(vocab_size, _MAX_TOKEN_ID)
     alone = _random(1, 128, 128, ids, seed=1)
@@ -76,10 +76,12 @@ def build_cases(vocab_size: int) -> dict[str, Case]:
         (shared.requests, (_OUTPUT_RATE,)),
         (_random(4, 3000, 16, ids, seed=3), (_TOTAL_RATE,)),
     )
-    return {name: Case(name, *content) for name, content in zip(CASE_NAMES, contents, strict=True)}
+    return {
+        name: PeerCase(name, *content) for name, content in zip(CASE_NAMES, contents, strict=True)
+    }
 
 
-def requests_of_round(case: Case, number: int, vocab_size: int) -> Requests:
+def requests_of_round(case: PeerCase, number: int, vocab_size: int) -> Requests:
     """Returns the case's requests with tokens of this round only, so that no cache finds them."""
     return with_fresh_tokens(case.requests, number, min(vocab_size, _MAX_TOKEN_ID))
 

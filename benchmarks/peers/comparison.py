@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 from benchmarks.models import read_config
-from benchmarks.peers.cases import Case, build_cases, requests_of_round
+from benchmarks.peers.cases import PeerCase, build_cases, requests_of_round
 from benchmarks.peers.catalogue import REFERENCE, NotInstalledError, Setting, launch_of
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
 from benchmarks.peers.peer_process import Launch, PeerProcess
@@ -35,7 +35,7 @@ class Comparison:
 
     engines: dict[str, dict[str, Any]]
     missing: dict[str, str]
-    cases: Sequence[Case]
+    cases: Sequence[PeerCase]
     runs: Runs
 
 
@@ -115,7 +115,9 @@ def _start(peer: PeerProcess, first: BenchRequest) -> dict[str, Any]:
     return facts
 
 
-def _reference_answers(launch: Launch, cases: Sequence[Case], vocab_size: int) -> list[PeerAnswer]:
+def _reference_answers(
+    launch: Launch, cases: Sequence[PeerCase], vocab_size: int
+) -> list[PeerAnswer]:
     """Returns the reference's tokens for the checked requests, which run alone, without padding."""
     requests = [
         request
@@ -128,6 +130,6 @@ def _reference_answers(launch: Launch, cases: Sequence[Case], vocab_size: int) -
 
 
 def _checked_answers(
-    runs: Mapping[str, Sequence[PeerRun]], cases: Sequence[Case]
+    runs: Mapping[str, Sequence[PeerRun]], cases: Sequence[PeerCase]
 ) -> list[PeerAnswer]:
     return [answer for case in cases for answer in runs[case.name][0].answers[:_NUM_CHECKED]]

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from benchmarks.peers.cases import Case, requests_of_round
+from benchmarks.peers.cases import PeerCase, requests_of_round
 from benchmarks.peers.peer_messages import PeerRun
 from benchmarks.request import BenchRequest
 
-__all__ = ["Peer", "Runs", "running", "take_turns"]
+__all__ = ["RoundPeer", "Runs", "running", "take_turns"]
 
 Runs = dict[str, dict[str, list[PeerRun]]]
 """The runs by engine, then by case, in the order of the rounds."""
 
 
-class Peer(Protocol):
+class RoundPeer(Protocol):
     """The part of `PeerProcess` that rounds use."""
 
     def run(self, requests: Sequence[BenchRequest]) -> PeerRun:
@@ -31,7 +31,7 @@ class Peer(Protocol):
 
 
 @contextmanager
-def running(peer: Peer) -> Iterator[Peer]:
+def running(peer: RoundPeer) -> Iterator[RoundPeer]:
     """Continues a paused engine, and pauses it again at the end."""
     peer.resume()
     try:
@@ -41,8 +41,8 @@ def running(peer: Peer) -> Iterator[Peer]:
 
 
 def take_turns(
-    peers: Mapping[str, Peer],
-    cases: Sequence[Case],
+    peers: Mapping[str, RoundPeer],
+    cases: Sequence[PeerCase],
     vocab_size: int,
     repeats: int,
     write_line: Callable[[str], None],

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.model_cost import Ceilings, ModelShape
-from benchmarks.peers.cases import Case, Figure
+from benchmarks.peers.cases import Figure, PeerCase
 from benchmarks.peers.peer_messages import PeerAnswer
 from benchmarks.peers.rounds import Runs
 
@@ -21,7 +21,7 @@ BATON = "baton"
 
 
 def summarize(
-    runs: Runs, cases: Sequence[Case], shape: ModelShape, ceilings: Ceilings
+    runs: Runs, cases: Sequence[PeerCase], shape: ModelShape, ceilings: Ceilings
 ) -> list[dict[str, Any]]:
     """Returns an entry for each figure of each case.
 
@@ -37,7 +37,7 @@ def summarize(
     ]
 
 
-def _entry(case: Case, figure: Figure, runs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _entry(case: PeerCase, figure: Figure, runs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     values = {
         name: [figure.of_run(case.requests, run) for run in own] for name, own in runs.items()
     }

@@ -31,7 +31,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _RouterLoad:
     """Streams that start together, each `num_rounds` times: how many, of how many tokens, one
     per `step_ms`.
     """
@@ -44,12 +44,12 @@ class _Load:
 
 
 _LOADS = (
-    _Load("steady", 64, 1, 200, 50.0),
-    _Load("crowded", 400, 1, 100, 50.0),
-    _Load("flooded", 800, 1, 150, 50.0),
-    _Load("requests", 32, 40, 1, 5.0),
+    _RouterLoad("steady", 64, 1, 200, 50.0),
+    _RouterLoad("crowded", 400, 1, 100, 50.0),
+    _RouterLoad("flooded", 800, 1, 150, 50.0),
+    _RouterLoad("requests", 32, 40, 1, 5.0),
 )
-_SMOKE_LOADS = (_Load("smoke", 4, 2, 5, 5.0),)
+_SMOKE_LOADS = (_RouterLoad("smoke", 4, 2, 5, 5.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(load: _Load) -> list[_Row]:
+def _measure(load: _RouterLoad) -> list[_Row]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         servers = _start_servers(load, Path(folder), processes)
         return [
@@ -106,7 +106,7 @@ _Server = tuple[str, str, "subprocess.Popen[bytes]", int]
 """Its name, its protocol, its process and its port."""
 
 
-def _start_servers(load: _Load, folder: Path, processes: ExitStack) -> list[_Server]:
+def _start_servers(load: _RouterLoad, folder: Path, processes: ExitStack) -> list[_Server]:
     """Starts the bare servers and a router over a scripted worker."""
     step = str(load.step_ms)
     servers: list[_Server] = []
@@ -156,7 +156,7 @@ def _port_of(path: Path, process: "subprocess.Popen[bytes]") -> int:
 
 
 def _run_client(
-    name: str, kind: str, process: "subprocess.Popen[bytes]", port: int, load: _Load
+    name: str, kind: str, process: "subprocess.Popen[bytes]", port: int, load: _RouterLoad
 ) -> _Row:
     command = [sys.executable, "-P", "-m", "benchmarks.router.client", kind, str(port)]
     command += map(str, (load.num_streams, load.num_rounds, load.num_tokens, _NUM_PROBES))

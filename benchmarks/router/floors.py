@@ -26,7 +26,7 @@ _EVENT = (
 _DONE = b"data: [DONE]\n\n"
 
 
-class _Steps:
+class _FloorSteps:
     """Wakes all streams once per step."""
 
     def __init__(self, step_s: float) -> None:
@@ -44,7 +44,7 @@ class _Steps:
 
 
 class _GrpcFloor(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, steps: _Steps) -> None:
+    def __init__(self, steps: _FloorSteps) -> None:
         self._steps = steps
 
     @override
@@ -56,7 +56,7 @@ class _GrpcFloor(generation_pb2_grpc.GenerationServiceServicer):
             await context.write(_MESSAGE)
 
 
-async def _serve_grpc(steps: _Steps, port_file: Path) -> None:
+async def _serve_grpc(steps: _FloorSteps, port_file: Path) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         _GrpcFloor(steps),  # type: ignore[abstract]  # no other method is called
@@ -68,7 +68,7 @@ async def _serve_grpc(steps: _Steps, port_file: Path) -> None:
     await server.wait_for_termination()
 
 
-async def _serve_http(steps: _Steps, port_file: Path) -> None:
+async def _serve_http(steps: _FloorSteps, port_file: Path) -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
         num_tokens = int(body.rpartition(b'"max_tokens":')[2].partition(b",")[0].strip(b" }"))
@@ -89,7 +89,7 @@ async def _serve_http(steps: _Steps, port_file: Path) -> None:
 
 
 async def _run(kind: str, step_ms: float, port_file: Path) -> None:
-    steps = _Steps(step_ms / 1000)
+    steps = _FloorSteps(step_ms / 1000)
     serve = _serve_grpc if kind == "grpc" else _serve_http
     await asyncio.gather(steps.run(), serve(steps, port_file))
 

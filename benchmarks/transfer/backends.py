@@ -19,7 +19,7 @@ from kvstore.registry import connector_capabilities
 from kvstore.url import MULTI_SCHEME, scheme_of
 from worker.processes.ports import free_port
 
-__all__ = ["Backend", "machine_backends", "named_backend"]
+__all__ = ["TransferBackend", "machine_backends", "named_backend"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder there is private
 _SPARE_SHARE = 8
@@ -34,7 +34,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class TransferBackend:
     """A connector to measure.
 
     Attributes:
@@ -52,7 +52,7 @@ class Backend:
     raw: Literal["", "redis", "nixl"] = ""
 
 
-def named_backend(url: str) -> Backend:
+def named_backend(url: str) -> TransferBackend:
     """Returns the connector of a URL.
 
     Raises:
@@ -64,7 +64,7 @@ def named_backend(url: str) -> Backend:
         "rediss": "redis",
         "nixl": "nixl",
     }
-    return Backend(
+    return TransferBackend(
         name=connector_name(url),
         url=url,
         is_shared=can.shared_between_processes,
@@ -74,7 +74,7 @@ def named_backend(url: str) -> Backend:
 
 
 @contextmanager
-def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]]]:
+def machine_backends(most_bytes: int) -> Iterator[tuple[list[TransferBackend], list[str]]]:
     """Opens what this machine's connectors need, such as a Redis server, and closes it at the end.
 
     Args:

@@ -16,7 +16,7 @@ from benchmarks.report.output import add_output_args, check_output_args, flags_o
 from benchmarks.report.report import Report
 
 if TYPE_CHECKING:
-    from benchmarks.transfer.backends import Backend
+    from benchmarks.transfer.backends import TransferBackend
     from benchmarks.transfer.plan import Plan
 
 __all__ = ["add_args", "main"]
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 @contextmanager
 def _backends(
     plan: "Plan", urls: Sequence[str] | None
-) -> Iterator[tuple[list["Backend"], list[str]]]:
+) -> Iterator[tuple[list["TransferBackend"], list[str]]]:
     from benchmarks.transfer.backends import machine_backends, named_backend
 
     if urls:
@@ -96,7 +96,7 @@ def _backends(
         yield found
 
 
-def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str, Any]]:
+def _measure_moves(plan: "Plan", backends: Sequence["TransferBackend"]) -> list[dict[str, Any]]:
     from benchmarks.transfer.moves import measure_moves
 
     return [_announce(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
@@ -104,7 +104,7 @@ def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str
 
 def _measure_prompts(
     plan: "Plan",
-    backends: Sequence["Backend"],
+    backends: Sequence["TransferBackend"],
     num_threads: int,
     parts: Sequence[str],
     layer_slices: Sequence[int],

@@ -21,7 +21,7 @@ from kvstore.layout import KvLayout
 from kvstore.peer.transport import RangeTable, make_ranges
 from kvstore.registry import open_connector
 
-__all__ = ["EndHost", "RefusedError", "block_keys"]
+__all__ = ["EndHost", "TransferRefusedError", "block_keys"]
 
 _NIXL_PEER = "other"
 _TRANSFER_S = 60.0
@@ -29,7 +29,7 @@ _JOB_S = 120.0
 _PIPELINE_BYTES = 8 << 20
 
 
-class RefusedError(Exception):
+class TransferRefusedError(Exception):
     """The moved bytes or tokens are wrong, so there is no figure."""
 
 
@@ -92,28 +92,28 @@ class EndHost:
             The seconds from the start of the job to its result, and the handoff of the blocks.
 
         Raises:
-            RefusedError: the save failed.
+            TransferRefusedError: the save failed.
         """
         driver, keys = self._drivers[name], block_keys(run_id, len(block_ids))
         began_at = time.perf_counter()
         result = driver.save(keys, block_ids, lease_id=run_id)
         seconds = time.perf_counter() - began_at
         if not result.committed:
-            raise RefusedError(f"the save failed: {result.error or 'failed'}")
+            raise TransferRefusedError(f"the save failed: {result.error or 'failed'}")
         return seconds, driver.make_handoff(keys, run_id)
 
     def load(self, name: str, handoff: KvHandoff, block_ids: Sequence[int]) -> float:
         """Loads and verifies blocks; returns the seconds from the start of the job to its result.
 
         Raises:
-            RefusedError: not all blocks were loaded.
+            TransferRefusedError: not all blocks were loaded.
         """
         began_at = time.perf_counter()
         result = self._drivers[name].load(handoff, block_ids)
         seconds = time.perf_counter() - began_at
         if result.num_blocks < len(block_ids):
             loaded = f"{result.num_blocks} of {len(block_ids)} blocks"
-            raise RefusedError(f"the load brought {loaded}: {result.error or 'missing'}")
+            raise TransferRefusedError(f"the load brought {loaded}: {result.error or 'missing'}")
         return seconds
 
     def forget(self, name: str, run_id: str, num_blocks: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from benchmarks.transfer.end_host import EndHost, RefusedError
+from benchmarks.transfer.end_host import EndHost, TransferRefusedError
 from kvstore.layout import KvLayout
 
 __all__ = ["Child", "ChildError", "Ends", "open_ends"]
@@ -139,10 +139,10 @@ class Ends:
         """Compares the digests of what arrived with those of the publisher's blocks.
 
         Raises:
-            RefusedError: they differ.
+            TransferRefusedError: they differ.
         """
         if [self._sent[block] for block in block_ids] != list(digests):
-            raise RefusedError("the bytes that arrived are not those that were sent")
+            raise TransferRefusedError("the bytes that arrived are not those that were sent")
 
     def check_landed(self, block_ids: Sequence[int]) -> None:
         """Does the same as `check`, with the blocks in the reader's pool."""

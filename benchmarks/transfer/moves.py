@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.transfer.backends import Backend
-from benchmarks.transfer.end_host import RefusedError
+from benchmarks.transfer.backends import TransferBackend
+from benchmarks.transfer.end_host import TransferRefusedError
 from benchmarks.transfer.ends import ChildError, Ends, open_ends
 from benchmarks.transfer.plan import Plan
 from benchmarks.transfer.raw import ColdMemory, RawMoves, open_raw
@@ -16,7 +16,7 @@ __all__ = ["measure_moves"]
 _PUBLISHER, _READER = "publisher", "reader"
 
 
-def measure_moves(plan: Plan, backends: Sequence[Backend]) -> Iterator[dict[str, Any]]:
+def measure_moves(plan: Plan, backends: Sequence[TransferBackend]) -> Iterator[dict[str, Any]]:
     """Yields a row of figures for each shape, connector and number of blocks."""
     num_blocks = max(plan.rounds)
     most_bytes = num_blocks * max(layout.block_bytes for layout in plan.shapes.values())
@@ -29,7 +29,7 @@ def measure_moves(plan: Plan, backends: Sequence[Backend]) -> Iterator[dict[str,
 
 
 def _measure(
-    plan: Plan, backend: Backend, layout: KvLayout, memory: ColdMemory
+    plan: Plan, backend: TransferBackend, layout: KvLayout, memory: ColdMemory
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields figures by number of blocks; after a failure, rows that say why there are none."""
     counts = list(plan.rounds)
@@ -46,7 +46,7 @@ def _measure(
                     for index in range(1 + num_rounds)
                 ]
                 yield counts.pop(0), {"lends": backend.lends} | _figures(rounds[1:], num_bytes)
-    except (ChildError, RefusedError) as error:
+    except (ChildError, TransferRefusedError) as error:
         yield from ((count, {"refused": str(error)}) for count in counts)
 
 

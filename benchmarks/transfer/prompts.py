@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from baton.common.errors import BatonError
-from benchmarks.cluster import Answer, ServedCluster, served_cluster
+from benchmarks.cluster import ClusterAnswer, ServedCluster, served_cluster
 from benchmarks.models import write_dummy_model
-from benchmarks.transfer.backends import Backend
-from benchmarks.transfer.end_host import RefusedError
+from benchmarks.transfer.backends import TransferBackend
+from benchmarks.transfer.end_host import TransferRefusedError
 from benchmarks.transfer.plan import Plan
 from engine.config import EngineConfig
 
@@ -42,7 +42,7 @@ class Trace:
         loaded_bytes: size of what it loaded.
     """
 
-    answer: Answer
+    answer: ClusterAnswer
     save_s: float = 0.0
     load_s: float = 0.0
     loaded_bytes: float = 0.0
@@ -50,7 +50,7 @@ class Trace:
 
 async def measure_prompts(
     plan: Plan,
-    backends: Sequence[Backend],
+    backends: Sequence[TransferBackend],
     num_threads: int,
     layer_slices: Sequence[int],
     *,
@@ -103,10 +103,10 @@ def token_figures(split: Sequence[Trace], whole: Sequence[Trace]) -> dict[str, f
         whole: what the undivided engine answered to the same prompts.
 
     Raises:
-        RefusedError: the two sides drew different tokens.
+        TransferRefusedError: the two sides drew different tokens.
     """
     if [trace.answer.tokens for trace in split] != [trace.answer.tokens for trace in whole]:
-        raise RefusedError("two tiers and the undivided engine drew different tokens")
+        raise TransferRefusedError("two tiers and the undivided engine drew different tokens")
     figures: dict[str, float] = {}
     for index, name in enumerate(("first", "second")):
         split_s, whole_s = (
@@ -151,7 +151,7 @@ async def _measure(
                 ]
                 figures = _figures(plan, case.num_tokens, pairs)
                 yield {"prompt_tokens": cases.pop(0).num_tokens} | figures
-    except (BatonError, RefusedError) as error:
+    except (BatonError, TransferRefusedError) as error:
         for case in cases:
             yield {"prompt_tokens": case.num_tokens, "refused": str(error)}
 
@@ -172,7 +172,7 @@ def _figures(
 def _check_computed(traces: Sequence[Trace]) -> None:
     """Refuses figures of prompts of which a part was found instead of computed."""
     if num_found := max(trace.answer.cached_tokens for trace in traces):
-        raise RefusedError(f"{num_found} tokens of a prompt were found, and not computed")
+        raise TransferRefusedError(f"{num_found} tokens of a prompt were found, and not computed")
 
 
 def _check_loaded(traces: Sequence[Trace], num_bytes: int) -> None:
@@ -180,7 +180,7 @@ def _check_loaded(traces: Sequence[Trace], num_bytes: int) -> None:
     for trace in traces:
         if trace.loaded_bytes < num_bytes:
             loaded = f"{trace.loaded_bytes:.0f} of at least {num_bytes} bytes"
-            raise RefusedError(f"decode loaded {loaded}, and computed the rest")
+            raise TransferRefusedError(f"decode loaded {loaded}, and computed the rest")
 
 
 async def _ask_both(

@@ -9,7 +9,7 @@ import xxhash
 from typing_extensions import override
 
 from benchmarks.kernels.timing import last_level_cache_bytes
-from benchmarks.transfer.backends import Backend
+from benchmarks.transfer.backends import TransferBackend
 from benchmarks.transfer.ends import Ends
 
 __all__ = ["ColdMemory", "RawMoves", "open_raw"]
@@ -32,7 +32,7 @@ class RawMoves(ABC):
         """
 
 
-def open_raw(backend: Backend, ends: Ends) -> RawMoves:
+def open_raw(backend: TransferBackend, ends: Ends) -> RawMoves:
     """Returns the baseline of a connector."""
     match backend.raw:
         case "redis":

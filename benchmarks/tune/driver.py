@@ -22,13 +22,13 @@ from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
 from worker.processes.run_folder import embedded_store
 
-__all__ = ["Load", "engine_of", "run_search"]
+__all__ = ["TuneLoad", "engine_of", "run_search"]
 
 _NUM_WARMUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TuneLoad:
     """The load that every cluster gets.
 
     Attributes:
@@ -69,7 +69,7 @@ class Load:
 async def run_search(
     search: Generator[Trial, float, object],
     engine: EngineConfig,
-    load: Load,
+    load: TuneLoad,
     time_budget_s: float,
     write_line: Callable[[str], None],
 ) -> list[Point]:
@@ -114,7 +114,7 @@ def engine_of(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
 class _Cluster:
     """The cluster of the present candidate."""
 
-    def __init__(self, engine: EngineConfig, load: Load) -> None:
+    def __init__(self, engine: EngineConfig, load: TuneLoad) -> None:
         self._engine, self._load = engine, load
         self._parts = AsyncExitStack()
         self._candidate: Candidate | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.metrics import Metrics
+from benchmarks.metrics import LoadMetrics
 from benchmarks.tune.candidate import Candidate
 
 __all__ = ["Point", "best_points", "curve_of"]
@@ -32,7 +32,7 @@ class Point:
     num_failed: int
 
     @classmethod
-    def of(cls, candidate: Candidate, request_rate: float, metrics: Metrics) -> "Point":
+    def of(cls, candidate: Candidate, request_rate: float, metrics: LoadMetrics) -> "Point":
         """Returns the point of a run with a service level."""
         assert metrics.goodput is not None
         return cls(

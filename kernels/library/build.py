@@ -81,7 +81,7 @@ class Compiler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CompileJob:
     """One variant to compile."""
 
     variant: Variant
@@ -148,7 +148,7 @@ def build(
         if compiler is None:
             outcome = _skip(variant, sources, library_folder, _no_compiler_text())
         else:
-            job = _Job(variant, compiler, source_folder, library_folder, sources)
+            job = _CompileJob(variant, compiler, source_folder, library_folder, sources)
             outcome = _bring_up_to_date(job)
         report(outcome)
         return outcome
@@ -157,7 +157,7 @@ def build(
         return list(pool.map(bring_up_to_date, variants))
 
 
-def _bring_up_to_date(job: _Job) -> Outcome:
+def _bring_up_to_date(job: _CompileJob) -> Outcome:
     library = library_path(job.variant.name, job.library_folder)
     if library.exists() and read_record(job.variant.name, job.library_folder) == job.record:
         return Outcome(job.variant.name, Status.FRESH)
@@ -168,7 +168,7 @@ def _bring_up_to_date(job: _Job) -> Outcome:
     return _compile(job, library)
 
 
-def _compile(job: _Job, library: Path) -> Outcome:
+def _compile(job: _CompileJob, library: Path) -> Outcome:
     name = job.variant.name
     draft = library.with_name(f".{library.name}.{os.getpid()}")
     files = map(str, sorted(job.source_folder.glob("*.cpp")))

@@ -57,7 +57,7 @@ class _RecordedCopy(Copy):
             raise RangeError
 
 
-class _Lane:
+class _SideLane:
     """One direction: a stream and its staging tensors on the device.
 
     Attributes:
@@ -104,8 +104,8 @@ class SideStreamCopier(BlockCopier):
         self._num_objects = len(pool) * slicing.transfer_blocks * slicing.objects_per_block
         self._objects = open_pool(pool, slicing)
         segment = Segment(slicing.object_layout, pinned=pool.is_cuda)
-        self._out = _Lane(segment, pool.device)
-        self._in = _Lane(segment, pool.device)
+        self._out = _SideLane(segment, pool.device)
+        self._in = _SideLane(segment, pool.device)
         # The streams are not ordered after the kernels that zeroed pool and staging.
         torch.cuda.synchronize(pool.device)
         self._warm_up(segment)
@@ -147,7 +147,7 @@ class SideStreamCopier(BlockCopier):
             self.scatter(segment, range(count)).wait()
 
 
-def _send_object_ids(object_ids: Sequence[int], segment: Segment, lane: _Lane) -> torch.Tensor:
+def _send_object_ids(object_ids: Sequence[int], segment: Segment, lane: _SideLane) -> torch.Tensor:
     """Copies ids to the device through the segment's pinned memory; the host does not wait."""
     count = len(object_ids)
     segment.object_ids[:count] = torch.tensor(object_ids)

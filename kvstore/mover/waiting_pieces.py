@@ -14,7 +14,7 @@ __all__ = ["AheadPieces", "DoubtfulPieces"]
 
 
 @dataclass(slots=True)
-class _Step:
+class _PieceStep:
     """Pieces and jobs that wait for one step; pieces with the number of layers that they need."""
 
     pieces: list[tuple[int, Piece]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class AheadPieces:
     """Saves, and pieces of them, that wait for a step to compute their blocks."""
 
     def __init__(self) -> None:
-        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
+        self._steps: defaultdict[int, _PieceStep] = defaultdict(_PieceStep)
 
     def add_pieces(self, step: int, pieces: Sequence[tuple[int, Piece]]) -> None:
         """Adds pieces, each with how many leading layers must be computed before it can move."""
@@ -46,7 +46,7 @@ class AheadPieces:
 
     def end_step(self, step: int) -> tuple[list[Piece], list[JobState]]:
         """Removes and returns all that still waits for a step: pieces, and saves without any."""
-        left = self._steps.pop(step, _Step())
+        left = self._steps.pop(step, _PieceStep())
         return [piece for _, piece in left.pieces], left.jobs
 
 

@@ -166,7 +166,7 @@ class OpenRead:
 
 
 @dataclass(slots=True)
-class _Load:
+class _OpenLoad:
     """The open reads of one load at one peer; the lock is held while another one is opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -188,7 +188,7 @@ class OpenReads:
         self.ranges_per_block = 1
         self._closer = closer
         self._lock = threading.Lock()
-        self._loads: dict[int, dict[PeerAddress, _Load]] = {}
+        self._loads: dict[int, dict[PeerAddress, _OpenLoad]] = {}
 
     def find(self, peer: Peer, request: BlockRequest) -> OpenRead:
         """Returns an open read of the wanted blocks that lasts for most of the request's time.
@@ -201,7 +201,7 @@ class OpenReads:
             ValueError: the parts of its answer do not fit together.
         """
         with self._lock:
-            load = self._loads.setdefault(request.load_id, {}).setdefault(peer.address, _Load())
+            load = self._loads.setdefault(request.load_id, {}).setdefault(peer.address, _OpenLoad())
         if not load.lock.acquire(timeout=request.remaining_s):
             raise StoreUnavailableError(f"{peer.address.endpoint} did not say where blocks lie")
         try:

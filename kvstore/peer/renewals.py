@@ -29,7 +29,7 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 @dataclass(slots=True)
-class _Lease:
+class _RenewedLease:
     """A lease at one of the peers that lend the blocks of a handoff."""
 
     renew_at: float
@@ -43,7 +43,7 @@ class _Kept:
 
     lease_s: float
     num_requests: int
-    leases: dict[PeerAddress, _Lease]
+    leases: dict[PeerAddress, _RenewedLease]
 
 
 class Renewals:
@@ -94,7 +94,7 @@ class Renewals:
                 return
             now, lease_s = self._clock(), handoff.lease_ms / 1000
             renew_at, lost_at = now + min(_FIRST_AFTER_S, lease_s / 3), now + lease_s
-            leases = {address: _Lease(renew_at, lost_at) for address in holders}
+            leases = {address: _RenewedLease(renew_at, lost_at) for address in holders}
             self._kept[handoff.handoff_id] = _Kept(lease_s, 1, leases)
             self._start()
             self._changed.notify()
@@ -149,7 +149,7 @@ class Renewals:
                 self._changed.wait(min(times) - now if times else None)
         return {}
 
-    def _waiting(self) -> Iterator[tuple[str, _Kept, PeerAddress, _Lease]]:
+    def _waiting(self) -> Iterator[tuple[str, _Kept, PeerAddress, _RenewedLease]]:
         """Yields the leases to renew some time, except those of peers that have not answered."""
         for lease_id, kept in self._kept.items():
             for address, lease in kept.leases.items():
@@ -192,6 +192,6 @@ class Renewals:
                     lease.is_gone = lease_id in gone
                     lease.lost_at = asked_at + self._kept[lease_id].lease_s
 
-    def _lease_of(self, handoff_id: str, address: PeerAddress) -> _Lease | None:
+    def _lease_of(self, handoff_id: str, address: PeerAddress) -> _RenewedLease | None:
         kept = self._kept.get(handoff_id)
         return None if kept is None else kept.leases.get(address)

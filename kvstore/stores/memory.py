@@ -32,7 +32,7 @@ _DEFAULT_MAX_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
-class _Entry:
+class _StoredObject:
     value: bytes
     touched_s: float
 
@@ -49,11 +49,11 @@ class _Objects:
     lease_s: float
     max_bytes: int
     lock: Lock = field(default_factory=Lock)
-    entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
+    entries: OrderedDict[bytes, _StoredObject] = field(default_factory=OrderedDict)
     num_bytes: int = 0
     num_users: int = 0
 
-    def find(self, key: bytes) -> _Entry | None:
+    def find(self, key: bytes) -> _StoredObject | None:
         entry = self.entries.get(key)
         return None if entry is None or self._is_expired(entry) else entry
 
@@ -77,7 +77,7 @@ class _Objects:
         for evicted_key in evicted_keys:
             self.remove(evicted_key, counters)
         counters.count_removals(evictions=len(evicted_keys))
-        self.entries[key] = _Entry(value, monotonic())
+        self.entries[key] = _StoredObject(value, monotonic())
         self.num_bytes += len(value)
 
     def _choose_evicted(self, num_bytes: int) -> list[bytes]:
@@ -117,10 +117,10 @@ class _Objects:
         """Returns the seconds since the first object was touched; None if the store is empty."""
         return next((self._age_s(entry) for entry in self.entries.values()), None)
 
-    def _is_expired(self, entry: _Entry) -> bool:
+    def _is_expired(self, entry: _StoredObject) -> bool:
         return self._age_s(entry) > self.ttl_s
 
-    def _age_s(self, entry: _Entry) -> float:
+    def _age_s(self, entry: _StoredObject) -> float:
         return monotonic() - entry.touched_s
 
 

@@ -134,7 +134,7 @@ class MedusaDrafter(_HeadDrafter):
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _HeadsRun:
     """The state of one job.
 
     Attributes:
@@ -280,7 +280,7 @@ class EagleDrafter(_HeadDrafter):
     def _forget(self) -> None:
         self._reached.clear()
 
-    def _start(self, job: ProposalJob, tokens: tuple[int, ...]) -> _Run:
+    def _start(self, job: ProposalJob, tokens: tuple[int, ...]) -> _HeadsRun:
         """Finds the head's position: it goes on if it has seen all tokens before the step's."""
         chunk, start = job.chunk, 0
         reached = self._reached.get(chunk.row)
@@ -295,9 +295,9 @@ class EagleDrafter(_HeadDrafter):
             start = 0
         end = chunk.end + len(tokens) - 1
         self._reached[chunk.row] = _Reached(end, start + len(tokens))
-        return _Run(job, tokens, start, [])
+        return _HeadsRun(job, tokens, start, [])
 
-    def _run_known(self, runs: Sequence[_Run], states: torch.Tensor) -> torch.Tensor:
+    def _run_known(self, runs: Sequence[_HeadsRun], states: torch.Tensor) -> torch.Tensor:
         """Runs the tokens that the step has drawn, with the served model's states; returns the
         head's own states, as `_run_step` does.
         """
@@ -322,7 +322,7 @@ class EagleDrafter(_HeadDrafter):
         target[:, : self._hidden_size] = self._embedding(ids)
         target[:, self._hidden_size :] = states
 
-    def _run_step(self, drafting: Sequence[_Run]) -> torch.Tensor:
+    def _run_step(self, drafting: Sequence[_HeadsRun]) -> torch.Tensor:
         """Runs a step, whose logit rows are those of the sequences, and draws their draft tokens.
 
         Returns:

@@ -149,7 +149,7 @@ _KEY = struct.Struct(f"{KEY_BYTES}s")  # faster than ctypes for bytes
 _KEY_AT = Extent._key.offset
 
 
-class _File(ctypes.Structure):
+class _TableFile(ctypes.Structure):
     """The layout of the file."""
 
     _fields_ = (
@@ -159,8 +159,8 @@ class _File(ctypes.Structure):
     )
 
 
-_EXTENTS_AT = _File.extents.offset
-_FILE_BYTES = ctypes.sizeof(_File)
+_EXTENTS_AT = _TableFile.extents.offset
+_FILE_BYTES = ctypes.sizeof(_TableFile)
 
 
 class ExtentTable:
@@ -184,7 +184,7 @@ class ExtentTable:
             if os.fstat(self._fd).st_size != _FILE_BYTES:
                 raise _other_version(path)
             memory = mmap.mmap(self._fd, _FILE_BYTES)
-            file = _File.from_buffer(memory)
+            file = _TableFile.from_buffer(memory)
             self.header: Header = file.header
             if self.header.format != _FORMAT:
                 raise _other_version(path)
@@ -296,7 +296,7 @@ def _create(path: Path) -> None:
     try:
         os.ftruncate(fd, _FILE_BYTES)
         os.posix_fallocate(fd, 0, _EXTENTS_AT)
-        os.pwrite(fd, bytes(Header(format=_FORMAT)), _File.header.offset)
+        os.pwrite(fd, bytes(Header(format=_FORMAT)), _TableFile.header.offset)
         with suppress(FileExistsError):
             os.link(made, path)
     finally:

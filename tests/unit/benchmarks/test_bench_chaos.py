@@ -9,7 +9,7 @@ from baton.common.request.results import CompletionChunk
 from benchmarks.chaos.computed import ComputedTokens
 from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
 from benchmarks.chaos.mixed_load import MixedLoad
-from benchmarks.chaos.outcome import Outcome, judge, make_report
+from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
 from benchmarks.chaos.requests import Record, make_requests, send_all
 from benchmarks.chaos.soak_command import Growth
 from benchmarks.report.report import format_report
@@ -122,7 +122,9 @@ def test_counters_go_on_over_restarts():
 def test_a_report_says_what_went_wrong():
     bad = record(error="UNAVAILABLE", message="no decode replica is ready", tokens=())
     slow = record(router=1, longest_gap_s=9.0)
-    outcome = Outcome([record(), bad, slow], ["right", "refused", "right"], 1.02, [], ["baton-x"])
+    outcome = ChaosOutcome(
+        [record(), bad, slow], ["right", "refused", "right"], 1.02, [], ["baton-x"]
+    )
     events = [Event(1.5, "kill", "router-1"), Event(1.5, "freeze", "decode-0")]
     report = make_report(outcome, events, {"model": "demo"}, {"flags": {}})
     text = format_report(report)
@@ -134,7 +136,7 @@ def test_a_report_says_what_went_wrong():
 
 
 def test_a_run_without_a_fault_is_good():
-    outcome = Outcome([record()], ["right"], 1.0, [], [])
+    outcome = ChaosOutcome([record()], ["right"], 1.0, [], [])
     assert outcome.is_good
     assert "nothing" in format_report(make_report(outcome, [], {}, {}))
 

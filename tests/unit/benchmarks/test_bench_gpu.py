@@ -17,7 +17,7 @@ from benchmarks.kernels.measure import PRIMITIVES, make_cases
 from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
 from benchmarks.models import RANDOM_MODELS, offline_config, resolve_model, write_random_config
 from benchmarks.offline.floors import read_shape
-from benchmarks.planned import Part, PartReport
+from benchmarks.planned import PartReport, PlannedPart
 from engine.config import EngineConfig
 from tests.support.bench_flags import parse_bench
 
@@ -163,7 +163,9 @@ def test_an_interrupted_run_writes_the_parts_so_far(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_command, "run_parts", interrupted)
     path = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
-        gpu_command._run([Part("kernels", (), 1), Part("split", (), 1)], path, {}, 10.0)
+        gpu_command._run(
+            [PlannedPart("kernels", (), 1), PlannedPart("split", (), 1)], path, {}, 10.0
+        )
     content = json.loads(path.read_text())
     assert not content["finished"]
     assert [part["file"] for part in content["parts"]] == ["kernels_figures.json"]

@@ -6,8 +6,8 @@ import torch
 from benchmarks.ceilings import Rates
 from benchmarks.kernels.attention import BLOCK_SIZE, step_metadata
 from benchmarks.kernels.case import DecoderShape
-from benchmarks.kernels.cost import Cost, Span, attention_cost, limit_s, product_cost
-from benchmarks.kernels.measure import PRIMITIVES, Outcome, find_difference, make_cases
+from benchmarks.kernels.cost import ByteSpan, Cost, attention_cost, limit_s, product_cost
+from benchmarks.kernels.measure import PRIMITIVES, KernelOutcome, find_difference, make_cases
 from benchmarks.kernels.table import make_tables, to_plain
 from benchmarks.kernels.timing import Cycle, last_level_cache_bytes, median_call_s, plan_cycle
 from benchmarks.model_cost import Ceilings
@@ -36,7 +36,9 @@ def test_a_product_reads_its_weight_once():
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
-@pytest.mark.parametrize("span", [Span(0, 1), Span(9, 1), Span(0, 6), Span(8, 5), Span(2, 8)])
+@pytest.mark.parametrize(
+    "span", [ByteSpan(0, 1), ByteSpan(9, 1), ByteSpan(0, 6), ByteSpan(8, 5), ByteSpan(2, 8)]
+)
 def test_attention_reads_each_visible_key_once(span, window):
     seen = visible_pairs(span, window)
     expected = Cost(10 * len({key for _, key in seen}), 4 * 3 * len(seen))
@@ -91,7 +93,7 @@ def test_integers_and_shapes_must_be_equal():
 
 
 def test_sequences_of_a_step_share_no_block():
-    spans = [Span(20, 5), Span(0, 17), Span(39, 1)]
+    spans = [ByteSpan(20, 5), ByteSpan(0, 17), ByteSpan(39, 1)]
     meta, num_blocks = step_metadata(spans)
     assert num_blocks == 2 + 2 + 3
     used = [
@@ -129,8 +131,8 @@ def test_timed_calls_are_made_in_turn_with_sweeps(monkeypatch):
 
 
 def test_wrong_results_have_no_figures():
-    good = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s=4.0, reference_s=6.0)
-    wrong = Outcome("linear", "qkv", "4 rows", Cost(200, 100), difference="all is off")
+    good = KernelOutcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s=4.0, reference_s=6.0)
+    wrong = KernelOutcome("linear", "qkv", "4 rows", Cost(200, 100), difference="all is off")
     (table,) = make_tables([good, wrong], CEILINGS)
     rates = [200 / 4 / 1e9, 100 / 4 / 1e9]
     assert table.rows[0] == ["qkv", "1 row", 4e6, *rates, 2e6, 2.0, 6e6, 1.5]
@@ -141,7 +143,7 @@ def test_wrong_results_have_no_figures():
 
 def test_times_well_below_the_limit_are_noted():
     def note(kernel_s):
-        outcome = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
+        outcome = KernelOutcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
         (table,) = make_tables([outcome], CEILINGS)
         return table.note
 

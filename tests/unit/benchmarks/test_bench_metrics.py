@@ -5,15 +5,15 @@ import pytest
 from baton.common.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel, parse_service_level
 from benchmarks.metrics import compute_metrics, peak_concurrency
-from benchmarks.request import RequestRecord
+from benchmarks.request import MeasuredRequest
 
 # Sent at 1 s; tokens after 0.1, 0.2, 0.2 (one message of two) and 0.5 s; ends after 0.6 s.
-FAST = RequestRecord(10, 1.0, [1.1, 1.2, 1.2, 1.5], 1.6)
+FAST = MeasuredRequest(10, 1.0, [1.1, 1.2, 1.2, 1.5], 1.6)
 # Sent at 1.5 s; tokens after 0.3 and 1.3 s; ends with the last token.
-SLOW = RequestRecord(20, 1.5, [1.8, 2.8], 2.8)
+SLOW = MeasuredRequest(20, 1.5, [1.8, 2.8], 2.8)
 # One token and no gap.
-SINGLE = RequestRecord(5, 1.6, [1.8], 1.8)
-LOST = RequestRecord(100, 1.0, [1.2], 3.0, error="UNAVAILABLE")
+SINGLE = MeasuredRequest(5, 1.6, [1.8], 1.8)
+LOST = MeasuredRequest(100, 1.0, [1.2], 3.0, error="UNAVAILABLE")
 
 
 def test_latencies_of_two_requests():
@@ -93,6 +93,6 @@ def test_a_service_level_prints_as_it_is_parsed():
 
 
 def test_a_request_that_starts_as_another_ends_does_not_raise_the_peak():
-    records = [RequestRecord(1, 0.0, [], 1.0), RequestRecord(1, 1.0, [], 2.0)]
+    records = [MeasuredRequest(1, 0.0, [], 1.0), MeasuredRequest(1, 1.0, [], 2.0)]
     assert peak_concurrency(records) == 1
-    assert peak_concurrency([*records, RequestRecord(1, 0.5, [], 1.5)]) == 2
+    assert peak_concurrency([*records, MeasuredRequest(1, 0.5, [], 1.5)]) == 2

@@ -12,7 +12,7 @@ from benchmarks import planned, record_command
 from benchmarks.cli import _COMMANDS
 from benchmarks.gpu_command import FULL
 from benchmarks.machine import instruction_set
-from benchmarks.planned import Part, choose_parts, run_parts, summarize_reports, time_for
+from benchmarks.planned import PlannedPart, choose_parts, run_parts, summarize_reports, time_for
 from benchmarks.record_command import PARTS
 from kernels.library.variants import VARIANTS
 from tests.support.bench_flags import parse_bench
@@ -30,7 +30,7 @@ def test_parts_share_the_time_left_by_weight():
 
 
 def test_parts_are_chosen_in_the_order_of_the_plan():
-    parts = [Part(name, (), 1) for name in "abc"]
+    parts = [PlannedPart(name, (), 1) for name in "abc"]
     assert choose_parts(parts, None) == parts
     assert [part.name for part in choose_parts(parts, ["c", "a"])] == ["a", "c"]
     with pytest.raises(ConfigurationError, match="--part is 'd'; it must be one of a, b, c"):
@@ -69,10 +69,10 @@ HANGS = f"{WRITES}; import time; time.sleep(600)"
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(scripted, tmp_path, capsys):
     parts = [
-        Part("fails", ("raise SystemExit('no memory')",), 100),
-        Part("lacks", (WRITES,), 100, needs=("no_such_module",)),
-        Part("hangs", (HANGS,), 100),
-        Part("works", (WRITES,), 100),
+        PlannedPart("fails", ("raise SystemExit('no memory')",), 100),
+        PlannedPart("lacks", (WRITES,), 100, needs=("no_such_module",)),
+        PlannedPart("hangs", (HANGS,), 100),
+        PlannedPart("works", (WRITES,), 100),
     ]
     fails, lacks, hangs, works = run_parts(parts, tmp_path, "_avx2", 600.0)
     assert fails.problem == "ended with status 1: no memory"
@@ -95,7 +95,7 @@ def test_every_part_of_the_record_is_a_benchmark_with_flags_that_it_knows():
 
 def test_the_record_names_its_files_by_the_instruction_set(scripted, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BATON_COMMIT", "abc1234")
-    monkeypatch.setattr(record_command, "PARTS", (Part("one", (WRITES,), 1),))
+    monkeypatch.setattr(record_command, "PARTS", (PlannedPart("one", (WRITES,), 1),))
     monkeypatch.setenv("BATON_RESULTS_FOLDER", str(tmp_path))
     assert main(["bench", "record", "--deadline", "60"]) == 0
     shown = capsys.readouterr().out

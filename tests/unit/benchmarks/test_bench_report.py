@@ -13,7 +13,7 @@ from benchmarks.report.figures import panel_svg
 from benchmarks.report.output import add_output_args, check_output_args, write_report
 from benchmarks.report.page import render_page
 from benchmarks.report.report import Panel, Report, Series, Table, format_cell, format_table
-from benchmarks.request import RequestRecord
+from benchmarks.request import MeasuredRequest
 
 STYLES = ("line", "steps", "fill", "points", "marked")
 PANEL = Panel(
@@ -33,9 +33,9 @@ REPORT = Report(
     results={"figures": [1]},
 )
 RECORDS = [
-    RequestRecord(10, 0.0, [0.1, 0.1, 0.2], 0.25),
-    RequestRecord(10, 0.1, [0.3, 0.9], 0.9),
-    RequestRecord(10, 0.2, [], 0.4, error="lost"),
+    MeasuredRequest(10, 0.0, [0.1, 0.1, 0.2], 0.25),
+    MeasuredRequest(10, 0.1, [0.3, 0.9], 0.9),
+    MeasuredRequest(10, 0.2, [], 0.4, error="lost"),
 ]
 
 

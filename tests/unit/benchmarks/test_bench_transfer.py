@@ -8,10 +8,10 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from baton.common.request.results import Timings
-from benchmarks.cluster import Answer
+from benchmarks.cluster import ClusterAnswer
 from benchmarks.report.report import format_table
 from benchmarks.transfer import backends, command, tables
-from benchmarks.transfer.end_host import RefusedError, block_keys
+from benchmarks.transfer.end_host import TransferRefusedError, block_keys
 from benchmarks.transfer.ends import Ends
 from benchmarks.transfer.moves import _figures
 from benchmarks.transfer.plan import FULL, SMOKE
@@ -54,7 +54,7 @@ def make_ends(reader_digests, shift=0):
 def test_received_blocks_are_compared_one_by_one():
     ends, _ = make_ends([b"a", b"b", b"x", b"d"])
     ends.check_landed([3, 0, 1])
-    with pytest.raises(RefusedError, match="not those that were sent"):
+    with pytest.raises(TransferRefusedError, match="not those that were sent"):
         ends.check_landed([0, 2])
 
 
@@ -62,7 +62,7 @@ def test_blocks_in_a_different_order_are_refused():
     ends, _ = make_ends([b"a"] * 4)
     ends.check([0, 1], [b"a", b"b"])
     for digests in ([b"b", b"a"], [b"a"], [b"a", b"b", b"c"]):
-        with pytest.raises(RefusedError):
+        with pytest.raises(TransferRefusedError):
             ends.check([0, 1], digests)
 
 
@@ -115,7 +115,7 @@ def test_cold_memory_uses_each_part_of_its_buffers_in_turn():
 
 def make_trace(answer=(), cached_tokens=0, tokens=(5, 6, 7), times_s=(11.5, 12.5, 12.75), **spent):
     timings = Timings(prefill_ms=10_000.0, **dict(answer))
-    return Trace(Answer(tokens, times_s, timings, cached_tokens), **spent)
+    return Trace(ClusterAnswer(tokens, times_s, timings, cached_tokens), **spent)
 
 
 def test_only_transfer_time_after_prefill_is_exposed():
@@ -138,7 +138,7 @@ def test_times_to_tokens_are_compared_only_for_equal_tokens():
     assert figures["split_first_ms"] == 11_500.0
     assert figures["whole_second_ms"] == 10_500.0
     assert figures["split_to_whole_first"] == 1.15
-    with pytest.raises(RefusedError, match="different tokens"):
+    with pytest.raises(TransferRefusedError, match="different tokens"):
         token_figures([split], [make_trace(tokens=(5, 6, 8))])
 
 
@@ -146,9 +146,9 @@ def test_prompts_must_be_computed_in_full_and_loaded_in_full():
     trace = make_trace(loaded_bytes=100.0)
     _check_computed([trace])
     _check_loaded([trace], 100)
-    with pytest.raises(RefusedError, match="100 of at least 112 bytes"):
+    with pytest.raises(TransferRefusedError, match="100 of at least 112 bytes"):
         _check_loaded([trace], 112)
-    with pytest.raises(RefusedError, match="16 tokens of a prompt were found"):
+    with pytest.raises(TransferRefusedError, match="16 tokens of a prompt were found"):
         _check_computed([trace, make_trace(cached_tokens=16)])
 
 
@@ -164,7 +164,7 @@ def test_the_cost_of_a_prompt_is_the_change_of_the_workers_metrics():
             return dict(zip(names, (self.num_reads, 2 * self.num_reads, 8), strict=True))
 
         async def ask(self, prompt, num_tokens):
-            return Answer((1,) * num_tokens, (0.5,) * num_tokens, Timings(), len(prompt))
+            return ClusterAnswer((1,) * num_tokens, (0.5,) * num_tokens, Timings(), len(prompt))
 
     asked = _ask_both(5, random.Random(0), SMOKE, FakeTiers(), None)
     split, whole = asyncio.run(asked)

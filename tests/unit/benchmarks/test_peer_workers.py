@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.common.errors import ConfigurationError
-from benchmarks.peers.cases import Case
+from benchmarks.peers.cases import PeerCase
 from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
 from benchmarks.peers.comparison import find_installed
 from benchmarks.peers.peer_messages import (
@@ -158,7 +158,7 @@ class FakePeer:
 def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count():
     log = []
     peers = {name: FakePeer(name, log) for name in ("a", "b")}
-    cases = [Case("x", [BenchRequest((1,), 1)], ()), Case("y", [BenchRequest((2,), 1)], ())]
+    cases = [PeerCase("x", [BenchRequest((1,), 1)], ()), PeerCase("y", [BenchRequest((2,), 1)], ())]
     lines = []
     runs = take_turns(
         peers,
@@ -191,7 +191,7 @@ def test_an_engine_that_fails_is_paused():
         def run(self, requests):
             raise PeerError("failed")
 
-    peer, case = FailingPeer("a", []), Case("x", [BenchRequest((1,), 1)], ())
+    peer, case = FailingPeer("a", []), PeerCase("x", [BenchRequest((1,), 1)], ())
     with pytest.raises(PeerError):
         take_turns({"a": peer}, [case], 9, 1, lambda line: None, lambda: None)
     assert peer._is_paused

@@ -57,7 +57,7 @@ def test_the_printed_command_is_parsed_to_the_candidate():
     assert limits == (32, 1024, 256)
 
 
-class FakeLoad(driver.Load):
+class FakeLoad(driver.TuneLoad):
     """Measures without sending; records the cluster and the number of each measurement."""
 
     async def measure(self, target, trial, number):
