@@ -13,13 +13,14 @@ touch are not reused before its output is in (`KvCacheManager.step_started`).
 """
 
 import heapq
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
-from baton.common.errors import BatonError, DeadlineExceededError
+from baton.common.errors import BatonError, DeadlineExceededError, InternalError
 from baton.common.reasons import Reason
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
@@ -51,6 +52,8 @@ from kvstore.jobs import ConnectorWork, TransferResults
 __all__ = ["Deadlines", "Scheduler"]
 
 _row_of = attrgetter("row")
+
+_logger = logging.getLogger("baton.engine")
 
 # Deadlines of ended requests are removed when they outnumber the live requests by this.
 _MAX_STALE = 64
@@ -245,28 +248,36 @@ class Scheduler:
             The outputs of candidates that end at once because of the tokens they have.
         """
         group, params = self._new_group(request), request.spec.params
-        outputs = params.structured_outputs
         self._queues.add(group)
         self._transfers.loads.accept(group)
         if request.spec.deadline is not None:
             self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
-        if outputs is not None:
-            self._guides.start_compiling(group, outputs)
-            return self.take_compiled()
-        self._queues.wait_for_admission(group)
-        if params.thinking_token_budget is not None:
-            return self._outputs.start_guided(group, None)
-        return self._outputs.take_progress(group)
-
-    def fail_request(self, request_id: str, error: BatonError) -> EngineOutput:
-        """Ends a request that `add` has failed to add, at whatever point; returns its output."""
-        group = self._groups.get(request_id)
-        if group is None:
-            self._metrics.request_ended(FinishReason.ERROR, 0.0)
-            return EngineOutput(
-                request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
+        if params.structured_outputs is not None:
+            self._guides.start_compiling(group, params.structured_outputs)
+            outputs = self.take_compiled()
+        else:
+            self._queues.wait_for_admission(group)
+            guided = params.thinking_token_budget is not None
+            outputs = (
+                self._outputs.start_guided(group, None)
+                if guided
+                else self._outputs.take_progress(group)
             )
-        return self._outputs.end(group, FinishReason.ERROR, error)
+        self._metrics.outputs_made(outputs)
+        return outputs
+
+    def try_add(self, request: EngineRequest) -> list[EngineOutput]:
+        """Like `add`, but a bug that this meets, at whatever point, ends the request alone."""
+        request_id = request.spec.request_id
+        try:
+            return self.add(request)
+        except Exception:
+            _logger.exception("request %s could not be added", request_id)
+        reason, error = FinishReason.ERROR, InternalError("the engine failed on this request")
+        if (group := self._groups.get(request_id)) is not None:
+            return [self._outputs.end(group, reason, error)]
+        self._metrics.request_ended(reason, 0.0)
+        return [EngineOutput(request_id, finish_reason=reason, is_last=True, error=error)]
 
     def take_compiled(self) -> list[EngineOutput]:
         """Lets the requests run whose grammars are compiled, and ends those whose are refused.
@@ -319,11 +330,18 @@ class Scheduler:
         self._transfers.saves.release_handoff(handoff_id)
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        """Starts to load blocks of a prompt that another engine is still computing."""
+        """Starts to load blocks of a prompt that another engine is still computing.
+
+        They enter the prefix cache, as far as there is room. The handoff must be for this engine.
+        """
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
     def reset_prefix_cache(self) -> int:
-        """Does the work of `EngineCore.reset_prefix_cache`."""
+        """Empties the prefix cache, and forgets the answers that guesses come from; returns how
+        many blocks the cache held.
+
+        A KV store keeps its blocks.
+        """
         if self._drafts is not None:
             self._drafts.forget_answers()
         return self.kv.reset_prefix_cache()

@@ -192,7 +192,7 @@ def test_preempted_and_pausing_sequences_keep_their_tokens(
     ]
     with closing(build_core(served, "both", **flags | {"num_gpu_blocks_override": 14})) as core:
         outputs = run_all(core, requests)
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
         assert sum(_num_drafts(core)) > 20
     for request_id, each in outputs.items():
         assert tokens_of(each) == reference_greedy(served, prompt_of(int(request_id)), 40)
