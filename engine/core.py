@@ -22,6 +22,7 @@ from engine.constraints.grammars import Grammars
 from engine.metrics.counts import EngineMetrics, StepTimer
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo, Runner
+from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from engine.step_loop import OneStepLoop, OverlappedLoop
 from engine.step_watch import StepWatch
@@ -88,7 +89,7 @@ class EngineCore:
         self._end_error: Exception | None = None
         self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
-        self.scheduler = Scheduler(
+        parts = SchedulerParts.build(
             config,
             runner.info,
             num_blocks=runner.num_blocks,
@@ -97,10 +98,11 @@ class EngineCore:
             namespace=self.namespace,
             connector=connector_scheduler,
             grammars=self._grammars,
-            metrics=self._connect(connector) if connector else None,
-            engine_metrics=self.metrics,
             clock=clock,
+            metrics=self.metrics,
+            transfer_metrics=self._connect(connector) if connector else None,
         )
+        self.scheduler = Scheduler(parts)
         self._loop = (OverlappedLoop if config.async_scheduling else OneStepLoop)(
             config,
             self.scheduler,
