@@ -178,7 +178,7 @@ class Ends:
 
     def forget(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Removes a request that has its last output."""
-        self._metrics.request_ended(reason, self._clock() - group.arrived_at)
+        self._metrics.request_ended(reason, self._clock() - group.times.arrived_at)
         self._guides.forget(group)
         self._queues.forget(group)
 

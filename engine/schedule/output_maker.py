@@ -28,8 +28,8 @@ class OutputMaker:
         self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
     ) -> EngineOutput:
         """Returns an output of a candidate; `EngineOutput` describes the fields."""
-        has_timings = is_last or not group.reported
-        group.reported = True
+        has_timings = is_last or not group.times.are_reported
+        group.times.are_reported = True
         prompt_logprobs = self._prompt_logprobs.pop(group, ()) if self._prompt_logprobs else ()
         return EngineOutput(
             request_id=group.request_id,

@@ -113,7 +113,7 @@ class OutputProcessor:
         """Ends a load: the group runs, or it recomputes or fails by policy if the load failed."""
         group, lead = load.group, load.group.lead
         lead.num_computed = lead.num_scheduled = load.num_tokens
-        group.loaded_at = self._clock()
+        group.times.loaded_at = self._clock()
         self._branches.register(lead)
         if load.error and self._load_failure_policy == "fail":
             error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
@@ -169,10 +169,11 @@ class OutputProcessor:
         if result is None:
             is_whole = sequence.num_computed == len(sequence.token_ids)
             return self._leave_root(group) if is_whole and sequence is group.root else []
-        if group.first_token_at is None:
-            group.first_token_at = now
-            scheduled_at = now if group.scheduled_at is None else group.scheduled_at
-            self._metrics.first_token(group.arrived_at, group.loaded_at, scheduled_at, now)
+        times = group.times
+        if times.first_token_at is None:
+            times.first_token_at = now
+            scheduled_at = now if times.scheduled_at is None else times.scheduled_at
+            self._metrics.first_token(times.arrived_at, times.loaded_at, scheduled_at, now)
         if group.beams is not None:
             return self._take_tops(sequence, result)
         try:
@@ -301,7 +302,7 @@ class OutputProcessor:
         branches = [group.fork_of(root, index) for index in range(len(result.token_ids))]
         for branch, token_id in zip(branches, result.token_ids, strict=True):
             branch.token_ids.append(token_id)
-            branch.token_at = group.first_token_at
+            branch.token_at = group.times.first_token_at
         for branch, logprob in zip(branches, result.logprobs, strict=False):
             branch.logprob = logprob
         newest = [self._guides.advance(branch) for branch in branches]

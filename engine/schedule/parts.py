@@ -7,6 +7,7 @@ from typing import Self
 
 from engine.config import EngineConfig
 from engine.groups.group import SequenceGroup
+from engine.groups.times import GroupTimes
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import spec_of
 from engine.kv_transfer.costs import LoadCosts
@@ -23,6 +24,7 @@ from engine.schedule.guides import GrammarSource, Guides
 from engine.schedule.handovers import Handovers
 from engine.schedule.output_maker import OutputMaker
 from engine.schedule.outputs import OutputProcessor
+from engine.schedule.preemption import Preemption
 from engine.schedule.queues import GroupQueues
 from engine.schedule.retries import Retries
 from engine.speculation.drafts import Drafts
@@ -46,6 +48,7 @@ class SchedulerParts:
         queues: waiting and running groups.
         drafts: guesses of tokens; None without speculation, or without room for any.
         admission: what runs in a step.
+        preemption: frees blocks for what runs.
         retries: requests that are tried alone.
         guides: what may follow sequences.
         ends: ends requests and candidates.
@@ -63,6 +66,7 @@ class SchedulerParts:
     queues: GroupQueues
     drafts: Drafts | None
     admission: Admission
+    preemption: Preemption
     retries: Retries
     guides: Guides
     ends: Ends
@@ -126,8 +130,9 @@ class SchedulerParts:
         branches = Branches(kv, decoding, config.max_running)
         queues = GroupQueues(kv, transfers, branches, metrics)
         drafts = Drafts(config, costs, metrics, clock) if config.max_drafts >= 1 else None
+        preemption = Preemption(config, kv, queues, transfers, costs)
         admission = Admission(
-            config, kv, queues, transfers, branches, decoding, costs, drafts, clock
+            config, kv, queues, transfers, branches, decoding, preemption, drafts, clock
         )
         guides = Guides(grammars, info.vocab_size)
         maker = OutputMaker(clock)
@@ -142,6 +147,7 @@ class SchedulerParts:
             queues=queues,
             drafts=drafts,
             admission=admission,
+            preemption=preemption,
             retries=Retries(queues, admission, metrics),
             guides=guides,
             ends=ends,
@@ -194,5 +200,5 @@ class _GroupMaker:
                 blocks_per_pool_block=config.block_size // config.transfer_block_size,
             ),
             max_len=min(request.spec.max_total_tokens, self._max_model_len),
-            arrived_at=now,
+            times=GroupTimes(now),
         )

@@ -62,6 +62,7 @@ class Scheduler:
         self._queues = parts.queues
         self._drafts = parts.drafts
         self._admission = parts.admission
+        self._preemption = parts.preemption
         self._retries = parts.retries
         self._guides = parts.guides
         self._ends = parts.ends
@@ -108,9 +109,9 @@ class Scheduler:
             num_blocks=self.kv.pool.num_blocks,
             prefix_cache_queries=self.kv.num_queries,
             prefix_cache_hits=self.kv.num_hits,
-            num_preemptions=self._admission.num_preemptions,
+            num_preemptions=self._preemption.num_preemptions,
             num_swapped_blocks=self.kv.num_host_used,
-            num_swap_preemptions=self._admission.num_swap_preemptions,
+            num_swap_preemptions=self._preemption.num_swap_preemptions,
             num_loading=self._queues.num_loading,
             num_compiling=self._guides.num_compiling,
             num_swapped=self._queues.num_swapped,
