@@ -27,9 +27,10 @@ from engine.schedule.scheduler import Scheduler
 from engine.step_loop import OneStepLoop, OverlappedLoop
 from engine.step_watch import StepWatch
 from engine.validation import check_request
-from kvstore.connector import Connector, null_connector
+from kvstore.connector import Connector
 from kvstore.guard.metrics import KvMetrics, TransferMetrics
 from kvstore.guard.status import BackendStatus
+from kvstore.null_connector import null_connector
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 __all__ = ["EngineCore", "OnOutputs"]

@@ -12,8 +12,9 @@ from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.batch import DrawParams, TokenLogprobs
+from engine.batch import TokenLogprobs
 from engine.constraints.guide import Guide
+from engine.draw_params import DrawParams
 from engine.groups.beam_search import BeamSearch
 from engine.groups.draft_state import DraftState
 from engine.groups.times import GroupTimes

@@ -12,15 +12,9 @@ import torch
 import kernels
 from baton.common.errors import ConfigurationError
 from baton.common.request.sampling_params import MAX_LOGPROBS
-from engine.batch import (
-    NO_LOGPROBS,
-    DrawParams,
-    LogitRules,
-    ScheduledBatch,
-    ScheduledChunk,
-    StepOutput,
-)
+from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams, LogitRules
 from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts

@@ -15,7 +15,7 @@ from baton import LLM, SamplingParams, StructuredOutputs
 from baton.common.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
 from baton.common.model_files.demo import demo_model_path
 from baton.common.request.prompts import parse_prompts
-from engine.batch import candidate_seed
+from engine.draw_params import candidate_seed
 from engine.speculation.drafts import Drafts
 from router.requests.reasoning import encode_marks
 from tests.support.checkpoints import (

@@ -8,8 +8,9 @@ import torch
 
 import kernels
 from baton.common.errors import ConfigurationError
-from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, TableUpdate
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from tests.support import runner_kinds
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.driven_requests import (

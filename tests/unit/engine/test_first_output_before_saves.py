@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.batch import DrawParams, ScheduledBatch, StepOutput
+from engine.batch import ScheduledBatch, StepOutput
 from engine.core import EngineCore
+from engine.draw_params import DrawParams
 from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
