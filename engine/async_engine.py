@@ -1,8 +1,9 @@
 """`AsyncEngine`: an engine in a thread of its own, behind asyncio.
 
-The event loop and the thread exchange plain messages (`engine.engine_thread`): requests and
-aborts go down a queue, and the outputs of each step come back in one call. Nothing here blocks
-the event loop. This module imports no grpc, and torch only when it builds an engine.
+Calls of the scheduler go down a queue to the thread (`engine.engine_thread`), and the outputs of
+each step come back in one call. A new command of the engine is a method of the scheduler and one
+here that calls it. Nothing here blocks the event loop. This module imports no grpc, and torch only
+when it builds an engine.
 """
 
 import asyncio
@@ -10,7 +11,8 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.common.errors import (
     AlreadyExistsError,
@@ -19,23 +21,14 @@ from baton.common.errors import (
     UnavailableError,
 )
 from baton.common.reasons import Reason
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.engine_thread import (
-    Abort,
-    Add,
-    AwaitSaves,
-    EngineThread,
-    FinishCandidate,
-    Move,
-    Prefetch,
-    RecordKvEvents,
-    ReleaseHandoff,
-    ResetPrefixCache,
-)
+from engine.engine_thread import EngineThread
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
+from engine.schedule.scheduler import Scheduler
 from kvstore.guard.status import BackendStatus
 from kvstore.handoff import KvHandoff, connector_name
 
@@ -44,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine"]
 
+_T = TypeVar("_T")
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -96,7 +90,7 @@ class AsyncEngine:
         self._feeds = KvEventFeeds(
             # A snapshot has at most one key per block.
             2 * core.num_blocks + _MIN_WAITING_EVENTS,
-            lambda on: self._thread.put(RecordKvEvents(on)),
+            self._record_kv_events,
         )
         self._thread.start()
         self._is_stalled = False
@@ -115,7 +109,7 @@ class AsyncEngine:
         Raises:
             ConfigurationError: the checkpoint, a flag or the connector is bad.
         """
-        return cls(await asyncio.to_thread(EngineCore.build, config, security))
+        return cls(await asyncio.to_thread(build_engine, config, security))
 
     def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
         """Queues a request.
@@ -149,7 +143,7 @@ class AsyncEngine:
         self._core.check(request)
         self._handlers[request_id] = on_output
         self._idle.clear()
-        self._thread.put(Add(request))
+        self._thread.call(Scheduler.try_add, request)
 
     @property
     def request_ids(self) -> Sequence[str]:
@@ -172,7 +166,8 @@ class AsyncEngine:
                 del self._handlers[request_id]
                 self._aborting[request_id] = self._aborting.get(request_id, 0) + 1
         if live:
-            self._thread.put(Abort(live, acknowledge=not notify))
+            answer = self.on_outputs if notify else partial(self._take_aborted, live)
+            self._thread.ask(answer, Scheduler.abort, live)
         self._note_idle()
         return len(live)
 
@@ -183,7 +178,7 @@ class AsyncEngine:
         request ends, ABORTED.
         """
         if request_id in self._handlers:
-            self._thread.put(FinishCandidate(request_id, index))
+            self._thread.call(Scheduler.finish_candidate, request_id, index)
 
     def move(self, request_id: str) -> None:
         """Ends a request that continues on another engine, at once or when its KV is saved.
@@ -192,7 +187,7 @@ class AsyncEngine:
         ids are fine.
         """
         if request_id in self._handlers:
-            self._thread.put(Move(request_id))
+            self._thread.call(Scheduler.move, request_id)
 
     def prefetch(self, handoff: KvHandoff) -> None:
         """Starts to load blocks of a prompt that a prefill engine is still computing.
@@ -205,11 +200,11 @@ class AsyncEngine:
         """
         connector = connector_name(self.config.kv_connector)
         handoff.check_compatible(namespace=self.namespace, connector=connector)
-        self._thread.put(Prefetch(handoff))
+        self._thread.call(Scheduler.prefetch, handoff)
 
     def release_handoff(self, handoff_id: str) -> None:
         """Ends a handoff's lease and deletes what was saved for it alone."""
-        self._thread.put(ReleaseHandoff(handoff_id))
+        self._thread.call(Scheduler.release_handoff, handoff_id)
 
     async def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many blocks it held.
@@ -221,7 +216,7 @@ class AsyncEngine:
             raise _stopped()
         answer: asyncio.Future[int] = self._loop.create_future()
         self._resets.add(answer)
-        self._thread.put(ResetPrefixCache(answer))
+        self._thread.ask(partial(_set_result, answer), Scheduler.reset_prefix_cache)
         try:
             return await answer
         finally:
@@ -266,7 +261,7 @@ class AsyncEngine:
         if self._has_stopped:
             return
         answer: asyncio.Future[None] = self._loop.create_future()
-        self._thread.put(AwaitSaves(answer))
+        self._thread.ask_when(partial(_set_result, answer), _has_no_saves)
         await asyncio.wait((answer, self._failed), return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_failed(self) -> BaseException:
@@ -334,24 +329,6 @@ class AsyncEngine:
                 self._call(handler, output)
         self._note_idle()
 
-    def on_aborted(self, request_ids: Sequence[str]) -> None:
-        """Frees the ids of aborted requests for new requests."""
-        for request_id in request_ids:
-            left = self._aborting.pop(request_id, 1) - 1
-            if left:
-                self._aborting[request_id] = left
-
-    def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
-        """Sets the result of `reset_prefix_cache`, unless it was cancelled."""
-        answer, num_blocks = reset
-        if not answer.done():
-            answer.set_result(num_blocks)
-
-    def on_saved(self, answer: "asyncio.Future[None]") -> None:
-        """Ends a wait for saves, unless it was cancelled."""
-        if not answer.done():
-            answer.set_result(None)
-
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
         """Delivers events to the followers."""
         self._feeds.deliver(events)
@@ -361,6 +338,22 @@ class AsyncEngine:
         if not self._failed.done():
             self._failed.set_result(cause)
         self._end_all()
+
+    # Answers from the engine's thread.
+
+    def _take_aborted(self, request_ids: Sequence[str], outputs: Sequence[EngineOutput]) -> None:
+        """Frees the ids of aborted requests for new requests, as no output of theirs follows."""
+        self.on_outputs(outputs)
+        for request_id in request_ids:
+            left = self._aborting.pop(request_id, 1) - 1
+            if left:
+                self._aborting[request_id] = left
+
+    def _record_kv_events(self, on: bool) -> None:
+        if on:
+            self._thread.ask(self.on_kv_events, lambda engine: engine.kv.events.start_recording())
+        else:
+            self._thread.call(lambda engine: engine.kv.events.stop_recording())
 
     @property
     def _has_stopped(self) -> bool:
@@ -390,6 +383,17 @@ class AsyncEngine:
         for answer in self._resets:
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _set_result(answer: "asyncio.Future[_T]", result: _T) -> None:
+    """Sets the result of a future, unless it was cancelled."""
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _has_no_saves(scheduler: Scheduler) -> bool:
+    """Returns whether no KV is being saved, or lent to other engines that may still read it."""
+    return not (scheduler.has_open_saves or scheduler.lends_blocks)
 
 
 def _stopped() -> UnavailableError:

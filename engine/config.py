@@ -4,16 +4,20 @@ Field names are the command line's flags with underscores. Fields that vLLM has
 too have vLLM's names.
 """
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 
-from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 from baton.common.flags.values import byte_size, byte_size_with_unit, count, gibibytes
 from baton.common.model_files.named_models import default_model_name
+from engine.config_checks import (
+    bad_flag,
+    check_choices,
+    check_folder,
+    check_not_negative,
+    check_positive,
+    check_seconds,
+)
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
@@ -28,11 +32,6 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
-LOAD_FORMATS = ("auto", "dummy")
-LOAD_FAILURE_POLICIES = ("recompute", "fail")
-PREEMPTION_MODES = ("auto", "recompute", "swap")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-EXECUTOR_BACKENDS = ("mp", "ray", "external_launcher", "uni")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 _MAX_JSON_WHITESPACE = 256
 
@@ -66,7 +65,7 @@ class EngineConfig:
     load_format: str = flag(
         "auto",
         "auto reads the checkpoint's weights; dummy makes random weights from config.json alone",
-        choices=LOAD_FORMATS,
+        choices=("auto", "dummy"),
     )
     kv_cache_dtype: str = flag(
         "auto",
@@ -102,7 +101,7 @@ class EngineConfig:
         "what starts the processes of --tensor-parallel-size: mp, the engine (on several machines, "
         "this command on each: --nnodes); ray, the engine, as actors of a Ray cluster (needs the "
         "extra ray); external_launcher, torchrun or LeaderWorkerSet",
-        choices=EXECUTOR_BACKENDS,
+        choices=("mp", "ray", "external_launcher", "uni"),
     )
     nnodes: int = flag(
         1,
@@ -155,7 +154,7 @@ class EngineConfig:
     preemption_mode: str = flag(
         "auto",
         "how a request is preempted: recompute its KV, swap it to host memory, or the faster one",
-        choices=PREEMPTION_MODES,
+        choices=("auto", "recompute", "swap"),
     )
     swap_space: int | None = flag(
         None,
@@ -183,7 +182,7 @@ class EngineConfig:
         "raw_logprobs",
         "log-probabilities that requests get: the model's own, or those of the distribution that "
         "tokens are drawn from, after all sampling parameters",
-        choices=LOGPROBS_MODES,
+        choices=("raw_logprobs", "processed_logprobs"),
     )
     structured_outputs_backend: str = flag(
         "auto",
@@ -235,7 +234,7 @@ class EngineConfig:
     kv_load_failure_policy: str = flag(
         "recompute",
         "recompute KV that cannot be loaded, or fail the request",
-        choices=LOAD_FAILURE_POLICIES,
+        choices=("recompute", "fail"),
     )
     kv_transfer_block_size: int | None = flag(
         None,
@@ -273,46 +272,41 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", given)
         threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")
+        check_choices(self)
+        check_positive(self, _POSITIVE)
+        check_seconds(self, _POSITIVE_SECONDS)
+        check_not_negative(self, _NOT_NEGATIVE)
         self._check_ranges()
-        _check_transfer_block_size(self.transfer_block_size, self.block_size)
-        _check_kv_publish(self.kv_publish)
-        if not 0 <= self.node_rank < self.nnodes:
-            raise _bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
-        if self.nnodes > 1 and self.num_ranks == 1:
-            raise _bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
-        if self.nnodes > 1 and self.distributed_executor_backend == "ray":
-            raise _bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
-        if self.num_ranks > 1 and self.speculative_config and self.speculative_config.has_model:
-            raise ConfigurationError(
-                f"--speculative-config has a model, and the engine {self.num_ranks} ranks: "
-                "use the method ngram or suffix"
-            )
-        if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
-            limit = "mp, ray or external_launcher with several processes"
-            raise _bad_flag("distributed_executor_backend", "uni", limit)
-        _check_folder("turns_folder", self.turns_folder)
-        _check_folder("weights_folder", self.weights_folder)
+        self._check_ranks()
+        check_folder("turns_folder", self.turns_folder)
+        check_folder("weights_folder", self.weights_folder)
 
     def _check_ranges(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise _bad_flag(name, value, ">= 1")
-        for name in _POSITIVE_SECONDS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise _bad_flag(name, getattr(self, name), "> 0 and finite")
-        for name in _NOT_NEGATIVE:
-            if (getattr(self, name) or 0) < 0:
-                raise _bad_flag(name, getattr(self, name), ">= 0")
-        if not -1 <= self.structured_outputs_max_whitespace <= _MAX_JSON_WHITESPACE:
+        whitespace = self.structured_outputs_max_whitespace
+        if not -1 <= whitespace <= _MAX_JSON_WHITESPACE:
             limit = f"from -1 to {_MAX_JSON_WHITESPACE}"
-            value = self.structured_outputs_max_whitespace
-            raise _bad_flag("structured_outputs_max_whitespace", value, limit)
+            raise bad_flag("structured_outputs_max_whitespace", whitespace, limit)
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+            raise bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        if self.block_size % self.transfer_block_size:
+            limit = f"a divisor of --block-size {self.block_size}"
+            raise bad_flag("kv_transfer_block_size", self.transfer_block_size, limit)
+        publish = self.kv_publish
+        if publish not in ("off", "finish") and not (publish.isdecimal() and int(publish) > 0):
+            raise bad_flag("kv_publish", publish, "off, finish or a number >= 1")
+
+    def _check_ranks(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
+        if self.nnodes > 1 and self.num_ranks == 1:
+            raise bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
+        if self.nnodes > 1 and self.distributed_executor_backend == "ray":
+            raise bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
+        if self.speculative_config is not None:
+            self.speculative_config.check_ranks(self.num_ranks)
+        if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
+            limit = "mp, ray or external_launcher with several processes"
+            raise bad_flag("distributed_executor_backend", "uni", limit)
 
     @property
     def max_running(self) -> int:
@@ -375,17 +369,6 @@ class EngineConfig:
         return self.served_model_name or default_model_name(self.model)
 
 
-_CHOICES = {
-    "dtype": DTYPES,
-    "load_format": LOAD_FORMATS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "kv_transfer_dtype": KV_TRANSFER_DTYPES,
-    "kv_load_failure_policy": LOAD_FAILURE_POLICIES,
-    "distributed_executor_backend": EXECUTOR_BACKENDS,
-    "preemption_mode": PREEMPTION_MODES,
-    "logprobs_mode": LOGPROBS_MODES,
-    "structured_outputs_backend": ("auto", *GRAMMAR_BACKENDS),
-}
 _POSITIVE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -414,24 +397,3 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     """Returns names as a tuple; a flag's text has them separated by commas."""
     names = given.split(",") if isinstance(given, str) else given
     return tuple(name.strip() for name in names if name.strip())
-
-
-def _check_transfer_block_size(transfer_block_size: int, block_size: int) -> None:
-    if block_size % transfer_block_size:
-        limit = f"a divisor of --block-size {block_size}"
-        raise _bad_flag("kv_transfer_block_size", transfer_block_size, limit)
-
-
-def _check_kv_publish(policy: str) -> None:
-    if policy not in ("off", "finish") and not (policy.isdecimal() and int(policy) > 0):
-        raise _bad_flag("kv_publish", policy, "off, finish or a number >= 1")
-
-
-def _check_folder(name: str, path: str | None) -> None:
-    if path is None or (path and os.access(path, os.W_OK | os.X_OK) and Path(path).is_dir()):
-        return
-    raise _bad_flag(name, path, "an existing folder that this process may write to")
-
-
-def _bad_flag(name: str, value: object, limit: str) -> ConfigurationError:
-    return ConfigurationError(f"--{name.replace('_', '-')} is {value!r}; it must be {limit}")

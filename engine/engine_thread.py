@@ -1,7 +1,7 @@
 """`EngineThread`: runs an `EngineCore` in a thread of its own.
 
-The event loop and the thread exchange plain messages. Commands go down a queue. Outputs and
-answers go up to a listener on the event loop, in order: the outputs of one step in one call.
+Calls of the scheduler go down a queue, and run between steps. Outputs and answers go up to the
+event loop, in order: the outputs of one step in one call.
 """
 
 import asyncio
@@ -12,29 +12,18 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from baton.common.errors import InternalError
 from engine.core import EngineCore
 from engine.kv_cache.events import KvEvent
-from engine.request import EngineLoad, EngineOutput, EngineRequest
-from kvstore.handoff import KvHandoff
+from engine.request import EngineLoad, EngineOutput
+from engine.schedule.scheduler import Scheduler
 
-__all__ = [
-    "Abort",
-    "Add",
-    "AwaitSaves",
-    "Command",
-    "EngineListener",
-    "EngineThread",
-    "FinishCandidate",
-    "Move",
-    "Prefetch",
-    "RecordKvEvents",
-    "ReleaseHandoff",
-    "ResetPrefixCache",
-]
+__all__ = ["EngineListener", "EngineThread"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Outputs = Sequence[EngineOutput]
 
 _LOAD_INTERVAL_S = 0.02
 # For saves under way when the engine stops; a drain has waited for them before.
@@ -43,98 +32,11 @@ _SAVES_S = 2.0
 _logger = logging.getLogger("baton.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Adds a request that the engine has checked."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Ends requests. With `acknowledge`, `on_aborted` follows their last output."""
-
-    request_ids: list[str]
-    acknowledge: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FinishCandidate:
-    """Ends one candidate of a request."""
-
-    request_id: str
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Ends a request that continues on another engine, once its KV is saved."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Starts to load blocks of a prompt that a prefill engine is still computing."""
-
-    handoff: KvHandoff
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseHandoff:
-    """Ends a handoff's lease and deletes what was saved for it alone."""
-
-    handoff_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    """Empties the prefix cache; `answer` gets the number of blocks it held."""
-
-    answer: "asyncio.Future[int]"
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitSaves:
-    """Sets `answer` as soon as no KV is being saved or lent."""
-
-    answer: "asyncio.Future[None]"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordKvEvents:
-    """Starts to report the prefix cache: a snapshot, then its changes. Or stops."""
-
-    on: bool
-
-
-Command = (
-    Add
-    | Abort
-    | FinishCandidate
-    | Move
-    | Prefetch
-    | ReleaseHandoff
-    | ResetPrefixCache
-    | AwaitSaves
-    | RecordKvEvents
-)
-
-
 class EngineListener(Protocol):
-    """Receives outputs and answers on the event loop."""
+    """Receives outputs on the event loop."""
 
     def on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        """Receives the outputs of a step or a command."""
-
-    def on_aborted(self, request_ids: Sequence[str]) -> None:
-        """Acknowledges an `Abort`: no output of these requests follows."""
-
-    def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
-        """Receives the `answer` of a `ResetPrefixCache`, and the number to set."""
-
-    def on_saved(self, answer: "asyncio.Future[None]") -> None:
-        """Receives the `answer` of an `AwaitSaves`."""
+        """Receives the outputs of a step or a call."""
 
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
         """Receives a snapshot or changes of the prefix cache."""
@@ -149,7 +51,7 @@ class EngineThread:
     Args:
         core: the engine. From now on only this thread calls methods that are not thread-safe.
         loop: the event loop that calls the listener's methods.
-        listener: receives outputs and answers.
+        listener: receives outputs.
 
     Attributes:
         load: how busy the engine was at a recent step.
@@ -158,13 +60,12 @@ class EngineThread:
     def __init__(
         self, core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener
     ) -> None:
-        self.load: EngineLoad = core.load()
+        self.load: EngineLoad = core.scheduler.load()
         self._core = core
         self._loop = loop
         self._listener = listener
-        self._commands: deque[Command] = deque()
-        self._await_saves: list[asyncio.Future[None]] = []
-        self._is_recording = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._waits: list[tuple[Callable[[Scheduler], bool], Callable[[None], None]]] = []
         self._is_stopping = False
         self._next_load_at = 0.0
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
@@ -173,10 +74,32 @@ class EngineThread:
         """Starts the thread."""
         self._thread.start()
 
-    def put(self, command: Command) -> None:
-        """Queues a command. Any thread may call it."""
-        self._commands.append(command)
-        self._core.wake()
+    def call(
+        self,
+        method: Callable[Concatenate[Scheduler, _P], _Outputs | None],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Calls a method of the scheduler before the next step; the listener receives the outputs.
+        Any thread may call this.
+        """
+        self._put(lambda: self._deliver(method(self._core.scheduler, *args, **kwargs) or ()))
+
+    def ask(
+        self,
+        answer: Callable[[_T], None],
+        method: Callable[Concatenate[Scheduler, _P], _T],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Like `call`, but the result is passed to `answer`, on the event loop."""
+        self._put(lambda: self._post(answer, method(self._core.scheduler, *args, **kwargs)))
+
+    def ask_when(
+        self, answer: Callable[[None], None], condition: Callable[[Scheduler], bool]
+    ) -> None:
+        """Calls `answer` on the event loop after the first step that leaves a condition true."""
+        self._put(lambda: self._waits.append((condition, answer)))
 
     def stop(self) -> None:
         """Ends the thread after the current step. Does not wait. Idempotent."""
@@ -206,72 +129,27 @@ class EngineThread:
         finally:
             self._core.close()
 
+    def _put(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._core.wake()
+
     def _step(self) -> None:
-        while self._commands:
-            self._execute(self._commands.popleft())
+        while self._calls:
+            self._calls.popleft()()
         self._core.run_step(self._deliver)
-        if self._is_recording:
-            self._deliver_events(self._core.take_kv_events())
-        if self._await_saves and not self._core.has_saves:
-            for answer in self._await_saves:
-                self._post(self._listener.on_saved, answer)
-            self._await_saves.clear()
+        scheduler = self._core.scheduler
+        if events := scheduler.kv.events.take_events():
+            self._post(self._listener.on_kv_events, events)
+        for wait in [wait for wait in self._waits if wait[0](scheduler)]:
+            self._waits.remove(wait)
+            self._post(wait[1], None)
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
-            self.load = self._core.load()
+            self.load = scheduler.load()
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
-
-    def _execute(self, command: Command) -> None:
-        core = self._core
-        match command:
-            case Add(request):
-                self._deliver(self._add(request))
-            case Abort():
-                self._abort(command)
-            case FinishCandidate(request_id, index):
-                self._deliver(core.finish_candidate(request_id, index))
-            case Move(request_id):
-                self._deliver(core.move(request_id))
-            case _:
-                self._execute_other(command)
-
-    def _execute_other(self, command: Command) -> None:
-        """Executes a command that concerns no request of this engine."""
-        core, listener = self._core, self._listener
-        match command:
-            case Prefetch(handoff):
-                core.prefetch(handoff)
-            case ReleaseHandoff(handoff_id):
-                core.release_handoff(handoff_id)
-            case ResetPrefixCache(reset):
-                self._post(listener.on_reset, (reset, core.reset_prefix_cache()))
-            case AwaitSaves(answer):
-                self._await_saves.append(answer)
-            case RecordKvEvents(on):
-                self._is_recording = on
-                self._deliver_events(core.watch_kv_events(on))
-
-    def _add(self, request: EngineRequest) -> Sequence[EngineOutput]:
-        """Adds a request. A bug that it meets ends this request alone."""
-        request_id = request.spec.request_id
-        try:
-            return self._core.add_request(request)
-        except Exception:
-            _logger.exception("request %s could not be added", request_id)
-            error = InternalError("the engine failed on this request")
-            return [self._core.fail_request(request_id, error)]
-
-    def _abort(self, command: Abort) -> None:
-        self._deliver(self._core.abort(command.request_ids))
-        if command.acknowledge:
-            self._post(self._listener.on_aborted, command.request_ids)
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:
             self._post(self._listener.on_outputs, outputs)
-
-    def _deliver_events(self, events: Sequence[KvEvent]) -> None:
-        if events:
-            self._post(self._listener.on_kv_events, events)
 
     def _post(self, handler: Callable[[Any], None], argument: object) -> None:
         try:

@@ -70,6 +70,14 @@ class SpeculativeConfig:
             if type(value) is not int or not least <= value <= most:
                 raise _bad_key(name, value, f"a number from {least} to {most}")
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuses a model that guesses for an engine of several ranks."""
+        if num_ranks > 1 and self.has_model:
+            raise ConfigurationError(
+                f"--speculative-config has a model, and the engine {num_ranks} ranks: "
+                "use the method ngram or suffix"
+            )
+
     @property
     def has_model(self) -> bool:
         """Whether a model or heads make the draft tokens."""

@@ -183,7 +183,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many KV blocks were cached."""
-        return self._core.reset_prefix_cache()
+        return self._core.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Closes the KV connector, if there is one. Idempotent.
@@ -222,7 +222,7 @@ class LLM:
         try:
             self._run(requests, use_tqdm)
         finally:
-            self._core.abort(
+            self._core.scheduler.abort(
                 [name for name, request in requests.items() if not request.is_finished]
             )
         return [request.result() for request in requests.values()]
@@ -262,7 +262,9 @@ class LLM:
             progress.update(len(requests) - len(unfinished))
             for request in list(unfinished.values()):
                 request.arrived_at = time.monotonic()
-                self._deliver(self._core.add_request(EngineRequest(spec=request.spec)), unfinished)
+                self._deliver(
+                    self._core.scheduler.add(EngineRequest(spec=request.spec)), unfinished
+                )
             while unfinished:
                 num_before = len(unfinished)
                 self._core.run_step(lambda outputs: self._deliver(outputs, unfinished))
@@ -279,11 +281,11 @@ class LLM:
             if request is None:
                 continue  # the request ended with an earlier output of this step
             if request.add(output):
-                self._core.finish_candidate(output.request_id, output.index)
+                self._core.scheduler.finish_candidate(output.request_id, output.index)
             if request.is_finished:
                 del unfinished[output.request_id]
                 if not output.is_last:
-                    self._core.abort([output.request_id])
+                    self._core.scheduler.abort([output.request_id])
 
 
 def _either(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -6,6 +6,7 @@ from baton.offline.chat_prompts import ChatPrompts
 from baton.offline.engine_args import EngineArgs
 from baton.offline.request_maker import OfflineFiles, RequestMaker
 from baton.offline.tokenizer import OfflineTokenizer
+from engine.build import build_engine
 from engine.core import EngineCore
 
 __all__ = ["OfflineModel"]
@@ -36,7 +37,7 @@ class OfflineModel:
         """
         files = OfflineFiles.load(args)
         chats = ChatPrompts(args.model, args.chat_template)
-        core = EngineCore.build(args.config)
+        core = build_engine(args.config)
         return cls(
             core=core,
             requests=RequestMaker(files, core.info, core.config.max_running, args.seed),

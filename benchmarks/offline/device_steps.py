@@ -174,7 +174,7 @@ class _Steps:
 
     def _run(self, case: OfflineCase, seed: int) -> RunTimes:
         # Prompts of one seed share a prefix, and their cached KV has been overwritten.
-        self._engine.core.reset_prefix_cache()
+        self._engine.core.scheduler.reset_prefix_cache()
         return run_times(self._engine.run(case.requests(self._engine.core.info.vocab_size, seed)))
 
 

@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, pairwise
 
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
+from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
+from engine.draw_params import DrawParams
 from engine.runner import PendingOutput, Runner
 
 __all__ = ["DrivenRows"]

@@ -14,6 +14,7 @@ from baton.common.errors import BatonError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, MeasuredRequest
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.metrics.counts import Phase
@@ -114,7 +115,7 @@ class OfflineEngine:
 
     def __init__(self, config: EngineConfig, core: EngineCore | None = None) -> None:
         started = time.perf_counter()
-        self.core = core or EngineCore.build(config)
+        self.core = core or build_engine(config)
         self.start_up_s = time.perf_counter() - started
 
     def run(
@@ -289,7 +290,7 @@ class _EngineRun:
             self._end(index, error)
         else:
             self._num_running += 1
-            self._record(self._core.add_request(request))
+            self._record(self._core.scheduler.add(request))
 
     def _end(self, index: int, error: BatonError | None) -> None:
         record = self.records[index]

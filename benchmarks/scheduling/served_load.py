@@ -10,9 +10,10 @@ from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
 from engine.request import EngineRequest
 from engine.runner import ModelInfo, StepCosts
+from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
-from kvstore.connector import null_connector
 from kvstore.layout import KvLayout
+from kvstore.null_connector import null_connector
 
 __all__ = ["BLOCK_SIZE", "VOCAB_SIZE", "NullRunner", "greedy_request", "new_scheduler"]
 
@@ -70,7 +71,7 @@ def new_scheduler(max_num_seqs: int, num_blocks: int) -> Scheduler:
         fingerprint=b"none",
         layout=KvLayout(1, 1, BLOCK_SIZE, 1, "float32"),
     )
-    return Scheduler(
+    parts = SchedulerParts.build(
         config,
         info,
         num_blocks=num_blocks,
@@ -81,3 +82,4 @@ def new_scheduler(max_num_seqs: int, num_blocks: int) -> Scheduler:
         grammars=Grammars(config, info, lambda: None),
         clock=lambda: 0.0,
     )
+    return Scheduler(parts)

@@ -12,10 +12,12 @@ from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.batch import DrawParams, TokenLogprobs
+from engine.batch import TokenLogprobs
 from engine.constraints.guide import Guide
+from engine.draw_params import DrawParams
 from engine.groups.beam_search import BeamSearch
 from engine.groups.draft_state import DraftState
+from engine.groups.times import GroupTimes
 from engine.groups.transfer_state import GroupTransfer, new_handoff_id
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.host_pool import SwappedTables
@@ -167,7 +169,7 @@ class SequenceGroup:
         order: sorts groups, the most important first; ends with the arrival number.
         keys: an empty chain of block keys; each sequence starts with a copy.
         max_len: the most prompt and generated tokens of one candidate.
-        arrived_at: clock time of arrival.
+        times: when it passed its stages.
         state: its place in its life.
         root: computes what the candidates have in common; None once they run themselves.
         branches: the candidates, or beams, that have not ended.
@@ -184,17 +186,13 @@ class SequenceGroup:
         num_matched: leading blocks that its lead found in the prefix cache at admission.
         left_keys: keys of blocks that its candidates left in the prefix cache.
         transfer: what it looks up, loads, saves and hands over.
-        reported: whether an output with timings was made.
-        scheduled_at: clock time of its first chunk.
-        loaded_at: clock time at which its load ended.
-        first_token_at: clock time of its first token.
     """
 
     request: EngineRequest
     order: tuple[float, int]
     keys: BlockKeyChain
     max_len: int
-    arrived_at: float
+    times: GroupTimes
     state: GroupState = GroupState.NEW
     root: Sequence | None = None
     branches: list[Sequence] = field(default_factory=list)
@@ -210,10 +208,6 @@ class SequenceGroup:
     num_matched: int = 0
     left_keys: set[bytes] = field(default_factory=set)
     transfer: GroupTransfer = field(init=False)
-    reported: bool = False
-    scheduled_at: float | None = None
-    loaded_at: float | None = None
-    first_token_at: float | None = None
 
     def __post_init__(self) -> None:
         self.transfer = GroupTransfer(
@@ -260,7 +254,7 @@ class SequenceGroup:
         Until then its lead computes the whole prompt, without KV from caches or stores.
         """
         is_asked = self.request.spec.params.prompt_logprobs is not None
-        return is_asked and not self.request.has_begun and self.first_token_at is None
+        return is_asked and not self.request.has_begun and self.times.first_token_at is None
 
     @property
     def num_seats(self) -> int:
@@ -351,33 +345,12 @@ class SequenceGroup:
 
     def timings(self, now: float) -> StageTimings:
         """Returns the time spent in each stage so far; 0 for stages not passed."""
-
-        def between(start: float | None, end: float | None) -> float:
-            return max(0.0, end - start) * 1000 if start is not None and end is not None else 0.0
-
-        return StageTimings(
-            queue_ms=between(self.loaded_at or self.arrived_at, self.scheduled_at),
-            prefill_ms=between(self.scheduled_at, self.first_token_at),
-            transfer_ms=between(
-                self.first_token_at, now if self.state is GroupState.SAVING else None
-            ),
-            load_ms=between(self.arrived_at, self.loaded_at),
-            stages=tuple(self._stages(now)),
+        return self.times.timings(
+            now,
+            hands_over=self.hands_over,
+            is_saving=self.state is GroupState.SAVING,
+            computes_prompt=self.num_prompt - (self.num_cached or 0) > 1,
         )
-
-    def _stages(self, now: float) -> abc.Iterator[tuple[str, float, float]]:
-        """The stages passed so far, each with its start and end."""
-        decodes_from = self.first_token_at
-        if not self.hands_over and self.num_prompt - (self.num_cached or 0) <= 1:
-            decodes_from = self.scheduled_at  # there was no prompt to compute
-        for name, start, end in (
-            ("load", self.arrived_at, self.loaded_at),
-            ("queue", self.loaded_at or self.arrived_at, self.scheduled_at),
-            ("prefill", self.scheduled_at, decodes_from),
-            ("transfer" if self.hands_over else "decode", decodes_from, now),
-        ):
-            if start is not None and end is not None and end > start:
-                yield name, start, end
 
     def _new_sequence(
         self, index: int, token_ids: list[int], keys: BlockKeyChain | None = None

@@ -157,18 +157,8 @@ class KvCacheManager:
             epoch: `epoch` when the blocks were requested. If the cache was reset since,
                 nothing is offered.
         """
-        if not self._enable_prefix_caching or epoch != self._epoch:
-            return
-        run: list[bytes] = []
-        parent_of_run: bytes | None = None
-        for key, parent, block_id in zip(keys, parents, block_ids, strict=True):
-            if not self.pool.register(block_id, key):
-                continue
-            if not run or parent != run[-1]:
-                self.events.record_stored(run, parent_of_run)
-                run, parent_of_run = [], parent
-            run.append(key)
-        self.events.record_stored(run, parent_of_run)
+        if self._enable_prefix_caching and epoch == self._epoch:
+            self._prefixes.adopt(keys, parents, block_ids)
 
     # Admission.
 

@@ -84,6 +84,27 @@ class PrefixCache:
             parent = keys[run.start - 1] if run.start > 0 else None
             self._pool.events.record_stored(keys[run.start : run.stop], parent)
 
+    def adopt(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None], block_ids: Sequence[int]
+    ) -> None:
+        """Adds full blocks of no sequence to layer group 0's cache, each once.
+
+        Args:
+            keys: keys of the blocks, in the order of a prompt.
+            parents: per block, the key of the block before it; None for a prompt's first.
+            block_ids: the blocks.
+        """
+        run: list[bytes] = []
+        parent_of_run: bytes | None = None
+        for key, parent, block_id in zip(keys, parents, block_ids, strict=True):
+            if not self._pool.register(block_id, key):
+                continue
+            if not run or parent != run[-1]:
+                self._pool.events.record_stored(run, parent_of_run)
+                run, parent_of_run = [], parent
+            run.append(key)
+        self._pool.events.record_stored(run, parent_of_run)
+
     def _windowed_length(self, keys: Sequence[bytes], length: int, layer_groups: list[int]) -> int:
         """Returns the longest prefix, up to `length`, whose windows `layer_groups` have cached.
 

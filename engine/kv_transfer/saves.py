@@ -173,8 +173,8 @@ class Saves:
             self._tail_keys[handoff.handoff_id] = keys
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
-        if group.hands_over and group.first_token_at is not None:
-            self._metrics.prompt_saved(*overlap(transfer.save_times, group.first_token_at))
+        if group.hands_over and group.times.first_token_at is not None:
+            self._metrics.prompt_saved(*overlap(transfer.save_times, group.times.first_token_at))
         return handoff
 
     def release_handoff(self, handoff_id: str) -> None:

@@ -15,8 +15,9 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from baton.common.version import __version__
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
 from engine.runtime.device import fetch
 from kernels import EngineRanks

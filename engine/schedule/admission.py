@@ -7,27 +7,22 @@ are refused before they are queued. So the most important group always makes pro
 ends, and then the next one is the most important.
 """
 
-import logging
 from collections import abc
 from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.groups.group import GroupState, Sequence, SequenceGroup
 from engine.kv_cache.block_pool import Allocation
-from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.transfers import Transfers
-from engine.runner import StepCosts
 from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
+from engine.schedule.preemption import Preemption
 from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan
 from engine.speculation.drafts import Drafts, may_draft
 
-__all__ = ["Admission", "prefers_swap"]
-
-
-_logger = logging.getLogger("baton.engine")
+__all__ = ["Admission"]
 
 
 class Admission:
@@ -40,13 +35,9 @@ class Admission:
         transfers: what can be loaded.
         branches: rows of sequences.
         decoding: the sequences that decode.
-        costs: measured costs of computing and of swapping.
+        preemption: frees blocks for running groups.
         drafts: draft tokens; None without speculation.
         clock: monotonic seconds.
-
-    Attributes:
-        num_preemptions: preemptions since the start.
-        num_swap_preemptions: of them, those that copied KV to the host.
     """
 
     def __init__(
@@ -57,7 +48,7 @@ class Admission:
         transfers: Transfers,
         branches: Branches,
         decoding: DecodeSet,
-        costs: StepCosts,
+        preemption: Preemption,
         drafts: Drafts | None,
         clock: Callable[[], float],
     ) -> None:
@@ -67,11 +58,9 @@ class Admission:
         self._transfers = transfers
         self._branches = branches
         self._decoding = decoding
-        self._costs = costs
+        self._preemption = preemption
         self._drafts = drafts
         self._clock = clock
-        self.num_preemptions = 0
-        self.num_swap_preemptions = 0
 
     # Running groups.
 
@@ -120,8 +109,8 @@ class Admission:
                 self._add_chunk(sequence, num_tokens, plan)
             elif group.state is not GroupState.RUNNING:
                 return
-        if group.scheduled_at is None and pending:
-            group.scheduled_at = self._clock()
+        if group.times.scheduled_at is None and pending:
+            group.times.scheduled_at = self._clock()
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         """Adds a chunk, with drafts after a sequence's last token if they are worth their time."""
@@ -184,54 +173,10 @@ class Admission:
     def _extend(self, sequence: Sequence, start: int, end: int, plan: StepPlan) -> bool:
         """Makes positions `start` to `end` writable; preempts other groups if necessary."""
         assert sequence.table is not None
-        if not self._preempt_for(sequence.group, sequence.table, start, end, plan):
+        if not self._preemption.make_room(sequence.group, sequence.table, start, end, plan):
             return False
         plan.update_tables(sequence, self._kv.append(sequence.table, start, end))
         return True
-
-    # Preemption.
-
-    def _preempt_for(
-        self, group: SequenceGroup, table: BlockTable, start: int, end: int, plan: StepPlan
-    ) -> bool:
-        """Preempts groups until there are enough blocks.
-
-        Returns:
-            False if the group must wait for blocks, or was preempted itself.
-        """
-        while not self._kv.can_append(table, start, end):
-            plan.admits_none = True
-            num_missing = self._kv.num_missing(table, start, end)
-            num_coming = self._kv.pool.num_free + self._kv.num_fenced
-            if num_missing <= num_coming:
-                return False  # steps in flight free them
-            if num_missing <= num_coming + self._transfers.prefetches.stop():
-                return False  # the stopped prefetches free them
-            if len(self._queues.running) == 1:
-                self._transfers.saves.yield_lent(group)
-                return False  # transfers free them
-            victim = self._queues.running[-1]
-            self._preempt(victim, plan)
-            if victim is group:
-                return False
-        return True
-
-    def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Frees all blocks of a running group and puts it back into the queue."""
-        self.num_preemptions += 1
-        plan.drop(group)
-        self._queues.stop_running(group)
-        tables = [sequence.table for sequence in group.running if sequence.table is not None]
-        assert len(tables) == len(group.running), "a running sequence has blocks"
-        prefers = prefers_swap(self._config.preemption_mode, group, self._costs)
-        if prefers and self._kv.can_swap_out(tables):
-            group.swapped = self._kv.swap_out(tables, plan.step)
-            plan.swapped.append(group)
-            self.num_swap_preemptions += 1
-            self._queues.wait_swapped(group)
-        else:
-            self._queues.wait_again(group)
-        _logger.debug("preempted %s: %s", group.request_id, group.state.value)
 
     # Waiting groups.
 
@@ -380,25 +325,3 @@ class Admission:
             self._queues.leave_seat(group)
         self._start_running(group, plan)
         return True
-
-
-def prefers_swap(mode: str, group: SequenceGroup, costs: StepCosts) -> bool:
-    """Returns whether to copy a group's KV to the host instead of computing it again.
-
-    Args:
-        mode: `EngineConfig.preemption_mode`. "auto" chooses the faster way: to copy all blocks
-            out and back in, or to compute the tokens that all sequences share once, and the
-            rest of each sequence.
-        group: a running group.
-        costs: measured on this machine.
-    """
-    if mode != "auto":
-        return mode == "swap"
-    swap_s = 2 * len(set(group.held_blocks())) * costs.swapped_block_s
-    return swap_s < _num_recomputed(group) * costs.prompt_token_s
-
-
-def _num_recomputed(group: SequenceGroup) -> int:
-    """Returns how many tokens to compute again. The shared prompt counts once."""
-    own = sum(sequence.num_computed - group.num_prompt for sequence in group.running)
-    return group.num_prompt + own

@@ -1,23 +1,25 @@
-"""`OutputProcessor`: turns tokens and ends of transfers into outputs, forks and ends. Pure."""
+"""`OutputProcessor`: turns tokens and ends of loads into outputs. Pure."""
 
 import math
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
-from baton.common.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
-from engine.batch import NO_TOKEN, PROCESSOR_FAILED, ChunkOutput, ScheduledChunk, TokenLogprobs
+from baton.common.errors import AbortedError, BatonError
+from engine.batch import ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.constraints.matcher import Constraint
 from engine.groups.beam_search import BeamStep
 from engine.groups.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
-from engine.kv_transfer.transfers import Transfers
+from engine.kv_transfer.saves import Saves
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
+from engine.schedule.ends import Ends
 from engine.schedule.guides import Guides
+from engine.schedule.handovers import Handovers
+from engine.schedule.output_maker import OutputMaker
 from engine.schedule.queues import GroupQueues
 from engine.speculation.drafts import Drafts
 
@@ -27,12 +29,15 @@ Outputs = list[EngineOutput]
 
 
 class OutputProcessor:
-    """Processes tokens and ends; returns the requests' outputs.
+    """Processes tokens and loads; returns the requests' outputs.
 
     Args:
+        maker: makes the outputs.
+        ends: ends requests and candidates.
+        handovers: hands over requests whose prompts are computed.
         queues: waiting and running groups.
-        branches: forks and ends sequences.
-        transfers: loads, saves and handoffs.
+        branches: forks sequences.
+        saves: saves computed blocks.
         guides: what may follow sequences.
         drafts: draft tokens; None without speculation.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
@@ -42,25 +47,29 @@ class OutputProcessor:
 
     def __init__(
         self,
+        maker: OutputMaker,
+        ends: Ends,
+        handovers: Handovers,
         queues: GroupQueues,
         branches: Branches,
-        transfers: Transfers,
+        saves: Saves,
         guides: Guides,
         drafts: Drafts | None,
         load_failure_policy: str,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
+        self._maker = maker
+        self._ends = ends
+        self._handovers = handovers
         self._queues = queues
         self._branches = branches
-        self._transfers = transfers
+        self._saves = saves
         self._guides = guides
         self._drafts = drafts
         self._load_failure_policy = load_failure_policy
         self._metrics = metrics
         self._clock = clock
-        # Of prompts that are being computed; the group's first output takes them.
-        self._prompt_logprobs: dict[SequenceGroup, list[TokenLogprobs]] = {}
 
     # Input.
 
@@ -80,7 +89,7 @@ class OutputProcessor:
         outputs = [
             output
             for branch in list(group.branches)
-            for output in self._end_if_over(branch, appended.get(branch, ()))
+            for output in self._ends.end_if_over(branch, appended.get(branch, ()))
         ]
         if group.branches:
             group.make_root()
@@ -94,7 +103,7 @@ class OutputProcessor:
         try:
             appended = self._guides.attach(group, constraint)
         except BatonError as error:
-            return [self.end(group, FinishReason.ERROR, error)]
+            return [self._ends.end(group, FinishReason.ERROR, error)]
         outputs = self.take_progress(group, appended)
         if group.state is GroupState.COMPILING:
             self._queues.wait_for_admission(group)
@@ -104,11 +113,11 @@ class OutputProcessor:
         """Ends a load: the group runs, or it recomputes or fails by policy if the load failed."""
         group, lead = load.group, load.group.lead
         lead.num_computed = lead.num_scheduled = load.num_tokens
-        group.loaded_at = self._clock()
+        group.times.loaded_at = self._clock()
         self._branches.register(lead)
         if load.error and self._load_failure_policy == "fail":
             error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
-            return [self.end(group, FinishReason.ERROR, error)]
+            return [self._ends.end(group, FinishReason.ERROR, error)]
         self._queues.end_load(group, failure=load.error)
         is_whole = lead.num_computed == len(lead.token_ids)
         return self._leave_root(group) if is_whole and not load.error else []
@@ -132,11 +141,9 @@ class OutputProcessor:
             if not found or sequence.row != chunk.row:
                 continue  # nothing to report, or ended or preempted while the step ran
             if any(math.isnan(token.logprob) for token in found):
-                outputs.append(self._end_poisoned(sequence.group))
+                outputs.append(self._ends.end_poisoned(sequence.group))
             else:
-                known = self._prompt_logprobs.setdefault(sequence.group, [])
-                del known[chunk.start_position :]  # from before a preemption
-                known += found
+                self._maker.keep_prompt_logprobs(sequence.group, chunk.start_position, found)
         return outputs
 
     def take_chunk(
@@ -152,20 +159,21 @@ class OutputProcessor:
         """
         group = sequence.group
         if result is not None and min(result.token_ids) < 0:
-            return [self._end_without_token(group, min(result.token_ids))]
+            return [self._ends.end_without_token(group, min(result.token_ids))]
         self._branches.register(sequence)
         if sequence is group.lead:
-            self._transfers.saves.save_computed(group)
+            self._saves.save_computed(group)
         if sequence.num_computed > group.num_prompt:
-            self._transfers.saves.save_filled(sequence)
+            self._saves.save_filled(sequence)
         self._branches.release_behind(sequence)
         if result is None:
             is_whole = sequence.num_computed == len(sequence.token_ids)
             return self._leave_root(group) if is_whole and sequence is group.root else []
-        if group.first_token_at is None:
-            group.first_token_at = now
-            scheduled_at = now if group.scheduled_at is None else group.scheduled_at
-            self._metrics.first_token(group.arrived_at, group.loaded_at, scheduled_at, now)
+        times = group.times
+        if times.first_token_at is None:
+            times.first_token_at = now
+            scheduled_at = now if times.scheduled_at is None else times.scheduled_at
+            self._metrics.first_token(times.arrived_at, times.loaded_at, scheduled_at, now)
         if group.beams is not None:
             return self._take_tops(sequence, result)
         try:
@@ -176,7 +184,7 @@ class OutputProcessor:
             sequence.token_at = now
             return self._take_tokens(sequence, result, chunk)
         except BatonError as error:  # of the sequence's guide
-            return [self.end(group, FinishReason.ERROR, error)]
+            return [self._ends.end(group, FinishReason.ERROR, error)]
 
     def take_decoded(
         self,
@@ -228,17 +236,9 @@ class OutputProcessor:
             if found is None or sequence.row < 0:
                 continue
             if token_id < 0:
-                outputs.append(self._end_without_token(sequence.group, token_id))
+                outputs.append(self._ends.end_without_token(sequence.group, token_id))
             else:
                 outputs += self._take_tokens(sequence, ChunkOutput((token_id,), details=(found,)))
-        return outputs
-
-    def report_saved(self, group: SequenceGroup) -> Outputs:
-        """Reports blocks that other engines can load now, as a save of the group has ended."""
-        saved = self._transfers.saves.take_progress(group)
-        outputs = [EngineOutput(group.request_id, saved=saved)] if saved else []
-        if group.state is GroupState.SAVING and not group.transfer.pending_saves:
-            outputs.append(self._end_handed_over(group))
         return outputs
 
     # Tokens.
@@ -257,9 +257,9 @@ class OutputProcessor:
             self._drafts.worked(sequence, chunk.draft_work, result.proposals, num_known)
         if group.hands_over and sequence.finish_reason is None:
             first = tuple(sequence.token_ids[-len(result.token_ids) :])
-            return self._hand_over(group, replace(result, token_ids=first))
+            return self._handovers.hand_over(group, replace(result, token_ids=first))
         details = result.details[: len(token_ids)]
-        outputs = self._end_if_over(sequence, token_ids, details) or self._go_on(
+        outputs = self._ends.end_if_over(sequence, token_ids, details) or self._go_on(
             sequence, token_ids, details
         )
         if chunk is not None and chunk.num_drafts and self._drafts is not None:
@@ -293,8 +293,8 @@ class OutputProcessor:
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
         if token_id < 0:
             sequence.token_ids.pop()
-            return [self._end_without_token(sequence.group, token_id)]
-        return self._end_if_over(sequence, (token_id,))
+            return [self._ends.end_without_token(sequence.group, token_id)]
+        return self._ends.end_if_over(sequence, (token_id,))
 
     def _take_first_tokens(self, root: Sequence, result: ChunkOutput) -> Outputs:
         """Forks the candidates from the computed prompt, each with its first token."""
@@ -302,19 +302,19 @@ class OutputProcessor:
         branches = [group.fork_of(root, index) for index in range(len(result.token_ids))]
         for branch, token_id in zip(branches, result.token_ids, strict=True):
             branch.token_ids.append(token_id)
-            branch.token_at = group.first_token_at
+            branch.token_at = group.times.first_token_at
         for branch, logprob in zip(branches, result.logprobs, strict=False):
             branch.logprob = logprob
         newest = [self._guides.advance(branch) for branch in branches]
         are_over = [branch.finish_reason is not None for branch in branches]
         if group.hands_over and not all(are_over):
             first = tuple([branch.token_ids[group.num_prompt] for branch in branches])
-            return self._hand_over(group, replace(result, token_ids=first))
+            return self._handovers.hand_over(group, replace(result, token_ids=first))
         group.branches = list(branches)
         outputs: Outputs = []
         for index, branch in enumerate(branches):
             token_ids, details = newest[index], result.details[index : index + 1]
-            outputs += self._end_if_over(branch, token_ids, details) or self._go_on(
+            outputs += self._ends.end_if_over(branch, token_ids, details) or self._go_on(
                 branch, token_ids, details
             )
         return outputs + self._leave_root(group) if group.branches else outputs
@@ -326,7 +326,7 @@ class OutputProcessor:
         top = list(zip(result.token_ids, result.logprobs, strict=True))
         if sequence is group.root:
             if group.hands_over and group.max_len > group.num_prompt + 1:
-                return self._hand_over(group, result)
+                return self._handovers.hand_over(group, result)
             return self._advance(group, [sequence], beams.start(top))
         group.beam_tops[sequence] = top
         if len(group.beam_tops) < len(group.branches):
@@ -360,190 +360,7 @@ class OutputProcessor:
             )
             for result in group.beams.results()
         ]
-        return self._end_ranked(group, finished)
-
-    # Ends.
-
-    def end(
-        self, group: SequenceGroup, reason: FinishReason, error: BatonError | None = None
-    ) -> EngineOutput:
-        """Ends a request, with all candidates that have not ended."""
-        self._prompt_logprobs.pop(group, None)  # no output carried them, so they are incomplete
-        output = self._output(group, finish_reason=reason, is_last=True, error=error)
-        self._forget(group, reason)
-        return output
-
-    def _end_handed_over(self, group: SequenceGroup) -> EngineOutput:
-        """Ends a group whose saves have ended, with its handoff if none failed."""
-        output = self._output(
-            group,
-            finish_reason=FinishReason.HANDOFF,
-            is_last=True,
-            handoff=self._transfers.saves.commit_handoff(group),
-        )
-        self._forget(group, FinishReason.HANDOFF)
-        return output
-
-    def move(self, group: SequenceGroup) -> Outputs:
-        """Ends a request that continues on another engine; a running one when its KV is saved."""
-        if group.state is GroupState.SAVING:
-            return []
-        self._prompt_logprobs.pop(group, None)  # the other engine computes them
-        if group.state is not GroupState.RUNNING or group.root is not None:
-            return [self._end_handed_over(group)]
-        for branch in group.branches:
-            self._branches.unseat(branch)
-        self._transfers.saves.save_to_move(group)
-        self._queues.withdraw(group)
-        group.state = GroupState.SAVING
-        return self.report_saved(group)
-
-    def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
-        """Ends one candidate whose further tokens are not needed, without an output.
-
-        If it was the last one, its request ends with an output, ABORTED. Ranked requests need
-        all candidates to find the best, so theirs do not end.
-        """
-        if group.request.spec.params.is_ranked:
-            return []
-        live = [branch for branch in group.branches if not branch.is_given_up]
-        branch = next((branch for branch in live if branch.index == index), None)
-        if branch is None:
-            return []
-        self._save_ended(branch)
-        if len(live) == 1:
-            return [self.end(group, FinishReason.ABORTED)]
-        if group.state is GroupState.SWAPPED:
-            branch.is_given_up = True
-        else:
-            self._remove(branch)
-        return []
-
-    def _end_if_over(
-        self,
-        sequence: Sequence,
-        newest: tuple[int, ...],
-        details: tuple[TokenLogprobs, ...] = (),
-    ) -> Outputs:
-        """Ends a candidate if its last token ends it; returns no output if it goes on.
-
-        Args:
-            sequence: the candidate.
-            newest: its tokens since the last output.
-            details: one per token, if the request asks for them.
-        """
-        group = sequence.group
-        if not sequence.is_streamed:
-            sequence.token_logprobs += details
-        reason = sequence.finish_reason
-        if reason is None:
-            return []
-        if sequence.is_streamed:
-            self._save_ended(sequence)
-        self._remove(sequence)
-        if group.request.spec.params.is_ranked:
-            token_ids = tuple(sequence.token_ids[group.num_prompt :])
-            score = sequence.logprob / len(token_ids)
-            details = tuple(sequence.token_logprobs)
-            group.finished.append(FinishedCandidate(token_ids, score, reason, details))
-            return [] if group.branches else self._end_ranked(group, group.finished)
-        is_last = not group.branches
-        output = self._output(
-            group,
-            sequence.index,
-            token_ids=newest,
-            logprobs=details,
-            finish_reason=reason,
-            is_last=is_last,
-        )
-        if is_last:
-            self._forget(group, reason)
-        return [output]
-
-    def _end_ranked(
-        self, group: SequenceGroup, finished: abc.Sequence[FinishedCandidate]
-    ) -> Outputs:
-        """Ends a group all of whose candidates have ended; returns the best ones, best first."""
-        best = sorted(finished, key=lambda candidate: -candidate.score)
-        best = best[: group.request.spec.params.n]
-        outputs = [
-            self._output(
-                group,
-                index,
-                token_ids=candidate.token_ids,
-                logprobs=candidate.token_logprobs,
-                finish_reason=candidate.reason,
-                is_last=index == len(best) - 1,
-                score=candidate.score,
-            )
-            for index, candidate in enumerate(best)
-        ]
-        self._forget(group, best[-1].reason)
-        return outputs
-
-    def _end_without_token(self, group: SequenceGroup, token_id: int) -> EngineOutput:
-        """Ends a group for which no token could be drawn.
-
-        Args:
-            group: the group.
-            token_id: `INVALID_TOKEN`, `NO_TOKEN` or `PROCESSOR_FAILED`, which names the cause.
-        """
-        if token_id == NO_TOKEN:
-            error = InvalidArgumentError(
-                "structured_outputs, thinking_token_budget, logit_bias, allowed_token_ids, "
-                "bad_words, min_tokens and the penalties of this request leave no token to draw "
-                "next"
-            )
-            return self.end(group, FinishReason.ERROR, error)
-        if token_id == PROCESSOR_FAILED:
-            failure = InternalError("a logits processor failed on this request")
-            return self.end(group, FinishReason.ERROR, failure)
-        return self._end_poisoned(group)
-
-    def _end_poisoned(self, group: SequenceGroup) -> EngineOutput:
-        """Ends a group whose logits are not finite.
-
-        Its KV may be the cause, since an unknown step. So no other request may use it, from the
-        prefix cache or from the store.
-        """
-        self._branches.discard(group)
-        self._transfers.saves.discard(group)
-        error = InternalError("the model's output was not finite")
-        return self.end(group, FinishReason.ERROR, error)
-
-    def _hand_over(self, group: SequenceGroup, result: ChunkOutput) -> Outputs:
-        """Returns the first tokens and frees the group's blocks.
-
-        The group ends when its saves have ended.
-        """
-        first = self._output(
-            group,
-            token_ids=result.token_ids,
-            logprobs=result.details,
-            first_logprobs=result.logprobs,
-        )
-        self._transfers.saves.save_for_handoff(group)
-        self._queues.withdraw(group)
-        group.state = GroupState.SAVING
-        return [first, *self.report_saved(group)]
-
-    def _forget(self, group: SequenceGroup, reason: FinishReason) -> None:
-        """Removes a request that has its last output."""
-        self._metrics.request_ended(reason, self._clock() - group.arrived_at)
-        self._guides.forget(group)
-        self._queues.forget(group)
-
-    def _save_ended(self, sequence: Sequence) -> None:
-        """Saves a sequence's blocks by policy, before it ends."""
-        if self._drafts is not None:
-            self._drafts.sequence_ended(sequence)
-        self._branches.unseat(sequence)
-        self._transfers.saves.save_ended(sequence)
-
-    def _remove(self, sequence: Sequence) -> None:
-        sequence.group.branches.remove(sequence)
-        self._branches.drop(sequence)
-        self._queues.leave_seat(sequence.group)
+        return self._ends.end_ranked(group, finished)
 
     # Outputs.
 
@@ -555,21 +372,7 @@ class OutputProcessor:
     ) -> Outputs:
         if not sequence.is_streamed:
             return []
-        output = self._output(sequence.group, sequence.index, token_ids=token_ids, logprobs=details)
-        return [output]
-
-    def _output(
-        self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
-    ) -> EngineOutput:
-        has_timings = is_last or not group.reported
-        group.reported = True
-        prompt_logprobs = self._prompt_logprobs.pop(group, ()) if self._prompt_logprobs else ()
-        return EngineOutput(
-            request_id=group.request_id,
-            index=index,
-            is_last=is_last,
-            prompt_logprobs=tuple(prompt_logprobs),
-            cached_tokens=group.num_cached or 0,
-            timings=group.timings(self._clock()) if has_timings else None,
-            **fields,
+        output = self._maker.make(
+            sequence.group, sequence.index, token_ids=token_ids, logprobs=details
         )
+        return [output]

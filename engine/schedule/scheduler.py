@@ -12,88 +12,29 @@ order. A sequence that decodes needs no known token for that. Blocks that a step
 touch are not reused before its output is in (`KvCacheManager.step_started`).
 """
 
-import heapq
+import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
-from typing import Protocol
 
-from baton.common.errors import BatonError, DeadlineExceededError
+from baton.common.errors import BatonError, DeadlineExceededError, InternalError
 from baton.common.reasons import Reason
 from engine.batch import ScheduledBatch, StepOutput
-from engine.config import EngineConfig
 from engine.groups.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
-from engine.kv_cache.manager import KvCacheManager
-from engine.kv_cache.spec import spec_of
-from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad
-from engine.kv_transfer.save_policy import SavePolicy
-from engine.kv_transfer.transfers import Transfers
-from engine.metrics.counts import EngineMetrics
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
-from engine.runner import ModelInfo, StepCosts
-from engine.schedule.admission import Admission
-from engine.schedule.branches import Branches
-from engine.schedule.decode_set import DecodeSet
-from engine.schedule.guides import GrammarSource, Guides
-from engine.schedule.outputs import OutputProcessor
-from engine.schedule.queues import GroupQueues
-from engine.schedule.retries import Retries
+from engine.schedule.deadlines import Deadlines
+from engine.schedule.parts import SchedulerParts
 from engine.schedule.step_plan import StepPlan, StepRecord
-from engine.speculation.drafts import Drafts
-from kvstore.block_key import BlockKeyChain
-from kvstore.connector import KvConnectorScheduler
-from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import ConnectorWork, TransferResults
 
-__all__ = ["Deadlines", "Scheduler"]
+__all__ = ["Scheduler"]
 
 _row_of = attrgetter("row")
 
-# Deadlines of ended requests are removed when they outnumber the live requests by this.
-_MAX_STALE = 64
-
-
-class _Arrived(Protocol):
-    @property
-    def arrival(self) -> int: ...
-
-
-class Deadlines:
-    """A heap of the live requests' deadlines.
-
-    Args:
-        live: the live requests by id. A new request may reuse an id with another arrival number.
-    """
-
-    def __init__(self, live: Mapping[str, _Arrived]) -> None:
-        self._live = live
-        self._heap: list[tuple[float, int, str]] = []
-
-    @property
-    def next(self) -> float | None:
-        """The earliest deadline; it may be of a request that has ended."""
-        return self._heap[0][0] if self._heap else None
-
-    def add(self, deadline: float, arrival: int, request_id: str) -> None:
-        """Adds a live request's deadline."""
-        heapq.heappush(self._heap, (deadline, arrival, request_id))
-        if len(self._heap) > 2 * len(self._live) + _MAX_STALE:
-            arrivals = {request.arrival for request in self._live.values()}
-            self._heap = [entry for entry in self._heap if entry[1] in arrivals]
-            heapq.heapify(self._heap)
-
-    def take_passed(self, now: float) -> list[str]:
-        """Returns the ids of live requests whose deadline has passed; each only once."""
-        passed = []
-        while self._heap and self._heap[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._heap)
-            request = self._live.get(request_id)
-            if request is not None and request.arrival == arrival:
-                passed.append(request_id)
-        return passed
+_logger = logging.getLogger("baton.engine")
 
 
 class Scheduler:
@@ -104,91 +45,32 @@ class Scheduler:
     `release_handoff`, `prefetch`.
 
     Args:
-        config: limits.
-        info: the model's facts.
-        num_blocks: KV blocks in the pool.
-        num_host_blocks: KV blocks in the host pool.
-        costs: measured costs of computing and swapping, for preemption and loads.
-        namespace: digest that block keys are rooted in.
-        connector: scheduler half of the KV connector; a null connector if there is none.
-        grammars: compiles constraints.
-        metrics: counts transfers; None discards them.
-        engine_metrics: counts requests and steps; None discards them.
-        clock: monotonic seconds.
+        parts: what it is made of.
 
     Attributes:
         kv: the KV cache manager.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        info: ModelInfo,
-        *,
-        num_blocks: int,
-        num_host_blocks: int,
-        costs: StepCosts,
-        namespace: bytes,
-        connector: KvConnectorScheduler,
-        grammars: GrammarSource,
-        metrics: TransferMetrics | None = None,
-        engine_metrics: EngineMetrics | None = None,
-        clock: Callable[[], float],
-    ) -> None:
-        spec = spec_of(config, info.windows)
-        self._config = config
-        self._info = info
-        self._namespace = namespace
-        self._clock = clock
-        self._metrics = engine_metrics or EngineMetrics()
-        self.kv = KvCacheManager(
-            num_blocks,
-            spec,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_blocks=num_host_blocks,
-        )
-        self._transfers = Transfers(
-            connector,
-            self.kv,
-            block_size=config.transfer_block_size,
-            namespace=namespace,
-            policy=SavePolicy.of(config, spec, connector),
-            timeout_s=config.kv_transfer_timeout_s,
-            costs=LoadCosts.of(config, costs),
-            metrics=metrics or TransferMetrics(),
-            clock=clock,
-        )
-        self._decoding = DecodeSet(config.block_size, config.num_lanes)
-        self._branches = Branches(self.kv, self._decoding, config.max_running)
-        self._queues = GroupQueues(self.kv, self._transfers, self._branches, self._metrics)
-        self._drafts = _drafts_of(config, costs, self._metrics, clock)
-        self._admission = Admission(
-            config,
-            self.kv,
-            self._queues,
-            self._transfers,
-            self._branches,
-            self._decoding,
-            costs,
-            self._drafts,
-            clock,
-        )
-        self._retries = Retries(self._queues, self._admission, self._metrics)
-        self._guides = Guides(grammars, info.vocab_size)
-        self._outputs = OutputProcessor(
-            self._queues,
-            self._branches,
-            self._transfers,
-            self._guides,
-            self._drafts,
-            config.kv_load_failure_policy,
-            self._metrics,
-            clock,
-        )
-        self._groups = self._queues.groups
+    def __init__(self, parts: SchedulerParts) -> None:
+        self._config = parts.config
+        self._new_group = parts.new_group
+        self._clock = parts.clock
+        self._metrics = parts.metrics
+        self.kv = parts.kv
+        self._transfers = parts.transfers
+        self._decoding = parts.decoding
+        self._queues = parts.queues
+        self._drafts = parts.drafts
+        self._admission = parts.admission
+        self._preemption = parts.preemption
+        self._retries = parts.retries
+        self._guides = parts.guides
+        self._ends = parts.ends
+        self._handovers = parts.handovers
+        self._outputs = parts.outputs
+        self._groups = parts.queues.groups
         self._deadlines = Deadlines(self._groups)
         self._in_flight: deque[StepRecord] = deque()
-        self._num_arrivals = 0
         self._num_steps = 0
 
     @property
@@ -227,9 +109,9 @@ class Scheduler:
             num_blocks=self.kv.pool.num_blocks,
             prefix_cache_queries=self.kv.num_queries,
             prefix_cache_hits=self.kv.num_hits,
-            num_preemptions=self._admission.num_preemptions,
+            num_preemptions=self._preemption.num_preemptions,
             num_swapped_blocks=self.kv.num_host_used,
-            num_swap_preemptions=self._admission.num_swap_preemptions,
+            num_swap_preemptions=self._preemption.num_swap_preemptions,
             num_loading=self._queues.num_loading,
             num_compiling=self._guides.num_compiling,
             num_swapped=self._queues.num_swapped,
@@ -245,28 +127,36 @@ class Scheduler:
             The outputs of candidates that end at once because of the tokens they have.
         """
         group, params = self._new_group(request), request.spec.params
-        outputs = params.structured_outputs
         self._queues.add(group)
         self._transfers.loads.accept(group)
         if request.spec.deadline is not None:
             self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
-        if outputs is not None:
-            self._guides.start_compiling(group, outputs)
-            return self.take_compiled()
-        self._queues.wait_for_admission(group)
-        if params.thinking_token_budget is not None:
-            return self._outputs.start_guided(group, None)
-        return self._outputs.take_progress(group)
-
-    def fail_request(self, request_id: str, error: BatonError) -> EngineOutput:
-        """Ends a request that `add` has failed to add, at whatever point; returns its output."""
-        group = self._groups.get(request_id)
-        if group is None:
-            self._metrics.request_ended(FinishReason.ERROR, 0.0)
-            return EngineOutput(
-                request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
+        if params.structured_outputs is not None:
+            self._guides.start_compiling(group, params.structured_outputs)
+            outputs = self.take_compiled()
+        else:
+            self._queues.wait_for_admission(group)
+            guided = params.thinking_token_budget is not None
+            outputs = (
+                self._outputs.start_guided(group, None)
+                if guided
+                else self._outputs.take_progress(group)
             )
-        return self._outputs.end(group, FinishReason.ERROR, error)
+        self._metrics.outputs_made(outputs)
+        return outputs
+
+    def try_add(self, request: EngineRequest) -> list[EngineOutput]:
+        """Like `add`, but a bug that this meets, at whatever point, ends the request alone."""
+        request_id = request.spec.request_id
+        try:
+            return self.add(request)
+        except Exception:
+            _logger.exception("request %s could not be added", request_id)
+        reason, error = FinishReason.ERROR, InternalError("the engine failed on this request")
+        if (group := self._groups.get(request_id)) is not None:
+            return [self._ends.end(group, reason, error)]
+        self._metrics.request_ended(reason, 0.0)
+        return [EngineOutput(request_id, finish_reason=reason, is_last=True, error=error)]
 
     def take_compiled(self) -> list[EngineOutput]:
         """Lets the requests run whose grammars are compiled, and ends those whose are refused.
@@ -277,7 +167,7 @@ class Scheduler:
         outputs: list[EngineOutput] = []
         for group, result in self._guides.take_compiled():
             if isinstance(result, BatonError):
-                outputs.append(self._outputs.end(group, FinishReason.ERROR, result))
+                outputs.append(self._ends.end(group, FinishReason.ERROR, result))
             else:
                 outputs += self._outputs.start_guided(group, result)
         return outputs
@@ -285,7 +175,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests and frees what they hold. Unknown ids are ignored."""
         known = [self._groups[i] for i in dict.fromkeys(request_ids) if i in self._groups]
-        return [self._outputs.end(group, FinishReason.ABORTED) for group in known]
+        return [self._ends.end(group, FinishReason.ABORTED) for group in known]
 
     def move(self, request_id: str) -> list[EngineOutput]:
         """Ends a request that continues on another engine, at once or when its KV is saved.
@@ -293,7 +183,7 @@ class Scheduler:
         Its last output has the reason HANDOFF. Unknown ids are ignored.
         """
         group = self._groups.get(request_id)
-        return self._outputs.move(group) if group is not None else []
+        return self._handovers.move(group) if group is not None else []
 
     def finish_candidate(self, request_id: str, index: int) -> list[EngineOutput]:
         """Ends one candidate without an output. Unknown ids and indices are ignored.
@@ -301,7 +191,7 @@ class Scheduler:
         If it was the last one, its request ends with an output, ABORTED.
         """
         group = self._groups.get(request_id)
-        return self._outputs.end_candidate(group, index) if group is not None else []
+        return self._ends.end_candidate(group, index) if group is not None else []
 
     def expire(self) -> list[EngineOutput]:
         """Ends requests whose deadline has passed, and gives up overdue transfers."""
@@ -311,7 +201,7 @@ class Scheduler:
             error = DeadlineExceededError(
                 "the request's deadline passed on the worker", reason=Reason.REQUEST_DEADLINE
             )
-            outputs.append(self._outputs.end(self._groups[request_id], FinishReason.ERROR, error))
+            outputs.append(self._ends.end(self._groups[request_id], FinishReason.ERROR, error))
         return outputs
 
     def release_handoff(self, handoff_id: str) -> None:
@@ -319,11 +209,18 @@ class Scheduler:
         self._transfers.saves.release_handoff(handoff_id)
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        """Starts to load blocks of a prompt that another engine is still computing."""
+        """Starts to load blocks of a prompt that another engine is still computing.
+
+        They enter the prefix cache, as far as there is room. The handoff must be for this engine.
+        """
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
     def reset_prefix_cache(self) -> int:
-        """Does the work of `EngineCore.reset_prefix_cache`."""
+        """Empties the prefix cache, and forgets the answers that guesses come from; returns how
+        many blocks the cache held.
+
+        A KV store keeps its blocks.
+        """
         if self._drafts is not None:
             self._drafts.forget_answers()
         return self.kv.reset_prefix_cache()
@@ -414,7 +311,7 @@ class Scheduler:
             error: for the request's last output.
         """
         culprit = self._retries.step_failed(self._end_step(batch))
-        outputs = [] if culprit is None else [self._outputs.end(culprit, FinishReason.ERROR, error)]
+        outputs = [] if culprit is None else [self._ends.end(culprit, FinishReason.ERROR, error)]
         self.kv.step_reported(batch.step)
         return outputs
 
@@ -424,7 +321,7 @@ class Scheduler:
             record = self._end_step(self._in_flight[0].batch)
             for group in record.groups():
                 if self._groups.get(group.request_id) is group:
-                    self._outputs.end(group, FinishReason.ERROR, error)
+                    self._ends.end(group, FinishReason.ERROR, error)
             self._retries.step_failed(record)
             self.kv.step_reported(record.batch.step)
 
@@ -485,32 +382,5 @@ class Scheduler:
         outputs = [output for load in loads for output in self._outputs.take_load(load)]
         for group in saved:
             if self._groups.get(group.request_id) is group:
-                outputs += self._outputs.report_saved(group)
+                outputs += self._handovers.report_saved(group)
         return outputs
-
-    def _new_group(self, request: EngineRequest) -> SequenceGroup:
-        now, arrival = self._clock(), self._num_arrivals
-        self._num_arrivals += 1
-        # A level of priority counts as some seconds of waiting, so every request gets its turn.
-        rank = now + request.spec.priority * self._config.priority_ageing_s
-        return SequenceGroup(
-            request=request,
-            order=(rank, arrival),
-            keys=BlockKeyChain(
-                self._namespace,
-                self._config.transfer_block_size,
-                cache_salt=request.spec.cache_salt,
-                blocks_per_pool_block=self._config.block_size // self._config.transfer_block_size,
-            ),
-            max_len=min(request.spec.max_total_tokens, self._info.max_model_len),
-            arrived_at=now,
-        )
-
-
-def _drafts_of(
-    config: EngineConfig, costs: StepCosts, metrics: EngineMetrics, clock: Callable[[], float]
-) -> Drafts | None:
-    """Returns the drafts of an engine; None without speculation, or without room for any."""
-    if config.max_drafts < 1:
-        return None
-    return Drafts(config, costs, metrics, clock)

@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 import torch
 
-from engine.batch import DrawParams, ProcessedText, ScheduledBatch
+from engine.batch import ProcessedText, ScheduledBatch
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import (
     VOCAB_SIZE,

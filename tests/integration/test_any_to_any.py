@@ -26,7 +26,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.halved_worker import HalvedWorker
 from tests.support.pairs import pairs
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 from tests.support.real_engines import (
     SplitRun,
     build_core,
@@ -260,7 +260,7 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
     config = EngineConfig(model=str(path), kv_connector=url, **(settings | flags))
     config = with_device_defaults(config)
     connector = (KvConnectorScheduler("memory", lease_s=30, saves_ahead=True), HalvedWorker(url))
-    return core_of(role)(config, ModelRunner(config), connector)
+    return with_role(EngineCore(config, ModelRunner(config), connector), role)
 
 
 @pytest.mark.parametrize(

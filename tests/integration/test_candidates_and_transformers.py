@@ -182,7 +182,7 @@ def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
         flags["num_gpu_blocks_override"] = 68 if "async_scheduling" in flags else 56
     with _engine(variant, **flags) as core:
         outputs = run_all(core, _all_requests())
-        is_tight = core.load().num_preemptions > 0
+        is_tight = core.scheduler.load().num_preemptions > 0
     _check_same(outputs, _reference(variant))
     assert is_tight == ("tight" in load)
 
@@ -271,14 +271,14 @@ def test_finishing_one_candidate_early_does_not_change_the_others() -> None:
     request = _sample_request(21, WIDTH)
     with _engine("llama") as core:
         expected = run_all(core, [request])[request.spec.request_id]
-        core.add_request(request)
+        core.scheduler.add(request)
         outputs: list[EngineOutput] = []
         while core.has_work:
             core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token
-                core.finish_candidate(request.spec.request_id, 1)
+                core.scheduler.finish_candidate(request.spec.request_id, 1)
         core.scheduler.check()
-        assert core.load().num_free_blocks == core.num_blocks
+        assert core.scheduler.load().num_free_blocks == core.num_blocks
     for index in (0, 2, 3):
         assert tokens_of(outputs, index) == tokens_of(expected, index)
     assert len(tokens_of(outputs, 1)) < NUM_TOKENS

@@ -73,7 +73,7 @@ def test_steps_launch_only_versions_that_the_warm_up_launched(monkeypatch):
     use_kind("triton, graphs", monkeypatch)
     # On a GPU the engine times the longest step that its flags allow.
     monkeypatch.setattr(
-        "engine.runtime.model_runner._TIMED_TOKENS_ON_CPU", FLAGS["max_num_batched_tokens"]
+        "engine.runtime.launch.trial_steps._TIMED_TOKENS_ON_CPU", FLAGS["max_num_batched_tokens"]
     )
     known, launched = set(), set()
     with recording_versions(known):

@@ -89,7 +89,7 @@ def test_features_change_no_token(feature: str) -> None:
             for request in requests:
                 check_outputs(request, outputs[request.spec.request_id])
         if is_tight:
-            assert core.load().num_preemptions > 0
+            assert core.scheduler.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
@@ -246,7 +246,11 @@ def test_forced_tokens_obey_other_rules(rules: dict[str, object]) -> None:
 def test_a_library_that_fails_ends_one_request(monkeypatch) -> None:
     constrained, plain, *_ = mixed_requests()
     with engine() as core:
-        received: list[EngineOutput] = [*core.add_request(constrained), *core.add_request(plain)]
+        received: list[EngineOutput] = [
+            *core.scheduler.add(constrained),
+            *core.scheduler.add(plain),
+        ]
+        core.run_step(received.extend)
         while not any(output.token_ids for output in received if output.request_id == "0"):
             core.wait()
             core.run_step(received.extend)
@@ -256,7 +260,7 @@ def test_a_library_that_fails_ends_one_request(monkeypatch) -> None:
             raise RuntimeError("std::bad_alloc")
 
         monkeypatch.setattr(sequence.guide._matcher, "_state", SimpleNamespace(accept=fail))
-        while core.has_unfinished:
+        while core.scheduler.num_unfinished:
             core.run_step(received.extend)
         own = [output for output in received if output.request_id == "0"]
         assert isinstance(own[-1].error, InternalError)
@@ -309,10 +313,10 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(held) -> None:
     constrained, plain, *_ = mixed_requests()
     waiting = [changed(constrained, request_id=f"c{index}") for index in range(20)]
     for request in waiting:
-        assert core.add_request(request) == []
-    assert core.load().num_waiting == 20
+        assert core.scheduler.add(request) == []
+    assert core.scheduler.load().num_waiting == 20
     received: list[EngineOutput] = []
-    received += core.add_request(plain)
+    received += core.scheduler.add(plain)
     while not any(output.is_last for output in received):
         core.run_step(received.extend)
     check_outputs(plain, received)
@@ -330,17 +334,17 @@ def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:
     core, grammars = held
     constrained, *_ = mixed_requests()
     received: list[EngineOutput] = []
-    received += core.add_request(changed(constrained, request_id="a"))
-    received += core.add_request(changed(constrained, request_id="b", deadline=0.0))
-    received += core.abort(["a"])
+    received += core.scheduler.add(changed(constrained, request_id="a"))
+    received += core.scheduler.add(changed(constrained, request_id="b", deadline=0.0))
+    received += core.scheduler.abort(["a"])
     assert received[-1].finish_reason is FinishReason.ABORTED
     core.run_step(received.extend)
     assert isinstance(received[-1].error, DeadlineExceededError)
-    assert not core.has_unfinished
+    assert not core.scheduler.num_unfinished
     assert all(future.cancelled() for future in grammars.futures)
     core.run_step(received.extend)
     assert len(received) == 2
-    assert core.load().num_waiting == 0
+    assert core.scheduler.load().num_waiting == 0
 
 
 MARKS = ReasoningMarks(tuple(b"<t>"), tuple(b"</t>"))

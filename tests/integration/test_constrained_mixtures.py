@@ -132,17 +132,19 @@ def test_aborted_requests_leave_the_others_as_they_were():
     try:
         aborted = {str(index) for index in range(0, 16, 3)}
         for request in requests:
-            collect(core.add_request(request))
+            collect(core.scheduler.add(request))
         for name in sorted(aborted):
             for _ in range(drawn.randint(0, 3)):
-                core.wait()
                 core.run_step(collect)
-            collect(core.abort([name]))
+                if core.has_work:
+                    core.wait()
+            collect(core.scheduler.abort([name]))
+        core.run_step(collect)
         while core.has_work:
             core.wait()
             core.run_step(collect)
         core.scheduler.check()
-        assert core.load().num_free_blocks == core.num_blocks
+        assert core.scheduler.load().num_free_blocks == core.num_blocks
     finally:
         core.close()
     for name in outputs.keys() - aborted:
@@ -259,15 +261,16 @@ def test_plain_rows_run_while_a_hostile_grammar_compiles():
     try:
         warm = [r for r in mixed_requests() if r.spec.params.structured_outputs is not None]
         run_all(core, [changed(warm[0], request_id="warm")])  # starts the process
-        received: list[EngineOutput] = list(core.add_request(hostile))
+        received: list[EngineOutput] = list(core.scheduler.add(hostile))
         for request in mixed_requests():
-            received += core.add_request(request)
+            received += core.scheduler.add(request)
         names = {request.spec.request_id for request in mixed_requests()}
+        core.run_step(received.extend)
         while not names <= {output.request_id for output in received if output.is_last}:
             core.wait()
             core.run_step(received.extend)
         assert not any(output.request_id == "hostile" for output in received)
-        received += core.abort(["hostile"])
+        received += core.scheduler.abort(["hostile"])
         assert received[-1].finish_reason is FinishReason.ABORTED
         check_others(core, received)
     finally:
@@ -275,7 +278,7 @@ def test_plain_rows_run_while_a_hostile_grammar_compiles():
 
 
 def check_others(core: EngineCore, received: Sequence[EngineOutput]) -> None:
-    assert not core.has_unfinished
+    assert not core.scheduler.num_unfinished
     assert not any(isinstance(output.error, BatonError) for output in received)
     for request in mixed_requests():
         mine = [output for output in received if output.request_id == request.spec.request_id]

@@ -162,7 +162,7 @@ def test_no_step_follows_a_failed_launch(name, monkeypatch):
     core = _build(num_gpu_blocks_override=64)
     failing = _requests((13, 14), 40)
     for request in failing:
-        core.add_request(request)
+        core.scheduler.add(request)
     outputs = []
     for _ in range(9):
         core.run_step(outputs.extend)

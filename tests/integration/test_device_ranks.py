@@ -16,7 +16,8 @@ from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.runtime import rank_batches as batches
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.launch.launcher import Launcher
+from engine.runtime.launch.pools import Pools
 from engine.runtime.rank_batches import least_of_all
 from engine.runtime.ranks import nccl, processes
 from kernels.ranks import DeviceRankGroup, RanksLostError
@@ -116,10 +117,13 @@ def test_pools_are_as_large_as_the_rank_with_the_least_memory_allows(
 ) -> None:
     poorest %= sizes[0] * sizes[1]
 
-    def left(runner: ModelRunner, _: int) -> int:
-        return 5 * MEBIBYTE + 1 if runner._ranks.rank == poorest else 9 * MEBIBYTE
+    make_pools = Launcher._make_pools
 
-    monkeypatch.setattr(ModelRunner, "profile", left)
+    def make_with_left(launcher: Launcher, _: int | None) -> Pools:
+        is_poorest = launcher._ranks is not None and launcher._ranks.rank == poorest
+        return make_pools(launcher, 5 * MEBIBYTE + 1 if is_poorest else 9 * MEBIBYTE)
+
+    monkeypatch.setattr(Launcher, "_make_pools", make_with_left)
     with closing(_core(*sizes, num_gpu_blocks_override=None)) as core:
         block_bytes = core._runner.kv_pool[0].nbytes
         assert core.num_blocks == 5 * MEBIBYTE // block_bytes

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import kernels
 from baton.common.errors import ConfigurationError
-from engine.batch import DraftWork, DrawParams
+from engine.batch import DraftWork
 from engine.core import EngineCore
+from engine.draw_params import DrawParams
 from engine.groups.group import Sequence as GroupSequence
 from engine.runtime.drafting import draft_heads
 from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
@@ -192,7 +193,7 @@ def test_preempted_and_pausing_sequences_keep_their_tokens(
     ]
     with closing(build_core(served, "both", **flags | {"num_gpu_blocks_override": 14})) as core:
         outputs = run_all(core, requests)
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
         assert sum(_num_drafts(core)) > 20
     for request_id, each in outputs.items():
         assert tokens_of(each) == reference_greedy(served, prompt_of(int(request_id)), 40)

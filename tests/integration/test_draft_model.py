@@ -112,7 +112,7 @@ def test_a_preempted_sequence_is_run_again(mode: str) -> None:
 
     with closing(build_core(path, "both", **flags | {"num_gpu_blocks_override": 14})) as core:
         _check_all_right(core)
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
 
 
 def test_a_sequence_that_decoded_meanwhile_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

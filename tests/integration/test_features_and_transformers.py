@@ -91,17 +91,17 @@ def test_features_change_no_token(variant: str, feature: str) -> None:
             for length in LENGTHS:
                 assert tokens_of(outputs[str(length)]) == _reference(variant, length)
         if "recompute" in feature or "swap" in feature:
-            assert core.load().num_preemptions > 0
+            assert core.scheduler.load().num_preemptions > 0
 
 
 def test_preemption_by_swapping_copies_blocks_to_the_host() -> None:
     with _engine("llama", _flags_for("llama", "swap")) as core:
         num_swapped = 0
         for request in _requests():
-            core.add_request(request)
+            core.scheduler.add(request)
         while core.has_work:
             core.run_step([].extend)
-            num_swapped = max(num_swapped, core.load().num_swapped_blocks)
+            num_swapped = max(num_swapped, core.scheduler.load().num_swapped_blocks)
         assert num_swapped > 0
 
 

@@ -15,7 +15,7 @@ from baton import LLM, SamplingParams, StructuredOutputs
 from baton.common.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
 from baton.common.model_files.demo import demo_model_path
 from baton.common.request.prompts import parse_prompts
-from engine.batch import candidate_seed
+from engine.draw_params import candidate_seed
 from engine.speculation.drafts import Drafts
 from router.requests.reasoning import encode_marks
 from tests.support.checkpoints import (
@@ -52,7 +52,7 @@ def made(llm, prompt, params):
 @pytest.fixture(autouse=True)
 def no_request_left(llm):
     yield
-    load = llm._core.load()
+    load = llm._core.scheduler.load()
     assert (load.num_running, load.num_waiting) == (0, 0)
     assert load.num_free_blocks == NUM_BLOCKS
 
@@ -311,9 +311,9 @@ def ascii_prompt(llm):
 def finished(llm, monkeypatch):
     """Returns a list that gets the index of each candidate that the engine is made to finish."""
     indices = []
-    finish = llm._core.finish_candidate
+    finish = llm._core.scheduler.finish_candidate
     monkeypatch.setattr(
-        llm._core,
+        llm._core.scheduler,
         "finish_candidate",
         lambda name, index: indices.append(index) or finish(name, index),
     )

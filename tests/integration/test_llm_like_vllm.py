@@ -60,10 +60,10 @@ def test_token_ids_may_have_their_earlier_name(llm):
 
 def test_priorities_reach_the_engine(llm, monkeypatch):
     added = []
-    add_request = llm._core.add_request
+    add_request = llm._core.scheduler.add
     monkeypatch.setattr(
-        llm._core,
-        "add_request",
+        llm._core.scheduler,
+        "add",
         lambda request: added.append(request.spec.priority) or add_request(request),
     )
     llm.generate(["a", "b"], GREEDY, priority=[3, -1], use_tqdm=False)

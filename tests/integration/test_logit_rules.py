@@ -158,7 +158,7 @@ def test_features_change_no_token(kind, feature, monkeypatch):
         outputs = run_all(core, _all_requests("llama"))
         assert {name: tokens_of(of_one) for name, of_one in outputs.items()} == _expected("llama")
     if "recompute" in feature or "swap" in feature:
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
     core.close()
 
 
@@ -331,9 +331,10 @@ def test_a_failed_step_leaves_valid_rules_to_the_step_after_it(has_table, monkey
         for output in step_outputs:
             outputs[output.request_id].append(output)
 
-    core.add_request(ruled)
+    core.scheduler.add(ruled)
     core.run_step(collect)  # submits the step that fails
-    core.add_request(engine_request("plain", prompt, max_tokens=NUM_TOKENS))
+    core.scheduler.add(engine_request("plain", prompt, max_tokens=NUM_TOKENS))
+    core.run_step(collect)
     while core.has_work:
         core.wait()
         core.run_step(collect)

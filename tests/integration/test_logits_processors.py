@@ -111,7 +111,7 @@ def test_tokens_equal_those_of_the_oracle(kind, feature, monkeypatch):
     for _ in range(2):
         assert _tokens(run_all(core, _requests())) == _expected()
     if "recompute" in feature or "swap" in feature:
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
     core.close()
 
 

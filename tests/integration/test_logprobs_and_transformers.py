@@ -120,7 +120,7 @@ def test_features_change_no_logprob(variant: str, feature: str) -> None:
             for request in mixed_requests():
                 check_outputs(variant, request, outputs[request.spec.request_id])
         if "recompute" in feature or "swap" in feature:
-            assert core.load().num_preemptions > 0
+            assert core.scheduler.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize(

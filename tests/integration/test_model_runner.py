@@ -8,8 +8,10 @@ import torch
 
 import kernels
 from baton.common.errors import ConfigurationError
-from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, TableUpdate
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
+from engine.runtime.launch.launcher import Launcher
 from tests.support import runner_kinds
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.driven_requests import (
@@ -208,7 +210,7 @@ def test_bad_flags_are_reported_at_start(flags, message):
 
 
 def test_a_length_that_no_block_table_has_room_for_needs_the_flag(monkeypatch):
-    monkeypatch.setattr("engine.runtime.model_runner._MAX_MODEL_LEN", 1000)
+    monkeypatch.setattr("engine.runtime.launch.launcher._MAX_MODEL_LEN", 1000)
     with pytest.raises(ConfigurationError, match=r"takes 2048 tokens, .* to at most 1000"):
         make_runner(_config(max_model_len=None))
     make_runner(_config(max_model_len=1000)).close()
@@ -232,7 +234,8 @@ def test_only_the_profile_of_memory_has_rules_and_log_probabilities(monkeypatch)
     assert all(chunk.num_logprobs == NO_LOGPROBS for chunk in of_all)
     assert not any(chunk.prompt_targets or chunk.rules for chunk in of_all)
     batches.clear()
-    assert runner._run_dummy(64, 8, uses_all_memory=True) == 64
+    trials = Launcher(_config(**flags), progress=False, ranks=None).trials()
+    assert trials.run(64, 8, uses_all_memory=True) == 64
     assert [len(batch.chunks) for batch in batches] == [8, 8]
     assert all(chunk.rules and chunk.prompt_targets for chunk in batches[0].chunks)
     assert runner._steps._rules._table is None

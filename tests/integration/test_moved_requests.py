@@ -46,12 +46,12 @@ class Pair:
 
     def add(self, core: EngineCore, request: EngineRequest) -> None:
         core.check(request)
-        self.outputs[core] += core.add_request(request)
+        self.outputs[core] += core.scheduler.add(request)
 
     def move(self, request: EngineRequest) -> EngineRequest:
         """Moves the request off the old engine; returns the one for the new engine."""
         outputs = self.outputs[self.old]
-        outputs += self.old.move(request.spec.request_id)
+        outputs += self.old.scheduler.move(request.spec.request_id)
         self.run(self.old, lambda: outputs and outputs[-1].is_last)
         assert outputs[-1].finish_reason is FinishReason.HANDOFF
         indices = {output.index for output in outputs if output.token_ids}
@@ -66,7 +66,7 @@ class Pair:
         self.add(self.new, moved)
         self.run(self.new, lambda: any(output.token_ids or output.is_last for output in new))
         if moved.handoff is not None:
-            self.old.release_handoff(moved.handoff.handoff_id)
+            self.old.scheduler.release_handoff(moved.handoff.handoff_id)
         self.run(self.new, self._is_over)
         for core in (self.old, self.new):
             core.scheduler.check()
@@ -78,7 +78,7 @@ class Pair:
     def _is_over(self) -> bool:
         cores = (self.old, self.new)
         is_idle = not any(core.has_work for core in cores)
-        return is_idle and all(core.load().num_free_blocks == core.num_blocks for core in cores)
+        return is_idle and all(core.scheduler.kv.pool.num_free == core.num_blocks for core in cores)
 
 
 def num_computed(core: EngineCore) -> int:

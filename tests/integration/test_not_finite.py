@@ -32,7 +32,7 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
     engine, pool = engine_and_pool
     prompts = {"good": prompt_of(20, seed=1), "bad": prompt_of(30, seed=2)}
     for request_id, prompt in prompts.items():
-        engine.add_request(
+        engine.scheduler.add(
             engine_request(request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=5)
         )
     first = []
@@ -52,7 +52,7 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
     assert len(tokens["bad"]) == 1
     assert last["bad"].finish_reason is FinishReason.ERROR
     assert isinstance(last["bad"].error, InternalError)
-    assert engine.load().num_free_blocks == engine.num_blocks
+    assert engine.scheduler.load().num_free_blocks == engine.num_blocks
 
 
 def _poison_blocks_of(engine, request_id, pool):

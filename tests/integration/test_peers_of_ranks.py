@@ -55,8 +55,8 @@ def run_until(core: EngineCore, is_over: Callable[[], bool]) -> list[EngineOutpu
 def prefill_one(core: EngineCore, request_id: str) -> EngineRequest:
     """Computes the prompt; returns the request for decode."""
     request = engine_request(request_id, PROMPT, max_tokens=NUM_TOKENS)
-    core.add_request(request)
-    return hand_over(request, run_until(core, lambda: not core.has_unfinished))
+    core.scheduler.add(request)
+    return hand_over(request, run_until(core, lambda: not core.scheduler.num_unfinished))
 
 
 def other_rank_of(core: EngineCore) -> int:
@@ -67,7 +67,7 @@ def other_rank_of(core: EngineCore) -> int:
 
 
 def all_free(core: EngineCore) -> bool:
-    return core.load().num_free_blocks == core.num_blocks
+    return core.scheduler.load().num_free_blocks == core.num_blocks
 
 
 def check_is_closed(endpoint: str) -> None:
@@ -90,7 +90,7 @@ def test_a_prompt_is_computed_again_if_a_rank_that_lends_it_is_killed() -> None:
         check_is_closed(address.endpoint)
         os.kill(lender, signal.SIGSTOP)
         peers = decode._connector._peers._peers
-        decode.add_request(handed)
+        decode.scheduler.add(handed)
         run_until(decode, lambda: address in peers and peers[address].num_users > 0)
         os.kill(lender, signal.SIGKILL)
         outputs = run_until(decode, lambda: not decode.has_work)
@@ -120,7 +120,7 @@ def test_ranks_hand_over_and_lent_blocks_come_back_if_a_rank_that_reads_them_is_
         handed = prefill_one(prefill, "a")
         lender = other_rank_of(prefill)
         os.kill(lender, signal.SIGSTOP)
-        decode.add_request(handed)
+        decode.scheduler.add(handed)
         jobs = decode._connector._joined._jobs
         run_until(decode, lambda: [job.num_missing for job in jobs.values()] == [1])
         os.kill(other_rank_of(decode), signal.SIGKILL)
@@ -128,6 +128,6 @@ def test_ranks_hand_over_and_lent_blocks_come_back_if_a_rank_that_reads_them_is_
             run_until(decode, lambda: False)
         os.kill(lender, signal.SIGCONT)
         assert not all_free(prefill)
-        prefill.release_handoff(handed.handoff.handoff_id)
+        prefill.scheduler.release_handoff(handed.handoff.handoff_id)
         run_until(prefill, lambda: all_free(prefill))
         prefill.scheduler.check()

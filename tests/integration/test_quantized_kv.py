@@ -110,7 +110,7 @@ def test_swapped_requests_continue_where_they_were() -> None:
     )
     requests = make_requests((14, 15, 16, 22))
     check_tokens("llama", requests, run_all(core, requests))
-    assert core.load().num_preemptions > 0
+    assert core.scheduler.load().num_preemptions > 0
     core.close()
 
 

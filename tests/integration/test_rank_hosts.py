@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.runtime.ranks import meeting
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import RankPlace
@@ -23,7 +23,6 @@ from kernels.ranks import RanksLostError
 from kvstore.peer.holders import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.ports import reserved_port
-from tests.support.prefill_core import core_of
 from tests.support.rank_hosts import (
     NUM_TOKENS,
     SETTINGS,
@@ -45,7 +44,7 @@ def test_tokens_are_those_of_one_rank() -> None:
     with other_rank(path, port), closing(first_rank(path, port)) as core:
         found = run_all(core, requests())
     one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
-    with closing(EngineCore.build(one)) as core:
+    with closing(build_engine(one)) as core:
         expected = run_all(core, requests())
     for request_id, outputs in expected.items():
         for index in range(2):
@@ -73,7 +72,7 @@ def test_stages_of_several_hosts_have_the_tokens_of_one_rank(
             found = run_all(core, requests())
         assert [process.wait(30) for process in processes] == [0] * (size - 1)
     one = EngineConfig(model=str(path), **{**SETTINGS, "tensor_parallel_size": 1})
-    with closing(EngineCore.build(one)) as core:
+    with closing(build_engine(one)) as core:
         expected = run_all(core, requests())
     for request_id, outputs in expected.items():
         for index in range(2):
@@ -103,7 +102,7 @@ def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -
     with other_rank(path, port, **flags) as process:
         with (
             closing(first_rank(path, port, "prefill", **flags)) as prefill,
-            closing(core_of("decode").build(config, ClusterSecurity(token=TOKEN))) as decode,
+            closing(build_engine(config, ClusterSecurity(token=TOKEN))) as decode,
         ):
             split = SplitRun(prefill, decode)
             split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])
@@ -189,7 +188,7 @@ def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
         with (
             other_rank(path, port, namespace=there, **lent_there),
             closing(first_rank(path, port, "prefill", **lent)) as prefill,
-            closing(core_of("decode").build(config, ClusterSecurity(token=TOKEN))) as decode,
+            closing(build_engine(config, ClusterSecurity(token=TOKEN))) as decode,
         ):
             split = SplitRun(prefill, decode)
             split.run([engine_request("a", tuple(prompt_of(43)), max_tokens=NUM_TOKENS)])

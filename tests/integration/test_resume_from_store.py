@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest
@@ -25,7 +26,7 @@ def opened(url: str) -> Iterator[EngineCore]:
         num_threads=1,
         kv_connector=url,
     )
-    with closing(EngineCore.build(config)) as core:
+    with closing(build_engine(config)) as core:
         yield core
 
 
@@ -36,7 +37,7 @@ def run(core: EngineCore, request: EngineRequest, num_tokens: int) -> list[int]:
     def take(outputs: list[EngineOutput]) -> None:
         tokens.extend(token for output in outputs for token in output.token_ids)
 
-    take(core.add_request(request))
+    take(core.scheduler.add(request))
     while len(tokens) < num_tokens and core.has_work:
         core.run_step(take)
         core.wait()
@@ -59,7 +60,7 @@ def test_a_lost_request_continues_with_a_load(tmp_path: Path) -> None:
         after = run(other, changed(request, progress=progress), 1)
         assert num_computed(other) <= num_known % BLOCK_SIZE + 9 * BLOCK_SIZE
         assert len(list(tmp_path.glob("kv/objects/*/*"))) * BLOCK_SIZE > num_known - 9 * BLOCK_SIZE
-        while other.has_unfinished:
+        while other.scheduler.num_unfinished:
             other.run_step(lambda outputs: after.extend(t for o in outputs for t in o.token_ids))
             other.wait()
     assert [*before, *after] == reference_greedy(tiny_checkpoint("llama"), PROMPT, NUM_TOKENS)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
+from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.runtime import model_runner
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.runner_kinds import make_runner, use_kind

@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from baton.common.errors import ConfigurationError
-from engine.batch import (
-    INVALID_TOKEN,
-    DrawParams,
-    ScheduledBatch,
-    ScheduledChunk,
-    StepOutput,
-    TableUpdate,
-)
+from engine.batch import INVALID_TOKEN, ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.steps.host_steps import HostSteps
 from tests.support.checkpoints import (

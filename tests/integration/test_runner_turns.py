@@ -6,7 +6,9 @@ import pytest
 
 from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
 from engine.config import EngineConfig
-from engine.runtime import model_runner
+from engine.runtime.launch import launcher
+from engine.runtime.launch.pools import Pools
+from engine.runtime.launch.trial_steps import TrialSteps
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.turns import Turns
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
@@ -89,9 +91,13 @@ def test_the_model_is_loaded_outside_of_a_turn_and_timed_in_one(make, tmp_path, 
 
         return note
 
-    monkeypatch.setattr(model_runner, "load_model", noting("load", model_runner.load_model))
-    for name in ("profile", "_time_prompt_token", "_time_swapped_block"):
-        monkeypatch.setattr(ModelRunner, name, noting(name, getattr(ModelRunner, name)))
+    monkeypatch.setattr(launcher, "load_model", noting("load", launcher.load_model))
+    for owner, name in (
+        (TrialSteps, "profile"),
+        (TrialSteps, "time_prompt_token"),
+        (Pools, "time_swapped_block"),
+    ):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     make()
     assert held.pop("load") is False
     assert len(held) == 3

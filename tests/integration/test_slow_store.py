@@ -68,8 +68,9 @@ class Decode:
         Its loads may continue afterwards.
         """
         self.core.check(request)
-        outputs = self.core.add_request(request)
-        while self.core.has_unfinished:
+        outputs = self.core.scheduler.add(request)
+        self.core.run_step(outputs.extend)
+        while self.core.scheduler.num_unfinished:
             self.core.wait()
             self.core.run_step(outputs.extend)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
@@ -82,11 +83,12 @@ class Decode:
         self._ahead_s += seconds
 
     def end_transfers(self) -> None:
+        self.core.run_step([].extend)
         while self.core.has_work:
             self.core.wait()
             self.core.run_step([].extend)
         self.core.scheduler.check()
-        assert self.core.load().num_free_blocks == self.core.num_blocks
+        assert self.core.scheduler.load().num_free_blocks == self.core.num_blocks
 
     def _clock(self) -> float:
         return time.monotonic() + self._ahead_s

@@ -123,7 +123,7 @@ def test_preempted_sequences_keep_drafting(mode: str, monkeypatch: pytest.Monkey
         ]
         outputs = run_all(core, requests)
         assert [tokens_of(outputs[str(length)]) for length in lengths] == expected
-        assert core.load().num_preemptions > 0
+        assert core.scheduler.load().num_preemptions > 0
         assert _num_drafts(core)[0] > 30
 
 

@@ -218,7 +218,7 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
         run_all(core, all_kinds()[:1])
         (pid,) = pids_of(core)
         monkeypatch.setattr(core._runner._steps, "launch", lambda batch: 1 / 0)
-        core.add_request(engine_request("late", tuple(prompt_of(9)), max_tokens=50))
+        core.scheduler.add(engine_request("late", tuple(prompt_of(9)), max_tokens=50))
         with pytest.raises(RanksLostError, match="rank 0 has failed: division by zero"):
             core.run_step(lambda outputs: None)
         wait_until_ended(pid)

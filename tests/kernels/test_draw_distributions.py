@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from engine.batch import LogitRules
+from engine.draw_params import LogitRules
 from kernels import reference
 from tests.support.distributions import assert_follows, filtered_probabilities
 from tests.support.draw_cases import draw_table, make_logits

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from engine.batch import LogitRules
+from engine.draw_params import LogitRules
 from kernels import INVALID_TOKEN, NO_TOKEN, reference
 from tests.support.kernel_checks import native_only, on_threads
 from tests.support.rule_cases import RuleCase, expected_logits

@@ -98,7 +98,7 @@ def test_drafts_change_no_token(proposer: dict[str, str]) -> None:
         values = engine.core.metrics.snapshot().values
         for result in ("accepted", "rejected"):
             happened[result] += values["baton_engine_draft_tokens", result]
-        happened["preempted"] += engine.core.load().num_preemptions
+        happened["preempted"] += engine.core.scheduler.load().num_preemptions
 
     compare()
     assert min(happened["accepted"], happened["rejected"]) > 60, happened

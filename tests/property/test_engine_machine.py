@@ -262,14 +262,14 @@ class Cluster(RuleBasedStateMachine):
     def _release_handoff(self, engine: CheckedEngine, index: int) -> None:
         if self.handoff_ids:
             handoff_id = self.handoff_ids[index % len(self.handoff_ids)]
-            self.engines[0].core.release_handoff(handoff_id)
+            self.engines[0].core.scheduler.release_handoff(handoff_id)
 
     def _end_lease(self, engine: CheckedEngine, index: int) -> None:
         if leases := self.engines[0].worker.leases:
             self.engines[0].worker.end_lease(leases[index % len(leases)])
 
     def _reset_prefix_cache(self, engine: CheckedEngine, index: int) -> None:
-        engine.core.reset_prefix_cache()
+        engine.core.scheduler.reset_prefix_cache()
         assert engine.core.scheduler.kv.pool.cached_keys() == ()
 
     def _watch(self, engine: CheckedEngine, index: int) -> None:
@@ -327,15 +327,15 @@ class Cluster(RuleBasedStateMachine):
             for i in range(count)
         ]
         for request in requests:
-            engine.core.add_request(request)
+            engine.core.scheduler.add(request)
         engine.core.run_step([].extend)
-        assert engine.core.load().num_running == count
+        assert engine.core.scheduler.load().num_running == count
 
     def _step(self, engine: CheckedEngine) -> None:
         engine.step()
         for saved in engine.saved:
             if self.prefetches:
-                self.engines[1].core.prefetch(saved)
+                self.engines[1].core.scheduler.prefetch(saved)
         engine.saved.clear()
         for checked, output, handoff in engine.handed_over:
             self._hand_over(checked.request, output, handoff)

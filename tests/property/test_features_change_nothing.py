@@ -103,8 +103,8 @@ def run(
         engine.add(CheckedRequest.of(request, info))
     engine.finish(3000)
     happened = engine.counts
-    happened["preemptions"] = engine.core.load().num_preemptions
-    happened["hits"] = engine.core.load().prefix_cache_hits
+    happened["preemptions"] = engine.core.scheduler.load().num_preemptions
+    happened["hits"] = engine.core.scheduler.load().prefix_cache_hits
     return [engine.finished[request.spec.request_id] for request in batch], happened
 
 

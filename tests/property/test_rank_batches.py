@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.errors import ConfigurationError
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.draw_params import DrawParams
 from engine.runtime.rank_batches import BatchReceiver, BatchSender, check_same_pools
 
 SMALL = st.integers(0, 2**31 - 1)

@@ -13,6 +13,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from engine.batch import ScheduledBatch
+from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
@@ -23,7 +24,7 @@ from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, token_logprobs
 from tests.support.fake_runner import FakeRunner
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
 
 __all__ = ["CheckedEngine", "CheckedRequest"]
@@ -178,9 +179,8 @@ class CheckedEngine:
         )
         connector = (scheduler, self.worker)
         self.hands_over = role == "prefill"
-        self.core = core_of(role)(
-            self.config, self.runner, connector if store is not None else None, clock
-        )
+        used = connector if store is not None else None
+        self.core = with_role(EngineCore(self.config, self.runner, used, clock), role)
         self._grammars = FakeGrammars()
         self.core.scheduler._guides._grammars = self._grammars
         self.live: dict[str, CheckedRequest] = {}
@@ -212,24 +212,24 @@ class CheckedEngine:
         if request.spec.request_id == self._bad_request:
             self._bad_request = ""  # that one has ended; this one has its id
         self.live[request.spec.request_id] = checked
-        for output in self.core.add_request(request):
+        for output in self.core.scheduler.add(request):
             self._on_output(output)
 
     def abort(self, request_id: str) -> None:
-        outputs = self.core.abort([request_id, "unknown"])
+        outputs = self.core.scheduler.abort([request_id, "unknown"])
         assert [(o.finish_reason, o.is_last) for o in outputs] == [(FinishReason.ABORTED, True)]
         del self.live[request_id]
         self._first_tokens.pop(request_id, None)
 
     def move(self, request_id: str) -> None:
         """Ends a request that continues elsewhere, now or when its KV is saved."""
-        for output in self.core.move(request_id):
+        for output in self.core.scheduler.move(request_id):
             self._on_output(output)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
         """Ends a candidate, as a router does when it finds a stop text."""
         checked = self.live[request_id]
-        outputs = self.core.finish_candidate(request_id, index)
+        outputs = self.core.scheduler.finish_candidate(request_id, index)
         checked.ended.add(index)
         ends = [(output.finish_reason, output.is_last) for output in outputs]
         assert ends == ([(FinishReason.ABORTED, True)] if checked.is_over else [])
@@ -275,11 +275,11 @@ class CheckedEngine:
 
     def watch(self) -> None:
         """Starts or restarts following the prefix cache's events."""
-        self._follow(self.core.watch_kv_events(True))
+        self._follow(self.core.scheduler.kv.events.start_recording())
         self.check()
 
     def unwatch(self) -> None:
-        self.core.watch_kv_events(False)
+        self.core.scheduler.kv.events.stop_recording()
         self.followed_keys = set()
 
     # Checks.
@@ -287,7 +287,7 @@ class CheckedEngine:
     def check(self) -> None:
         self.core.scheduler.check()
         self._check_runner()
-        self._follow(self.core.take_kv_events())
+        self._follow(self.core.scheduler.kv.events.take_events())
         if self.core.scheduler.kv.events.is_recording:
             assert self.followed_keys == set(self.core.scheduler.kv.pool.cached_keys())
 
@@ -302,7 +302,7 @@ class CheckedEngine:
 
     def check_is_empty(self) -> None:
         """Checks that no request is left and no block is held."""
-        load = self.core.load()
+        load = self.core.scheduler.load()
         assert not self.live, "a request starved"
         assert not self.core.has_work
         assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (0, 0, 0)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import ChunkOutput, DrawParams, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.draw_params import DrawParams
 from engine.runtime.model_runner import ModelRunner
 
 GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -7,9 +7,10 @@ from baton.common.errors import InternalError
 from engine.batch import ScheduledBatch
 from engine.constraints.grammars import Grammars
 from engine.request import EngineOutput, EngineRequest
+from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import KvConnectorScheduler, null_connector
+from kvstore.connector import KvConnectorScheduler
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
@@ -20,6 +21,7 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
+from kvstore.null_connector import null_connector
 from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of
@@ -93,7 +95,7 @@ class DrivenScheduler:
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
         connector = KvConnectorScheduler("fake", lease_s=60)
         engine_config = fake_config(kv_connector="fake://" if with_connector else None, **config)
-        self.scheduler = Scheduler(
+        parts = SchedulerParts.build(
             engine_config,
             info,
             num_blocks=num_blocks,
@@ -102,9 +104,10 @@ class DrivenScheduler:
             namespace=NAMESPACE,
             connector=connector if with_connector else null_connector()[0],
             grammars=Grammars(engine_config, info, lambda: None),
-            metrics=self.metrics,
             clock=lambda: self.now,
+            transfer_metrics=self.metrics,
         )
+        self.scheduler = Scheduler(parts)
 
     @property
     def num_free(self) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from engine.batch import DrawParams, TokenLogprobs
+from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
 from kvstore.layout import KvLayout
 

@@ -16,14 +16,13 @@ from engine.batch import (
     INVALID_TOKEN,
     NO_LOGPROBS,
     ChunkOutput,
-    DrawParams,
-    LogitRules,
     ScheduledBatch,
     ScheduledChunk,
     StepOutput,
     TableUpdate,
     TokenLogprobs,
 )
+from engine.draw_params import DrawParams, LogitRules
 from engine.runner import LayersComputed, ModelInfo, StepCosts
 from tests.support.fake_model import (
     GREEDY,

@@ -1,27 +1,23 @@
-"""`core_of`: the class of engine cores of a tier."""
+"""`with_role`: an engine core that gets the requests of a tier."""
 
 from dataclasses import replace
-
-from typing_extensions import override
+from typing import Any
 
 from engine.core import EngineCore
-from engine.request import EngineOutput, EngineRequest
 
-__all__ = ["core_of"]
-
-
-class _PrefillCore(EngineCore):
-    """Hands every request over, as the prefill service asks."""
-
-    @override
-    def check(self, request: EngineRequest) -> None:
-        super().check(replace(request, hands_over=True))
-
-    @override
-    def add_request(self, request: EngineRequest) -> list[EngineOutput]:
-        return super().add_request(replace(request, hands_over=True))
+__all__ = ["with_role"]
 
 
-def core_of(role: str) -> type[EngineCore]:
-    """Returns the class of cores of a tier: prefill, decode, or both."""
-    return _PrefillCore if role == "prefill" else EngineCore
+def with_role(core: EngineCore, role: str) -> EngineCore:
+    """Makes the core of a prefill tier hand every request over, as the prefill service asks.
+
+    Args:
+        core: the core, which is changed and returned.
+        role: prefill, decode, or both.
+    """
+    if role == "prefill":
+        check, add = core.check, core.scheduler.add
+        patched: Any = core
+        patched.check = lambda request: check(replace(request, hands_over=True))
+        patched.scheduler.add = lambda request: add(replace(request, hands_over=True))
+    return core

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 from tests.support.requests import engine_request
 
 TOKEN = "a token of thirty-two characters"
@@ -55,7 +56,7 @@ def first_rank(path: Path, port: int, role: str = "both", **flags: object) -> En
     """Returns the engine of the first host, which the other ranks have met."""
     given = {**SETTINGS, "nnodes": 2, **flags}
     config = EngineConfig(model=str(path), **given, master_port=port)
-    return core_of(role).build(config, ClusterSecurity(token=TOKEN))
+    return with_role(build_engine(config, ClusterSecurity(token=TOKEN)), role)
 
 
 def requests() -> list[EngineRequest]:

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray._private import state
 
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from kernels.ranks import RanksLostError
@@ -38,7 +39,7 @@ def main() -> None:
     """Prints one JSON object."""
     config = EngineConfig(**json.loads(sys.argv[1]))
     found: dict[str, Any] = {}
-    with closing(EngineCore.build(config)) as core:
+    with closing(build_engine(config)) as core:
         found["first"] = tokens(core, "first")
         (rank,) = actors("ALIVE")
         own = ray.get_runtime_context().get_node_id()

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
-from engine.batch import DrawParams
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.draw_params import DrawParams
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
@@ -31,7 +32,7 @@ def build_core(
         "max_num_batched_tokens": CHUNK_TOKENS,
         "num_gpu_blocks_override": 64,
     }
-    return core_of(role).build(EngineConfig(**(settings | overrides)), security)
+    return with_role(build_engine(EngineConfig(**(settings | overrides)), security), role)
 
 
 @contextmanager
@@ -55,12 +56,13 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
 
     for request in requests:
         core.check(request)
-        collect(core.add_request(request))
+        collect(core.scheduler.add(request))
+    core.run_step(collect)
     while core.has_work:
         core.wait()
         core.run_step(collect)
     core.scheduler.check()
-    load = core.load()
+    load = core.scheduler.load()
     assert load.num_free_blocks == core.num_blocks
     assert load.num_swapped_blocks == 0
     return outputs
@@ -129,7 +131,7 @@ class SplitRun:
         self._requests = {request.spec.request_id: request for request in requests}
         for request in requests:
             self._prefill.check(request)
-            self._on_prefill_outputs(self._prefill.add_request(request))
+            self._on_prefill_outputs(self._prefill.scheduler.add(request))
         while not self._is_over():
             self._has_results.clear()
             self._prefill.run_step(self._on_prefill_outputs)
@@ -142,14 +144,14 @@ class SplitRun:
     def _is_over(self) -> bool:
         cores = (self._prefill, self._decode)
         is_idle = not any(core.has_work for core in cores)
-        return is_idle and all(core.load().num_free_blocks == core.num_blocks for core in cores)
+        return is_idle and all(core.scheduler.kv.pool.num_free == core.num_blocks for core in cores)
 
     def _on_prefill_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             if output.saved is not None:
                 self.num_reported += len(output.saved.block_keys)
                 if self._prefetches_saved:
-                    self._decode.prefetch(output.saved)
+                    self._decode.scheduler.prefetch(output.saved)
                 continue
             self.prefilled.setdefault(output.request_id, []).append(output)
             if output.error is not None:
@@ -159,11 +161,11 @@ class SplitRun:
                 handed = hand_over(request, self.prefilled[output.request_id])
                 self.handed[output.request_id] = handed
                 self._decode.check(handed)
-                self._on_decode_outputs(self._decode.add_request(handed))
+                self._on_decode_outputs(self._decode.scheduler.add(handed))
 
     def _on_decode_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             if output.request_id not in self.outputs:
                 handoff = self.handed[output.request_id].handoff
-                self._prefill.release_handoff(handoff.handoff_id)
+                self._prefill.scheduler.release_handoff(handoff.handoff_id)
             self.outputs.setdefault(output.request_id, []).append(output)

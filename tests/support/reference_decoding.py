@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.batch import DrawParams, TokenLogprobs
+from engine.batch import TokenLogprobs
+from engine.draw_params import DrawParams
 from engine.groups.beam_search import BeamSearch
 from engine.request import CandidateProgress, EngineRequest, FinishReason
 from tests.support.fake_grammar import allowed_tokens, is_complete

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from engine.batch import LogitRules
+from engine.draw_params import LogitRules
 from kernels import RuleTable, reference
 
 __all__ = ["GARBAGE", "RuleCase", "expected_logits", "make_rules", "random_rules"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.batch import DrawParams
+from engine.draw_params import DrawParams
 from engine.request import EngineRequest
 from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
 from kernels import reference

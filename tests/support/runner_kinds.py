@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig
-from engine.runtime import model_runner
+from engine.runtime.launch import launcher
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.steps.host_steps import HostSteps
 from engine.runtime.steps.stage_steps import StageSteps
@@ -41,8 +41,8 @@ class RunnerKind:
 
     def enter(self, monkeypatch) -> None:
         """Makes runners of this kind until the test ends."""
-        monkeypatch.setattr(model_runner, "HostSteps", self.steps)
-        monkeypatch.setattr(model_runner, "StageSteps", self.stage_steps)
+        monkeypatch.setattr(launcher, "HostSteps", self.steps)
+        monkeypatch.setattr(launcher, "StageSteps", self.stage_steps)
         if self.kernels is not None:
             use_kernels(self.kernels, monkeypatch)
 

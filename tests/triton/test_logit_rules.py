@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.batch import LogitRules
+from engine.draw_params import LogitRules
 from kernels import reference
 from kernels.triton import logit_rules
 from tests.support.devices import DEVICE

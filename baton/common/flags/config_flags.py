@@ -24,6 +24,7 @@ __all__ = [
     "add_flags",
     "config_from_args",
     "flag",
+    "flag_choices",
     "flag_name",
     "flags_of_config",
 ]
@@ -85,6 +86,12 @@ def flag_name(config_class: Any, field_name: str) -> str:
         if field.name == field_name
     )
     return f"--{name or field_name.replace('_', '-')}"
+
+
+def flag_choices(field: "dataclasses.Field[Any]") -> Sequence[str]:
+    """Returns the values that a field's flag accepts; empty for all."""
+    metadata = field.metadata.get(_METADATA_KEY)
+    return () if metadata is None else metadata.choices
 
 
 def add_flags(

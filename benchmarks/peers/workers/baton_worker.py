@@ -8,8 +8,8 @@ from worker_loop import Request, Result, StepOutput, run_stepped, work
 from baton import __version__
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 
 
@@ -18,7 +18,7 @@ class BatonEngine:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"baton {__version__}"
-        self._core = EngineCore.build(
+        self._core = build_engine(
             EngineConfig(
                 model=args.model,
                 dtype=args.dtype,
@@ -34,7 +34,7 @@ class BatonEngine:
 
     def reset(self) -> None:
         """Empties the prefix cache."""
-        self._core.reset_prefix_cache()
+        self._core.scheduler.reset_prefix_cache()
 
     def add(self, index: int, request: Request) -> None:
         """Adds a request to the engine."""
@@ -48,7 +48,7 @@ class BatonEngine:
             )
         )
         self._core.check(engine_request)
-        self._core.add_request(engine_request)
+        self._core.scheduler.add(engine_request)
 
     def step(self) -> Iterable[StepOutput]:
         """Computes one step; returns its outputs."""

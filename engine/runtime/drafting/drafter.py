@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.batch import ChunkOutput, DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
+from engine.batch import ChunkOutput, DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
 from engine.runtime.device import wait_for
 from engine.runtime.draws.rows import Rows

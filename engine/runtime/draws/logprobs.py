@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import NO_LOGPROBS, DrawParams, ScheduledBatch, ScheduledChunk, TokenLogprobs
+from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TokenLogprobs
+from engine.draw_params import DrawParams
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
 from engine.runtime.draws.rows import Rows

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import LogitRules, ScheduledChunk
+from engine.batch import ScheduledChunk
+from engine.draw_params import LogitRules
 from engine.runtime.device import copy_rows, to_device
 from engine.runtime.draws.sampler import Scores
 from kernels import RuleTable

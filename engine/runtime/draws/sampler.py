@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import DrawParams
+from engine.draw_params import DrawParams
 from engine.runtime.device import to_device
 from kernels import DrawTable
 

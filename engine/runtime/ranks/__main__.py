@@ -10,7 +10,7 @@ from baton.common.errors import ConfigurationError
 from engine.runtime.ranks.hosts import HostRanks, HostTask
 from engine.runtime.ranks.loop import compute_batches, follow
 from engine.runtime.ranks.processes import RankTask
-from engine.runtime.ranks.transfers import RankTransfers
+from engine.runtime.ranks.rank_transfers import RankTransfers
 from kernels.ranks import RanksLostError
 
 __all__ = ["main"]

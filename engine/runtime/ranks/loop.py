@@ -8,8 +8,8 @@ from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.rank_batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
+from engine.runtime.ranks.rank_transfers import RankTransfers
 from engine.runtime.ranks.reports import Reporter
-from engine.runtime.ranks.transfers import RankTransfers
 from kernels.ranks import EngineRanks, GroupEndedError
 from kvstore.registry import open_connector
 

@@ -5,7 +5,8 @@
 
 `JoinedResults` is what has become of the jobs of all ranks. With more ranks than KV heads several
 ranks load the same head, and the first of them saves it. Connectors whose processes lend each other
-their blocks need to know which rank saves what: each answers to `_Pool` with its `SavedSlices`.
+their blocks need to know which rank saves what: each answers a `PoolMessage` with its
+`SavedSlices`.
 
 Work reaches a rank by its link, batches by the group's messages. So that a rank copies what its
 steps have computed, and knows what to save ahead of a step: work names the last step that rank 0
@@ -13,13 +14,11 @@ has ended, and a batch how much work was sent before it. Each waits for the othe
 """
 
 import logging
-import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -30,60 +29,25 @@ from typing_extensions import override
 from engine.metrics.counts import RankReport
 from engine.runtime.kv_pool import share_of
 from engine.runtime.ranks.joined_results import JoinedResults
+from engine.runtime.ranks.rank_transfers import PoolMessage, WorkMessage, register
 from kernels.ranks import EngineRanks, RanksLostError
 from kvstore.connector import Connector, KvConnectorWorker, SavedSlices
 from kvstore.guard.metrics import KvMetrics
 from kvstore.guard.status import BackendStatus
 from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 if TYPE_CHECKING:
     from engine.runtime.model_runner import ModelRunner
 
-__all__ = ["RankTransfers", "RanksConnectorWorker", "join_transfers", "read_reports"]
+__all__ = ["RanksConnectorWorker", "join_transfers", "read_reports"]
 
 _logger = logging.getLogger("baton.engine")
 
 _REGISTRATION_S = 300.0
 """How long rank 0 waits for another to register its pool: a transport may pin all of it."""
-_POLL_INTERVAL_S = 1.0
-"""Longest time between two polls of a rank's connector, which keeps leases when it is polled."""
-_END_S = 5.0
-"""How long a rank may still compute when rank 0 has ended; the end may be an orderly one."""
 _id_of = attrgetter("job_id")
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Makes a rank register its pool, and answer with its `SavedSlices`.
-
-    Attributes:
-        layout: of the whole model's blocks.
-        form: how blocks look between engines.
-    """
-
-    layout: KvLayout
-    form: TransferForm | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Work for a rank.
-
-    Attributes:
-        number: counts the messages of this kind, from 1.
-        after_step: number of the step after which it may start.
-        work: the work.
-    """
-
-    number: int
-    after_step: int
-    work: ConnectorWork
-
-
-_POLL = object()
-"""Makes a rank send its results."""
 
 
 class RanksConnectorWorker(KvConnectorWorker):
@@ -128,8 +92,8 @@ class RanksConnectorWorker(KvConnectorWorker):
         ]
         # Of several ranks with the same heads the first one saves.
         self._savers = [share not in shares[:rank] for rank, share in enumerate(shares)]
-        message = _Pool(layout, form)
-        saved = [_register((self._scheduler, self._own), self._ranks, pool, message)]
+        message = PoolMessage(layout, form)
+        saved = [register((self._scheduler, self._own), self._ranks, pool, message)]
         self._send([message] * len(self._links))
         saved += map(_receive_slices, self._links)
         self._scheduler.join_ranks(list(compress(saved, self._savers)))
@@ -162,10 +126,11 @@ class RanksConnectorWorker(KvConnectorWorker):
         self._joined.expect(map(_id_of, (*work.lookups, *work.loads)), self._ranks.size)
         self._joined.expect(map(_id_of, work.saves), sum(self._savers))
         self.num_work_messages += 1
+        number, step = self.num_work_messages, self._ended_step
         without_saves = replace(work, saves=[])
         self._send(
             [
-                _Work(self.num_work_messages, self._ended_step, work if saves else without_saves)
+                WorkMessage(number, step, work if saves else without_saves)
                 for saves in self._savers[1:]
             ]
         )
@@ -194,7 +159,7 @@ class RanksConnectorWorker(KvConnectorWorker):
     def _take_arrived(self) -> list[TransferResults]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def _send(self, messages: Sequence[_Pool | _Work]) -> None:
+    def _send(self, messages: Sequence[PoolMessage | WorkMessage]) -> None:
         for link, message in zip(self._links, messages, strict=True):
             with suppress(OSError):  # the rank has ended; so will the group
                 link.send(message)
@@ -280,164 +245,3 @@ def read_reports(
 
     for link in links:
         threading.Thread(target=read, args=(link,), daemon=True).start()
-
-
-class RankTransfers:
-    """The transfers of a rank other than 0, and its reports.
-
-    Args:
-        link: connection to rank 0.
-        ranks: aborted if this rank still waits for another some time after rank 0 has ended. None
-            to end the process at once.
-    """
-
-    def __init__(self, link: Connection, ranks: EngineRanks | None) -> None:
-        self._link, self._ranks = link, ranks
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of calls of the connector
-        self._sending = threading.Lock()
-        self._progress = threading.Condition()
-        self._num_work_messages = 0  # started
-        self._ended_step = 0
-        self._is_over = False  # rank 0 has ended, or this rank is closed
-        self._is_closed = threading.Event()
-        self._connector: KvConnectorWorker | None = None
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def open(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
-        """Starts to move blocks of a runner's pool.
-
-        Args:
-            connector: both halves of the rank's own connector.
-            runner: the rank's runner.
-            ranks: the group.
-        """
-        self._connector = connector[1]
-        self._connector.set_waker(lambda: self._messages.put(_POLL))
-        runner.watch_layers(self._layers_computed)
-        arguments = connector, runner, ranks
-        threading.Thread(
-            target=self._move, args=arguments, name="baton-rank-kv", daemon=True
-        ).start()
-
-    def close(self) -> None:
-        """Ends the moves: no call of the connector follows."""
-        self._end_moves()
-        self._is_closed.set()
-
-    def _end_moves(self) -> None:
-        with self._lock:
-            self._is_over = True
-        with self._progress:
-            self._progress.notify_all()
-
-    def begin_step(self, num_work_messages: int) -> None:
-        """Waits until the work that rank 0 has sent before a batch has started.
-
-        Raises:
-            RanksLostError: the work cannot come any more.
-        """
-        if self._connector is None:
-            return
-        with self._progress:
-            self._progress.wait_for(
-                lambda: self._num_work_messages >= num_work_messages or self._is_over
-            )
-            if self._num_work_messages < num_work_messages:
-                raise RanksLostError("rank 0 is lost")
-
-    def end_step(self, step: int) -> None:
-        """Notes that a step has computed its blocks."""
-        if self._connector is not None:
-            with self._lock:
-                if not self._is_over:
-                    self._connector.step_ended(step, computed=True)
-            with self._progress:
-                self._ended_step = step
-                self._progress.notify_all()
-
-    def send_report(self, report: RankReport) -> None:
-        """Sends rank 0 a report."""
-        self._send(report)
-
-    def _send(self, message: object) -> None:
-        with suppress(OSError), self._sending:  # rank 0 has ended, which `_read` notices
-            self._link.send(message)
-
-    def _layers_computed(self, step: int, num_layers: int) -> None:
-        assert self._connector is not None
-        with self._lock:
-            if not self._is_over:
-                self._connector.layers_computed(step, num_layers)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._messages.put(self._link.recv())
-        except (EOFError, OSError):
-            self._end_moves()
-            if self._ranks is None:
-                try:
-                    if self._connector is not None:
-                        self._connector.close()
-                finally:
-                    os._exit(0)
-            elif not self._is_closed.wait(_END_S):
-                self._ranks.abort()
-
-    def _move(self, connector: Connector, runner: "ModelRunner", ranks: EngineRanks) -> None:
-        try:
-            self._handle(self._messages.get(), connector, runner, ranks)  # registers the pool
-            while not self._is_over:
-                self._handle(self._next_message(), connector, runner, ranks)
-        except Exception:
-            if self._is_over:
-                return
-            _logger.exception("rank %d cannot move KV", ranks.rank)
-            ranks.abort()
-            os._exit(1)  # the thread that computes may wait for this one
-
-    def _next_message(self) -> Any:
-        try:
-            return self._messages.get(timeout=_POLL_INTERVAL_S)
-        except queue.Empty:
-            return _POLL
-
-    def _handle(
-        self, message: Any, connector: Connector, runner: "ModelRunner", ranks: EngineRanks
-    ) -> None:
-        if message is _POLL:
-            self._poll(connector[1])
-        elif isinstance(message, _Pool):
-            self._send(_register(connector, ranks, runner.kv_pool, message))
-            connector[1].watch()
-        else:
-            self._start(message, connector[1])
-
-    def _poll(self, connector: KvConnectorWorker) -> None:
-        """Sends what has ended to rank 0."""
-        with self._lock:
-            results = TransferResults() if self._is_over else connector.poll()
-        if results and not self._is_over:
-            self._send(results)
-
-    def _start(self, message: _Work, connector: KvConnectorWorker) -> None:
-        """Starts work once the step before it has ended here, too."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._ended_step >= message.after_step or self._is_over)
-        with self._lock:
-            if message.work and not self._is_over:
-                connector.start(message.work)
-        with self._progress:
-            self._num_work_messages = message.number
-            self._progress.notify_all()
-
-
-def _register(connector: Connector, ranks: EngineRanks, pool: Any, message: _Pool) -> SavedSlices:
-    """Registers a rank's pool, which has its share of heads and layers; returns what it saves."""
-    scheduler, worker = connector
-    share = share_of(ranks.rank, ranks, message.layout.num_kv_heads)
-    layout = share.layout_of(message.layout)
-    worker.register_pool(pool, layout, message.form, share)
-    slicing = BlockSlicing.of(layout, message.form, share)
-    return SavedSlices(scheduler.params, slicing.slice_numbers)

@@ -18,7 +18,8 @@ import torch
 from typing_extensions import override
 
 import kernels
-from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
+from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput
+from engine.draw_params import DrawParams
 from engine.runtime.device import fetch
 from engine.runtime.draws.device_rows import DeviceRows
 from engine.runtime.draws.drawing import ChunkDraws

@@ -18,8 +18,9 @@ from baton.common.errors import (
 )
 from engine import step_watch as step_watch_module
 from engine.async_engine import AsyncEngine
-from engine.batch import DrawParams, ScheduledBatch, StepOutput
+from engine.batch import ScheduledBatch, StepOutput
 from engine.core import EngineCore
+from engine.draw_params import DrawParams
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from kvstore.handoff import KvHandoff

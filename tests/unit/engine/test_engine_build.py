@@ -5,7 +5,7 @@ import pytest
 import engine.runtime.model_runner
 import kvstore.registry
 from baton.common.errors import ConfigurationError
-from engine.core import EngineCore
+from engine.build import build_engine
 from kvstore.connector import KvConnectorScheduler
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_model import fake_config, fake_info
@@ -50,5 +50,5 @@ def test_a_failed_build_closes_the_runner_and_the_connector(
     monkeypatch.setattr(kvstore.registry, "open_connector", lambda *_: connector)
     monkeypatch.setattr(engine.runtime.model_runner, "ModelRunner", load_model)
     with pytest.raises(ConfigurationError, match="no"):
-        EngineCore.build(fake_config(block_size=4, device="cpu", kv_connector="fake://"))
+        build_engine(fake_config(block_size=4, device="cpu", kv_connector="fake://"))
     assert closed == (["connector"] if fails_at == "model" else ["runner", "connector"])

@@ -5,13 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.batch import (
-    INVALID_TOKEN,
-    DrawParams,
-    ScheduledBatch,
-    ScheduledChunk,
-    TableUpdate,
-)
+from engine.batch import INVALID_TOKEN, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.draw_params import DrawParams
 from tests.support.fake_runner import (
     GREEDY,
     FakeRunner,

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.batch import DrawParams, ScheduledBatch, StepOutput
+from engine.batch import ScheduledBatch, StepOutput
+from engine.core import EngineCore
+from engine.draw_params import DrawParams
 from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 from tests.support.requests import engine_request
 
 BLOCK_SIZE = 4
@@ -40,10 +42,10 @@ class Prefill:
             async_scheduling=False,
         )
         scheduler = KvConnectorScheduler("fake", lease_s=60, finds_by_key=False)
-        self.core = core_of("prefill")(config, self.runner, (scheduler, self.worker))
+        self.core = with_role(EngineCore(config, self.runner, (scheduler, self.worker)), "prefill")
 
     def add(self, request_id: str, prompt: tuple[int, ...]) -> None:
-        self.core.add_request(
+        self.core.scheduler.add(
             engine_request(request_id=request_id, prompt_token_ids=prompt, max_tokens=4)
         )
 
@@ -141,7 +143,7 @@ def test_an_error_in_early_delivery_is_raised_after_the_step_is_committed(prefil
     with pytest.raises(ValueError, match="a bug"):
         prefill.core.run_step(fail)
     assert prefill.num_computed("a") == 2 * BLOCK_SIZE, "the step itself has not failed"
-    assert prefill.core.has_unfinished
+    assert prefill.core.scheduler.num_unfinished
 
 
 def test_an_error_in_early_delivery_is_raised_once(prefill: Prefill) -> None:
@@ -151,7 +153,7 @@ def test_an_error_in_early_delivery_is_raised_once(prefill: Prefill) -> None:
     prefill.worker.ends_in_steps = True
     with pytest.raises(ValueError, match="a bug"):
         prefill.core.run_step(fail)
-    prefill.core.abort(["a"])
+    prefill.core.scheduler.abort(["a"])
 
     prefill.add("b", (1,) * BLOCK_SIZE)
     outputs = [*prefill.step(), *prefill.step()]

@@ -49,12 +49,12 @@ def generate(engine: CheckedEngine, *names: str) -> dict[str, list[int]]:
 
     try:
         for name in names:
-            engine.core.add_request(request(name, first_token=ord(name) - ord("a") + 1))
+            engine.core.scheduler.add(request(name, first_token=ord(name) - ord("a") + 1))
         while engine.core.has_work:
             engine.core.run_step(take)
             engine.core.scheduler.check()
     finally:
-        engine.core.abort(names)
+        engine.core.scheduler.abort(names)
     return tokens
 
 
@@ -70,7 +70,7 @@ def test_after_an_interrupt_in_a_step_the_engine_goes_on(method: str) -> None:
             generate(engine, "a", "b", "c")
         engine.core.scheduler.check()
         assert not engine.core.has_work
-        assert engine.core.load().num_free_blocks == 6
+        assert engine.core.scheduler.load().num_free_blocks == 6
 
     tokens = generate(engine, "a", "b", "c")
     assert tokens == {name: expected_tokens(EXPECTED[name], 4) for name in "abc"}

@@ -60,7 +60,7 @@ def test_a_lost_request_computes_at_most_what_was_not_published(num_generated: i
     started = changed(resumed(request, 1), handoff=handoff)
     first.add(CheckedRequest.of(started, INFO))
     run(first, num_generated)  # here it is lost
-    prefill.core.release_handoff(handoff.handoff_id)
+    prefill.core.scheduler.release_handoff(handoff.handoff_id)
     prefill.step()  # deletes the tail
 
     num_published = BLOCK * len(store)

@@ -14,7 +14,7 @@ from kvstore.handoff import KvHandoff
 from kvstore.jobs import ConnectorWork, LookupJob, TransferResults
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
-from tests.support.prefill_core import core_of
+from tests.support.prefill_core import with_role
 from tests.support.requests import engine_request
 
 PROMPT = (0, 1, 1, 0, 1)
@@ -57,7 +57,7 @@ def make_core(worker: Worker, role: str) -> EngineCore:
     config = fake_config(block_size=4, kv_connector="fake://", kv_publish="finish")
     runner = FakeRunner(fake_info(block_size=4, max_model_len=64), num_blocks=32)
     scheduler = KvConnectorScheduler("fake", lease_s=60, finds_by_key=not worker.lends)
-    return core_of(role)(config, runner, (scheduler, worker))
+    return with_role(EngineCore(config, runner, (scheduler, worker)), role)
 
 
 async def run_request(engine: AsyncEngine) -> EngineOutput:
@@ -136,7 +136,7 @@ async def test_saves_under_way_end_before_the_connector_is_closed() -> None:
 def test_the_wait_for_saves_is_bounded(is_slow: bool) -> None:
     worker = Worker(lends=False)
     core = make_core(worker, "both")
-    core.add_request(engine_request("a", prompt_token_ids=PROMPT, max_tokens=1))
+    core.scheduler.add(engine_request("a", prompt_token_ids=PROMPT, max_tokens=1))
     while not worker.has_started.is_set():
         core.run_step(lambda outputs: None)
     allowing = threading.Timer(SHORT_S, worker.allow)

@@ -43,14 +43,14 @@ class Rig:
     def __init__(self, num_blocks: int = 32, num_host_blocks: int = 0, **config: object) -> None:
         self.runner = SlowRunner(fake_info(4, 64), num_blocks, num_host_blocks=num_host_blocks)
         self.core = EngineCore(fake_config(**config), self.runner, clock=lambda: self.runner.now)
-        self.export = EngineExport(self.core.metrics, self.core.load, LABELS)
+        self.export = EngineExport(self.core.metrics, self.core.scheduler.load, LABELS)
         self.outputs: list[EngineOutput] = []
         self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def add(self, request_id: str, num_tokens: int = 6, **fields: object) -> None:
         prompt = tuple(sum(map(ord, request_id)) >> i & 1 for i in range(num_tokens))
         fields = {"max_tokens": 4, "ignore_eos": True} | fields
-        self.take(self.core.add_request(request(request_id, prompt, **fields)))
+        self.take(self.core.scheduler.add(request(request_id, prompt, **fields)))
 
     def take(self, outputs: Sequence[EngineOutput]) -> None:
         self.outputs += outputs
@@ -59,7 +59,7 @@ class Rig:
 
     def run(self, num_steps: int = 500) -> None:
         for _ in range(num_steps):
-            if not self.core.has_unfinished:
+            if not self.core.scheduler.num_unfinished:
                 return
             self.core.run_step(self.take)
 
@@ -96,7 +96,7 @@ def test_counts_agree_with_the_outputs(config):
     rig.add("d", num_tokens=7, max_tokens=8, logprobs=2)
     rig.add("e", max_tokens=30)
     rig.run(6)
-    rig.take(rig.core.abort(["e"]))
+    rig.take(rig.core.scheduler.abort(["e"]))
     rig.run()
     assert rig.value("baton_engine_generated_tokens") == sum(map(len, rig.times.values()))
     ends = Counter(out.finish_reason.value for out in rig.outputs if out.is_last)
@@ -107,8 +107,8 @@ def test_counts_agree_with_the_outputs(config):
     assert rig.summary("baton_engine_inter_token_seconds") == (len(gaps), sum(gaps))
     assert rig.summary("baton_engine_request_seconds")[0] == 5
     kind = config.get("preemption_mode", "recompute")
-    assert rig.value("baton_engine_preemptions", kind) == rig.core.load().num_preemptions
-    assert bool(rig.core.load().num_preemptions) == ("preemption_mode" in config)
+    assert rig.value("baton_engine_preemptions", kind) == rig.core.scheduler.load().num_preemptions
+    assert bool(rig.core.scheduler.load().num_preemptions) == ("preemption_mode" in config)
 
 
 def test_overlapped_steps_count_the_same():
@@ -139,7 +139,7 @@ def test_a_request_that_ends_in_the_queue_has_no_first_token():
     rig.add("first")
     rig.add("second")
     rig.run(1)
-    rig.core.abort(["second"])
+    rig.core.scheduler.abort(["second"])
     assert rig.summary("baton_engine_first_token_seconds")[0] == 1
     assert rig.value("baton_engine_requests", "abort") == 1
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import DrawParams, ScheduledChunk, TableUpdate
+from engine.batch import ScheduledChunk, TableUpdate
+from engine.draw_params import DrawParams
 from engine.runtime.draws.device_rows import DeviceRows
 from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
 

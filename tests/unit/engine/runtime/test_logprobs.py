@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import INVALID_TOKEN, NO_LOGPROBS, DrawParams, ScheduledBatch, ScheduledChunk
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ScheduledBatch, ScheduledChunk
+from engine.draw_params import DrawParams
 from engine.runtime.draws import logprobs as module
 from engine.runtime.draws.logprobs import PromptTokens, ReportedTokens
 from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record

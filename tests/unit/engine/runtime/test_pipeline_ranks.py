@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.runtime.ranks import transfers
+from engine.runtime.ranks import rank_transfers
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
-from engine.runtime.ranks.transfers import RankTransfers
+from engine.runtime.ranks.rank_transfers import RankTransfers
 from kernels.ranks import RanksLostError
 
 CONFIG = EngineConfig(model="m", pipeline_parallel_size=3)
@@ -85,7 +85,7 @@ def test_a_stage_whose_successor_is_lost_fails_and_closes() -> None:
 def test_the_wait_for_the_rest_of_a_message_ends_after_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "_END_S", 0.01)
+    monkeypatch.setattr(rank_transfers, "_END_S", 0.01)
     steps, rank_0 = Pipe()
     own, theirs = Pipe()
     ranks = PipelineRanks(1, CONFIG, None, PipelineLinks({0: steps}), 1)

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 
 from engine.metrics.counts import EngineMetrics, RankReport
-from engine.runtime.ranks import reports, transfers
+from engine.runtime.ranks import rank_transfers, reports, transfers
+from engine.runtime.ranks.rank_transfers import PoolMessage, RankTransfers, WorkMessage
 from engine.runtime.ranks.reports import Reporter
-from engine.runtime.ranks.transfers import (
-    RanksConnectorWorker,
-    RankTransfers,
-    _Pool,
-    _Work,
-)
+from engine.runtime.ranks.transfers import RanksConnectorWorker
 from kernels.ranks import RanksLostError
 from kvstore.connector import SavedSlices
 from kvstore.jobs import ConnectorWork, TransferResults
@@ -58,7 +54,7 @@ def open_transfers(
     """Returns the transfers of a rank that has registered its pool, its connector, and rank 0's
     end of the link.
     """
-    monkeypatch.setattr(transfers, "_register", lambda *_: SavedSlices(b"", ()))
+    monkeypatch.setattr(rank_transfers, "register", lambda *_: SavedSlices(b"", ()))
     own, theirs = Pipe()
     ranks: Any = SimpleNamespace(rank=1, abort=lambda: None)
     rank, worker = RankTransfers(theirs, ranks), Worker()
@@ -66,7 +62,7 @@ def open_transfers(
     connector: Any = (None, worker)
     rank.open(connector, runner, ranks)
     layout: Any = None
-    own.send(_Pool(layout, None))
+    own.send(PoolMessage(layout, None))
     assert own.poll(WAIT_S)
     own.recv()
     return rank, worker, own
@@ -83,7 +79,7 @@ def join_mover() -> None:
 def test_a_rank_without_work_polls_its_connector_which_keeps_leases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(rank_transfers, "_POLL_INTERVAL_S", 0.01)
     rank, worker, _own = open_transfers(monkeypatch)
     assert worker.is_polled.wait(WAIT_S)
     rank.close()
@@ -92,7 +88,7 @@ def test_a_rank_without_work_polls_its_connector_which_keeps_leases(
 
 def test_work_that_waits_for_a_step_ends_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, worker, own = open_transfers(monkeypatch)
-    own.send(_Work(1, 5, ConnectorWork(deletes=[b"key"])))  # starts after step 5
+    own.send(WorkMessage(1, 5, ConnectorWork(deletes=[b"key"])))  # starts after step 5
     rank.close()
     join_mover()
     rank.end_step(5)
@@ -152,7 +148,7 @@ def test_results_for_a_rank_0_that_has_ended_are_no_failure() -> None:
 def test_a_rank_that_still_waits_when_rank_0_has_ended_is_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "_END_S", 0.01)
+    monkeypatch.setattr(rank_transfers, "_END_S", 0.01)
     own, theirs = Pipe()
     is_aborted = threading.Event()
     ranks: Any = SimpleNamespace(abort=is_aborted.set)

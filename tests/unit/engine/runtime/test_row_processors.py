@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import kernels
-from engine.batch import INVALID_TOKEN, PROCESSOR_FAILED, DrawParams, ProcessedText, ScheduledChunk
+from engine.batch import INVALID_TOKEN, PROCESSOR_FAILED, ProcessedText, ScheduledChunk
+from engine.draw_params import DrawParams
 from engine.runtime.draws.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
 from engine.runtime.draws.row_processors import RowProcessors
 from engine.runtime.draws.sampler import Scores

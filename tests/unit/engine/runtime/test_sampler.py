@@ -13,7 +13,8 @@ from transformers import (
 )
 
 import kernels
-from engine.batch import INVALID_TOKEN, DrawParams
+from engine.batch import INVALID_TOKEN
+from engine.draw_params import DrawParams
 from engine.runtime.draws import sampler
 from kernels.reference import sampling
 from kernels.reference.sampling import philox4x32

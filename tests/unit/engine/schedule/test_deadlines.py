@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.common.errors import DeadlineExceededError
-from engine.schedule.scheduler import Deadlines
+from engine.schedule.deadlines import Deadlines
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 
 

@@ -1,6 +1,7 @@
 """`DecodeSet`: the sequences that are due in each step."""
 
 from engine.groups.group import Sequence, SequenceGroup
+from engine.groups.times import GroupTimes
 from engine.schedule.decode_set import DecodeSet
 from kvstore.block_key import BlockKeyChain
 from tests.support.requests import engine_request
@@ -16,7 +17,7 @@ def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
         order=(0.0, 0),
         keys=BlockKeyChain(b"", 4),
         max_len=limit,
-        arrived_at=0.0,
+        times=GroupTimes(0.0),
     )
     (branch,) = group.branches
     branch.num_scheduled = num_tokens

@@ -32,7 +32,7 @@ class Engine:
 
     def add(self, *names: str, **fields: object) -> None:
         for index, name in enumerate(names, 1):
-            self.core.add_request(request(name, first_token=index, **fields))
+            self.core.scheduler.add(request(name, first_token=index, **fields))
 
     def run(self) -> None:
         while self.core.has_work:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.batch import DrawParams, candidate_seed
+from engine.draw_params import DrawParams, candidate_seed
 from engine.request import FinishReason
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens

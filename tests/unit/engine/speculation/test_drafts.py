@@ -2,8 +2,9 @@
 
 import pytest
 
-from engine.batch import DraftWork, DrawParams, ScheduledBatch, ScheduledChunk
+from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
+from engine.draw_params import DrawParams
 from engine.groups.draft_state import DraftState, TokenHistory
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts

@@ -1,0 +1,121 @@
+"""`Pools`: the KV pool of a runner and its host pool, sized and allocated."""
+
+import time
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+import kernels
+from engine.config import EngineConfig
+from engine.kv_cache.spec import spec_of
+from engine.runner import ModelInfo
+from engine.runtime.device import wait_for
+from engine.runtime.drafting.drafter import Drafter
+from engine.runtime.forward.memory_plan import MemoryPlan
+from engine.runtime.kv_pool import (
+    allocate_host_pool,
+    allocate_pool,
+    decide_num_blocks,
+    decide_num_host_blocks,
+    default_cpu_bytes,
+    log_pool,
+)
+from engine.runtime.rank_batches import check_same_pools, least_of_all
+from kernels import EngineRanks
+from kvstore.layout import KvLayout
+
+__all__ = ["Pools"]
+
+_MEBIBYTE = 2**20
+_TIMED_BLOCKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The blocks of one runner.
+
+    Attributes:
+        num_blocks: number of blocks in the pool.
+        num_host_blocks: number of blocks in the host pool.
+        whole: the pool, `[num_blocks + spare blocks, *layout.block_shape]`; the steps use the
+            spare ones.
+        host: the host pool.
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    whole: torch.Tensor
+    host: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        config: EngineConfig,
+        info: ModelInfo,
+        layout: KvLayout,
+        device: torch.device,
+        *,
+        free_bytes: int | None,
+        num_spare_blocks: int,
+        plan: MemoryPlan | None,
+        drafter: Drafter | None,
+        ranks: EngineRanks | None,
+    ) -> Self:
+        """Sizes and allocates the pools, and those of a draft model.
+
+        Args:
+            config: the flags.
+            info: the whole model's facts.
+            layout: of a block of this rank.
+            device: where the pool is.
+            free_bytes: bytes left on a GPU; None on a CPU.
+            num_spare_blocks: blocks that steps need behind those of the pool.
+            plan: the memory of the worker; None without a limit.
+            drafter: the draft model; None without one.
+            ranks: all ranks of the engine, whose pools are equal; None for one rank.
+        """
+        spec, max_len = spec_of(config, info.windows), info.max_model_len
+        num_bytes = default_cpu_bytes(plan) if free_bytes is None else free_bytes
+        if free_bytes is not None and drafter is not None:
+            num_bytes = max(0, free_bytes - drafter.fixed_bytes)
+        if ranks is not None:
+            num_bytes = least_of_all(ranks, num_bytes // _MEBIBYTE, device) * _MEBIBYTE
+        num_blocks = decide_num_blocks(
+            config,
+            layout,
+            spec,
+            max_len,
+            num_bytes,
+            draft_block_bytes=drafter.block_bytes if drafter else 0,
+            is_on_cpu=free_bytes is None,
+            plan=plan,
+        )
+        num_host_blocks = decide_num_host_blocks(config, layout, num_blocks, device, plan)
+        if ranks is not None:
+            check_same_pools(ranks, num_blocks, num_host_blocks)
+        whole = allocate_pool(num_blocks + num_spare_blocks, layout, device)
+        kernels.copy_blocks(whole[:num_blocks], ((0, num_blocks - 1),))  # compiles it
+        host = allocate_host_pool(num_host_blocks, layout, device)
+        if drafter is not None:
+            drafter.allocate(num_blocks)
+        log_pool(num_blocks, num_host_blocks, layout, spec, max_len)
+        return cls(num_blocks, num_host_blocks, whole, host)
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pool without spare blocks, `[num_blocks, *layout.block_shape]`."""
+        return self.whole[: self.num_blocks]
+
+    def time_swapped_block(self, device: torch.device) -> float:
+        """Measures the seconds to copy one block to the host; 0 without a host pool."""
+        num_blocks = min(_TIMED_BLOCKS, self.num_host_blocks)
+        if not num_blocks:
+            return 0.0
+        pool, pairs = self.kv, tuple((block, block) for block in range(num_blocks))
+        kernels.swap_blocks(pool, self.host, pairs)  # warms up
+        wait_for(device)
+        start = time.perf_counter()
+        kernels.swap_blocks(pool, self.host, pairs)
+        wait_for(device)
+        return (time.perf_counter() - start) / num_blocks

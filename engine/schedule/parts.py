@@ -1,0 +1,204 @@
+"""`SchedulerParts`: what a scheduler is made of. Pure."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from engine.config import EngineConfig
+from engine.groups.group import SequenceGroup
+from engine.groups.times import GroupTimes
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_cache.spec import spec_of
+from engine.kv_transfer.costs import LoadCosts
+from engine.kv_transfer.save_policy import SavePolicy
+from engine.kv_transfer.transfers import Transfers
+from engine.metrics.counts import EngineMetrics
+from engine.request import EngineRequest
+from engine.runner import ModelInfo, StepCosts
+from engine.schedule.admission import Admission
+from engine.schedule.branches import Branches
+from engine.schedule.decode_set import DecodeSet
+from engine.schedule.ends import Ends
+from engine.schedule.guides import GrammarSource, Guides
+from engine.schedule.handovers import Handovers
+from engine.schedule.output_maker import OutputMaker
+from engine.schedule.outputs import OutputProcessor
+from engine.schedule.preemption import Preemption
+from engine.schedule.queues import GroupQueues
+from engine.schedule.retries import Retries
+from engine.speculation.drafts import Drafts
+from kvstore.block_key import BlockKeyChain
+from kvstore.connector import KvConnectorScheduler
+from kvstore.guard.metrics import TransferMetrics
+
+__all__ = ["SchedulerParts"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """The parts of one scheduler, which share its requests.
+
+    Attributes:
+        config: limits.
+        new_group: makes the group of a request that has arrived.
+        kv: the KV cache manager.
+        transfers: loads, saves and handoffs.
+        decoding: the sequences that decode.
+        queues: waiting and running groups.
+        drafts: guesses of tokens; None without speculation, or without room for any.
+        admission: what runs in a step.
+        preemption: frees blocks for what runs.
+        retries: requests that are tried alone.
+        guides: what may follow sequences.
+        ends: ends requests and candidates.
+        handovers: hands requests over.
+        outputs: processes tokens and loads.
+        metrics: counts requests and steps.
+        clock: monotonic seconds.
+    """
+
+    config: EngineConfig
+    new_group: Callable[[EngineRequest], SequenceGroup]
+    kv: KvCacheManager
+    transfers: Transfers
+    decoding: DecodeSet
+    queues: GroupQueues
+    drafts: Drafts | None
+    admission: Admission
+    preemption: Preemption
+    retries: Retries
+    guides: Guides
+    ends: Ends
+    handovers: Handovers
+    outputs: OutputProcessor
+    metrics: EngineMetrics
+    clock: Callable[[], float]
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        info: ModelInfo,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        costs: StepCosts,
+        namespace: bytes,
+        connector: KvConnectorScheduler,
+        grammars: GrammarSource,
+        clock: Callable[[], float],
+        metrics: EngineMetrics | None = None,
+        transfer_metrics: TransferMetrics | None = None,
+    ) -> Self:
+        """Makes the parts.
+
+        Args:
+            config: limits.
+            info: the model's facts.
+            num_blocks: KV blocks in the pool.
+            num_host_blocks: KV blocks in the host pool.
+            costs: measured costs of computing and swapping, for preemption and loads.
+            namespace: digest that block keys are rooted in.
+            connector: scheduler half of the KV connector; a null connector if there is none.
+            grammars: compiles constraints.
+            clock: monotonic seconds.
+            metrics: counts requests and steps; None discards them.
+            transfer_metrics: counts transfers; None discards them.
+        """
+        metrics = metrics or EngineMetrics()
+        spec = spec_of(config, info.windows)
+        kv = KvCacheManager(
+            num_blocks,
+            spec,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
+        transfers = Transfers(
+            connector,
+            kv,
+            block_size=config.transfer_block_size,
+            namespace=namespace,
+            policy=SavePolicy.of(config, spec, connector),
+            timeout_s=config.kv_transfer_timeout_s,
+            costs=LoadCosts.of(config, costs),
+            metrics=transfer_metrics or TransferMetrics(),
+            clock=clock,
+        )
+        saves = transfers.saves
+        decoding = DecodeSet(config.block_size, config.num_lanes)
+        branches = Branches(kv, decoding, config.max_running)
+        queues = GroupQueues(kv, transfers, branches, metrics)
+        drafts = Drafts(config, costs, metrics, clock) if config.max_drafts >= 1 else None
+        preemption = Preemption(config, kv, queues, transfers, costs)
+        admission = Admission(
+            config, kv, queues, transfers, branches, decoding, preemption, drafts, clock
+        )
+        guides = Guides(grammars, info.vocab_size)
+        maker = OutputMaker(clock)
+        ends = Ends(maker, queues, branches, saves, guides, drafts, metrics, clock)
+        handovers = Handovers(maker, ends, queues, branches, saves)
+        return cls(
+            config=config,
+            new_group=_GroupMaker(config, info, namespace, clock),
+            kv=kv,
+            transfers=transfers,
+            decoding=decoding,
+            queues=queues,
+            drafts=drafts,
+            admission=admission,
+            preemption=preemption,
+            retries=Retries(queues, admission, metrics),
+            guides=guides,
+            ends=ends,
+            handovers=handovers,
+            outputs=OutputProcessor(
+                maker,
+                ends,
+                handovers,
+                queues,
+                branches,
+                saves,
+                guides,
+                drafts,
+                config.kv_load_failure_policy,
+                metrics,
+                clock,
+            ),
+            metrics=metrics,
+            clock=clock,
+        )
+
+
+class _GroupMaker:
+    """Makes the groups of requests in the order of their arrival."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        namespace: bytes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._max_model_len = info.max_model_len
+        self._namespace = namespace
+        self._clock = clock
+        self._arrivals = itertools.count()
+
+    def __call__(self, request: EngineRequest) -> SequenceGroup:
+        config, now = self._config, self._clock()
+        # A level of priority counts as some seconds of waiting, so every request gets its turn.
+        rank = now + request.spec.priority * config.priority_ageing_s
+        return SequenceGroup(
+            request=request,
+            order=(rank, next(self._arrivals)),
+            keys=BlockKeyChain(
+                self._namespace,
+                config.transfer_block_size,
+                cache_salt=request.spec.cache_salt,
+                blocks_per_pool_block=config.block_size // config.transfer_block_size,
+            ),
+            max_len=min(request.spec.max_total_tokens, self._max_model_len),
+            times=GroupTimes(now),
+        )
