@@ -89,12 +89,12 @@ def _measure(args: argparse.Namespace, num_threads: int) -> Iterator["KernelOutc
     from tqdm import tqdm
 
     from benchmarks.kernels.case import DecoderShape
-    from benchmarks.kernels.measure import PRIMITIVES, Setting, make_cases, measure
+    from benchmarks.kernels.measure import PRIMITIVES, KernelSetting, make_cases, measure
     from benchmarks.kernels.timing import cache_bytes_of
     from benchmarks.models import RANDOM_MODELS
 
     device = torch.device(args.device)
-    setting = Setting(getattr(torch, args.dtype), num_threads, cache_bytes_of(device), device)
+    setting = KernelSetting(getattr(torch, args.dtype), num_threads, cache_bytes_of(device), device)
     _, config = RANDOM_MODELS[args.model]
     primitives = list(dict.fromkeys(args.primitive or PRIMITIVES))
     cases = make_cases(primitives, DecoderShape.of_config(config), setting.dtype, device)
