@@ -1,9 +1,8 @@
 """`AsyncEngine`: an engine in a thread of its own, behind asyncio.
 
 Calls of the scheduler go down a queue to the thread (`engine.engine_thread`), and the outputs of
-each step come back in one call. A new command of the engine is a method of the scheduler and one
-here that calls it. Nothing here blocks the event loop. This module imports no grpc, and torch only
-when it builds an engine.
+each step come back in one call. Nothing here blocks the event loop. This module imports no grpc,
+and torch only when it builds an engine.
 """
 
 import asyncio

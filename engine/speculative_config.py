@@ -71,7 +71,7 @@ class SpeculativeConfig:
                 raise _bad_key(name, value, f"a number from {least} to {most}")
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuses a model that guesses for an engine of several ranks."""
+        """Refuses a model of draft tokens for an engine of several ranks."""
         if num_ranks > 1 and self.has_model:
             raise ConfigurationError(
                 f"--speculative-config has a model, and the engine {num_ranks} ranks: "

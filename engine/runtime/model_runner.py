@@ -12,13 +12,9 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, wait_for
-from engine.runtime.draws.logits_processors import (
-    check_extra_args,
-)
+from engine.runtime.draws.logits_processors import check_extra_args
 from engine.runtime.launch.launcher import Launcher
-from engine.runtime.rank_batches import (
-    BatchSender,
-)
+from engine.runtime.rank_batches import BatchSender
 from engine.runtime.steps.steps import LaunchedStep
 from engine.step_watch import SLOW_FACTOR
 from kernels import EngineRanks, RanksLostError

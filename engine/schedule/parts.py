@@ -46,7 +46,7 @@ class SchedulerParts:
         transfers: loads, saves and handoffs.
         decoding: the sequences that decode.
         queues: waiting and running groups.
-        drafts: guesses of tokens; None without speculation, or without room for any.
+        drafts: draft tokens; None without speculation, or without room for any.
         admission: what runs in a step.
         preemption: frees blocks for what runs.
         retries: requests that are tried alone.

@@ -216,8 +216,8 @@ class Scheduler:
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache, and forgets the answers that guesses come from; returns how
-        many blocks the cache held.
+        """Empties the prefix cache, and forgets the answers that draft tokens come from; returns
+        how many blocks the cache held.
 
         A KV store keeps its blocks.
         """
