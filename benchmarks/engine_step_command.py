@@ -93,7 +93,7 @@ def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
     from benchmarks.offline.device_steps import measure_device_steps
     from benchmarks.offline.floors import measure_floors
     from benchmarks.offline.offline_engine import OfflineEngine
-    from engine.core import EngineCore
+    from engine.loop.core import EngineCore
     from engine.runtime.device import with_device_defaults
     from engine.runtime.model_runner import ModelRunner
 

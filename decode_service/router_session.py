@@ -15,7 +15,7 @@ from baton.common.observe.traceparent import parse_traceparent
 from baton.common.request.sampling_params import MAX_LOGPROBS
 from baton.common.request.spec_wire import receive_spec
 from baton.v1 import decode_pb2, request_pb2
-from engine.async_engine import AsyncEngine
+from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
 from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from decode_service.router_session import RouterSession
-from engine.async_engine import AsyncEngine
+from engine.loop.async_engine import AsyncEngine
 from rpc.worker_spans import WorkerSpans
 
 __all__ = ["DecodeServicer"]

@@ -12,8 +12,8 @@ from baton.common.observe.metrics_collector import MetricsCollector
 from baton.common.request.request_spec import client_id_of
 from baton.common.version import __version__
 from baton.v1 import worker_pb2
-from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
+from engine.loop.async_engine import AsyncEngine
 from engine.metrics.export import EngineDescription, EngineExport, VllmExport
 from engine.metrics.stats_log import StatsLog
 from engine.request import Role

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from baton.common.request.spec_wire import receive_spec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.async_engine import AsyncEngine
+from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineRequest
 from engine.wire import check_namespace
 from prefill_service.prompt_events import PromptEvents

@@ -14,9 +14,9 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from decode_service.servicer import DecodeServicer
-from engine.async_engine import AsyncEngine
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from engine.loop.async_engine import AsyncEngine
 from engine.request import Role
 from engine.runtime.ranks.place import RankPlace, place_of
 from engine.worker import EngineWorker, register_metrics

@@ -21,7 +21,7 @@ from baton.offline.engine_args import EngineArgs
 from baton.offline.model import OfflineModel
 from baton.offline.request import OfflineRequest
 from baton.offline.tokenizer import OfflineTokenizer
-from engine.async_engine import AsyncEngine
+from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest
 from router.requests.tokenizer import MAX_INLINE_LENGTH
 

@@ -6,8 +6,8 @@ from baton.offline.chat_prompts import ChatPrompts
 from baton.offline.engine_args import EngineArgs
 from baton.offline.request_maker import OfflineFiles, RequestMaker
 from baton.offline.tokenizer import OfflineTokenizer
-from engine.build import build_engine
-from engine.core import EngineCore
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 
 __all__ = ["OfflineModel"]
 

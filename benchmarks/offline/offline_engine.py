@@ -14,9 +14,9 @@ from baton.common.errors import BatonError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, MeasuredRequest
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 from engine.metrics.counts import Phase
 from engine.request import EngineOutput, EngineRequest
 

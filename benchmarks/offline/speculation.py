@@ -15,7 +15,7 @@ from baton.common.request.sampling_params import SamplingParams
 from benchmarks.offline.driven_rows import DrivenRows
 from benchmarks.offline.offline_engine import OfflineEngine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from engine.speculative_config import SpeculativeConfig

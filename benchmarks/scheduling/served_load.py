@@ -12,8 +12,8 @@ from engine.request import EngineRequest
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
+from kvstore.connector import null_connector
 from kvstore.layout import KvLayout
-from kvstore.null_connector import null_connector
 
 __all__ = ["BLOCK_SIZE", "VOCAB_SIZE", "NullRunner", "greedy_request", "new_scheduler"]
 

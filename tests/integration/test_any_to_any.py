@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from baton.common.errors import ConfigurationError, FailedPreconditionError
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner

@@ -11,7 +11,7 @@ from benchmarks.offline.device_steps import measure_device_steps
 from benchmarks.offline.floors import Floors, read_shape
 from benchmarks.offline.offline_engine import OfflineEngine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import tiny_checkpoint
 

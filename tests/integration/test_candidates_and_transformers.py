@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import (
     CandidateProgress,
     EngineOutput,

@@ -18,7 +18,7 @@ from baton.common.errors import (
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints import backends
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, tiny_checkpoint
 from tests.support.constrained_requests import (

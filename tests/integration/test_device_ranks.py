@@ -14,7 +14,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.runtime import rank_batches as batches
 from engine.runtime.launch.launcher import Launcher
 from engine.runtime.launch.pools import Pools

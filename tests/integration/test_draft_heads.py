@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import kernels
 from baton.common.errors import ConfigurationError
 from engine.batch import DraftWork
-from engine.core import EngineCore
 from engine.draw_params import DrawParams
 from engine.groups.group import Sequence as GroupSequence
+from engine.loop.core import EngineCore
 from engine.runtime.drafting import draft_heads
 from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
 from engine.speculation import drafts

@@ -10,8 +10,8 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from engine.batch import ScheduledChunk
-from engine.core import EngineCore
 from engine.groups.group import Sequence as GroupSequence
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.drafting.draft_model import DraftModel
 from engine.speculation import drafts

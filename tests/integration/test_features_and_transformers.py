@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import build_core, run_all, tokens_of

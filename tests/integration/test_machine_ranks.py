@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.runtime.ranks import hosts
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import place_of

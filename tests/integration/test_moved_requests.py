@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
 from tests.support.pairs import pairs

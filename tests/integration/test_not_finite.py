@@ -6,7 +6,7 @@ import pytest
 
 from baton.common.errors import InternalError
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import FinishReason
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint

@@ -11,7 +11,7 @@ import pytest
 
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import kv_peer_pb2, kv_peer_pb2_grpc
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest
 from engine.runtime.ranks.processes import RankProcesses
 from kernels.library.commands import library

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.runner import StepCosts
 from engine.step_watch import SLOW_FACTOR
 from kernels.library.commands import library

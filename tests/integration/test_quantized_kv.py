@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.common.errors import AbortedError, FailedPreconditionError
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from tests.support.checkpoints import (
     logits_with_cache,

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
-from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.loop.build import build_engine
 from engine.runtime.ranks import meeting
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import RankPlace

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.requests import changed, engine_request

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner

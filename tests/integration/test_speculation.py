@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.speculation import drafts
 from engine.speculation.lookup import Proposer
 from kernels.library.commands import library

@@ -6,7 +6,7 @@ generate greedily in float32: the tokens must be identical.
 
 import pytest
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint

@@ -11,7 +11,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of, tiny_checkpoint

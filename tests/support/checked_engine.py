@@ -13,8 +13,8 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from engine.batch import ScheduledBatch
-from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
+from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed

@@ -10,7 +10,7 @@ from engine.request import EngineOutput, EngineRequest
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import KvConnectorScheduler
+from kvstore.connector import KvConnectorScheduler, null_connector
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
@@ -21,7 +21,6 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
-from kvstore.null_connector import null_connector
 from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of

@@ -9,8 +9,8 @@ from baton.cli import main
 
 LOADS = {
     "router": ("router.models", "RouterFiles.load"),
-    "prefill": ("engine.async_engine", "build_engine"),
-    "decode": ("engine.async_engine", "build_engine"),
+    "prefill": ("engine.loop.async_engine", "build_engine"),
+    "decode": ("engine.loop.async_engine", "build_engine"),
 }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 
 __all__ = ["with_role"]
 

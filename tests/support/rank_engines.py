@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.common.security.cluster import ClusterSecurity
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.ranks.processes import RankProcesses
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of
 from tests.support.prefill_core import with_role

@@ -15,9 +15,9 @@ from typing import Any
 import ray
 from ray._private import state
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 from kernels.ranks import RanksLostError
 from tests.support.checkpoints import prompt_of
 from tests.support.real_engines import run_all, tokens_of

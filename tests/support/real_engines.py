@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.draw_params import DrawParams
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.prefill_core import with_role

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.loop.async_engine import AsyncEngine
 from engine.request import Role
 from router.config.router import RouterConfig
 from router.models import RouterFiles

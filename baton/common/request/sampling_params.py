@@ -7,14 +7,22 @@ places, which docs/sampling.md states.
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from operator import index
 from typing import Any, Literal
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
+from baton.common.request.param_checks import (
+    MAX_STOP_BYTES,
+    MAX_UINT32,
+    check_ids,
+    check_texts,
+    param_biases,
+    param_entries,
+    param_integer,
+)
 from baton.common.request.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -33,17 +41,14 @@ __all__ = [
 MAX_CANDIDATES = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 MAX_STOPS = 16
-MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
 _MAX_BAD_WORDS = 256
 _MAX_ALLOWED_TOKEN_IDS = 2**18  # about a megabyte in every message that carries the request
-_MAX_LOGIT_BIASES = 1024
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
-_MAX_UINT32 = 2**32 - 1
 _MAX_INT32 = 2**31 - 1
-AS_MANY_AS_FIT = _MAX_UINT32
+AS_MANY_AS_FIT = MAX_UINT32
 """`max_tokens` of a request that sets None: as many as the context has room for."""
 
 
@@ -193,9 +198,9 @@ class SamplingParams:
         for name, most in _MAX_ENTRIES.items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _entries(name, value, most))
+                object.__setattr__(self, name, param_entries(name, value, most))
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _biases(self.logit_bias) or None)
+            object.__setattr__(self, "logit_bias", param_biases(self.logit_bias) or None)
         if self.thinking_token_budget == -1:
             object.__setattr__(self, "thinking_token_budget", None)
         if self.structured_outputs is not None:
@@ -210,7 +215,7 @@ class SamplingParams:
         for name in _INTEGERS:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                object.__setattr__(self, name, _integer(name, value))
+                object.__setattr__(self, name, param_integer(name, value))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError.for_field(name, getattr(self, name), "True or False")
@@ -234,9 +239,9 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("top_p", self.top_p, "in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise InvalidArgumentError.for_field("min_p", self.min_p, "in [0, 1]")
-        if not 0 <= self.top_k <= _MAX_UINT32:
+        if not 0 <= self.top_k <= MAX_UINT32:
             raise InvalidArgumentError.for_field("top_k", self.top_k, "in [0, 2**32), or -1")
-        if not 1 <= self.max_tokens <= _MAX_UINT32:
+        if not 1 <= self.max_tokens <= MAX_UINT32:
             raise InvalidArgumentError.for_field("max_tokens", self.max_tokens, "in [1, 2**32)")
         if not 0 <= self.min_tokens <= self.max_tokens:
             limit = f"in [0, {self.max_tokens}], max_tokens"
@@ -244,7 +249,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
             raise InvalidArgumentError.for_field("seed", self.seed, "in [0, 2**64)")
         budget = self.thinking_token_budget
-        if budget is not None and not (type(budget) is int and 0 <= budget <= _MAX_UINT32):
+        if budget is not None and not (type(budget) is int and 0 <= budget <= MAX_UINT32):
             limit = "an integer in [0, 2**32), or -1"
             raise InvalidArgumentError.for_field("thinking_token_budget", budget, limit)
 
@@ -258,19 +263,19 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("repetition_penalty", penalty, "finite and > 0")
 
     def _check_stops(self) -> None:
-        _check_texts("stop", self.stop)
-        _check_ids("stop_token_ids", self.stop_token_ids)
+        check_texts("stop", self.stop)
+        check_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop is set together with detokenize=False; unset one")
 
     def _check_token_rules(self) -> None:
-        _check_texts("bad_words", self.bad_words)
+        check_texts("bad_words", self.bad_words)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InvalidArgumentError("allowed_token_ids is empty; it must allow a token")
-            _check_ids("allowed_token_ids", self.allowed_token_ids)
+            check_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
-            _check_ids("logit_bias", self.logit_bias)
+            check_ids("logit_bias", self.logit_bias)
             for bias in self.logit_bias.values():
                 if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
                     raise InvalidArgumentError.for_field("logit_bias", bias, "in [-100, 100]")
@@ -383,59 +388,3 @@ def over_defaults(stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sam
     if "max_tokens" in defaults and isinstance(least, int):
         defaults = {**defaults, "max_tokens": max(defaults["max_tokens"], least)}
     return SamplingParams(**{**defaults, **stated})
-
-
-def _entries(field: str, value: Any, most: int) -> tuple[Any, ...]:
-    """The texts or token ids of a field; a text that is given alone is a list of one."""
-    if isinstance(value, str):
-        return (value,)
-    kind = "token ids" if field.endswith("token_ids") else "texts"
-    try:
-        _check_count(field, value, most)
-        entries = tuple(map(index, value) if kind == "token ids" else value)
-    except TypeError:
-        raise InvalidArgumentError.for_field(field, value, f"a list of {kind}") from None
-    return tuple(dict.fromkeys(entries)) if field == "allowed_token_ids" else entries
-
-
-def _integer(field: str, value: Any) -> int:
-    try:
-        return int(index(value))
-    except TypeError:
-        raise InvalidArgumentError.for_field(field, value, "an integer") from None
-
-
-def _biases(value: Any) -> dict[int, float]:
-    """The entries of `logit_bias` by ascending token id; ids may be texts, as in JSON."""
-    try:
-        _check_count("logit_bias", value, _MAX_LOGIT_BIASES)
-        biases = {
-            int(token_id) if isinstance(token_id, str) else index(token_id): float(bias)
-            for token_id, bias in value.items()
-        }
-    except (AttributeError, OverflowError, TypeError, ValueError):
-        limit = "a mapping from token ids to numbers"
-        raise InvalidArgumentError.for_field("logit_bias", value, limit) from None
-    return dict(sorted(biases.items()))
-
-
-def _check_count(field: str, entries: Collection[Any], most: int) -> None:
-    if len(entries) > most:
-        raise InvalidArgumentError(
-            f"{field} has {len(entries)} entries; at most {most} are allowed"
-        )
-
-
-def _check_texts(field: str, texts: Sequence[Any]) -> None:
-    for text in texts:
-        if not isinstance(text, str):
-            raise InvalidArgumentError.for_field(field, text, "a list of texts")
-        if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
-            limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
-            raise InvalidArgumentError.for_field(field, text[:64], limit)
-
-
-def _check_ids(field: str, token_ids: Collection[int]) -> None:
-    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token_id <= _MAX_UINT32:
-            raise InvalidArgumentError.for_field(field, token_id, "below the vocabulary size")

@@ -8,8 +8,8 @@ from worker_loop import Request, Result, StepOutput, run_stepped, work
 from baton import __version__
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
-from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.loop.build import build_engine
 from engine.request import EngineOutput, EngineRequest
 
 

@@ -17,11 +17,11 @@ from baton.common.errors import (
     UnavailableError,
 )
 from engine import step_watch as step_watch_module
-from engine.async_engine import AsyncEngine
 from engine.batch import ScheduledBatch, StepOutput
-from engine.core import EngineCore
 from engine.draw_params import DrawParams
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from engine.loop.async_engine import AsyncEngine
+from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from kvstore.handoff import KvHandoff
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info

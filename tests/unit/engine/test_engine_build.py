@@ -5,7 +5,7 @@ import pytest
 import engine.runtime.model_runner
 import kvstore.registry
 from baton.common.errors import ConfigurationError
-from engine.build import build_engine
+from engine.loop.build import build_engine
 from kvstore.connector import KvConnectorScheduler
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_model import fake_config, fake_info

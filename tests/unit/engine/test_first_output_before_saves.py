@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.batch import ScheduledBatch, StepOutput
-from engine.core import EngineCore
 from engine.draw_params import DrawParams
+from engine.loop.core import EngineCore
 from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob

@@ -1,6 +1,6 @@
 """The base scheduler half collects jobs; the null connector ends them without moving blocks."""
 
-from kvstore.connector import KvConnectorScheduler
+from kvstore.connector import KvConnectorScheduler, null_connector
 from kvstore.jobs import (
     ConnectorWork,
     LoadResult,
@@ -9,7 +9,6 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
-from kvstore.null_connector import null_connector
 
 KEYS = (b"a" * 32, b"b" * 32)
 

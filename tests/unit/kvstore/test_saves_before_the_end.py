@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
+from engine.loop.async_engine import AsyncEngine
+from engine.loop.core import EngineCore
 from engine.request import EngineOutput
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff

@@ -8,9 +8,8 @@ import pytest
 from baton.common.errors import ConfigurationError
 from kvstore import registry
 from kvstore.conformance.objects import as_object
-from kvstore.connector import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities, null_connector
 from kvstore.handoff import connector_name
-from kvstore.null_connector import null_connector
 from kvstore.registry import connector_capabilities, open_connector, open_store
 from kvstore.stores.memory import MemoryStore
 from kvstore.url import StoreUrl

@@ -130,7 +130,10 @@ def test_public_modules_export_the_names_of_the_modules_below(public, module, na
         ("import baton.cli.serve", ("torch", "transformers")),
         ("import benchmarks.cli", ("torch", "grpc", "matplotlib", "httpx2")),
         ("import router.server", ("torch", "transformers")),
-        ("import engine.schedule.scheduler, engine.core, engine.async_engine", ("torch", "grpc")),
+        (
+            "import engine.schedule.scheduler, engine.loop.core, engine.loop.async_engine",
+            ("torch", "grpc"),
+        ),
         ("import kvstore.registry", ("torch", "grpc")),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from baton.common.observe.metrics import Histogram, Snapshot
 from baton.common.request.structured_outputs import StructuredOutputs
 from engine.batch import ScheduledBatch, StepOutput
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from engine.metrics.counts import METRICS, RankReport
 from engine.metrics.export import VLLM_METRICS, EngineDescription, EngineExport, VllmExport
 from engine.metrics.stats_log import StatsLog

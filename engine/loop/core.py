@@ -19,18 +19,17 @@ from contextlib import ExitStack
 from engine.batch import ScheduledBatch
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
+from engine.loop.step_loop import OneStepLoop, OverlappedLoop
 from engine.metrics.counts import EngineMetrics, StepTimer
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo, Runner
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
-from engine.step_loop import OneStepLoop, OverlappedLoop
 from engine.step_watch import StepWatch
 from engine.validation import check_request
-from kvstore.connector import Connector
+from kvstore.connector import Connector, null_connector
 from kvstore.guard.metrics import KvMetrics, TransferMetrics
 from kvstore.guard.status import BackendStatus
-from kvstore.null_connector import null_connector
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 __all__ = ["EngineCore", "OnOutputs"]

@@ -1,8 +1,8 @@
 """`AsyncEngine`: an engine in a thread of its own, behind asyncio.
 
-Calls of the scheduler go down a queue to the thread (`engine.engine_thread`), and the outputs of
-each step come back in one call. Nothing here blocks the event loop. This module imports no grpc,
-and torch only when it builds an engine.
+Calls of the scheduler go down a queue to the thread (`engine.loop.engine_thread`), and the
+outputs of each step come back in one call. Nothing here blocks the event loop. This module imports
+no grpc, and torch only when it builds an engine.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from baton.common.errors import (
     UnavailableError,
 )
 from baton.common.reasons import Reason
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.engine_thread import EngineThread
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
+from engine.loop.build import build_engine
+from engine.loop.core import EngineCore
+from engine.loop.engine_thread import EngineThread
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from engine.schedule.scheduler import Scheduler
 from kvstore.guard.status import BackendStatus

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from engine.core import EngineCore
 from engine.kv_cache.events import KvEvent
+from engine.loop.core import EngineCore
 from engine.request import EngineLoad, EngineOutput
 from engine.schedule.scheduler import Scheduler
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.loop.core import EngineCore
 from kernels.ranks import RanksLostError
 
 if TYPE_CHECKING:

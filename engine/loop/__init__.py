@@ -1,0 +1,1 @@
+"""The engine and its loop: steps, commands from other threads, coroutines."""
