@@ -111,6 +111,8 @@ async def until_closed(port: int) -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
         except ConnectionRefusedError:
             return
+        except ConnectionResetError:  # it was in the queue of the socket that closed
+            continue
         writer.close()
 
 
